@@ -1,0 +1,58 @@
+"""Attention for language models that looks at more than one token pair at a time."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from heedful.hf import Conversion, convert, load, revert
+    from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
+    from heedful.ops import (
+        SelectiveOutput,
+        Visibility,
+        differential_attention,
+        multi_token_attention,
+        selective_attention,
+    )
+
+__version__ = "0.1.0"
+
+_ROOMS = {
+    "heedful.ops": (
+        "SelectiveOutput",
+        "Visibility",
+        "differential_attention",
+        "multi_token_attention",
+        "selective_attention",
+    ),
+    "heedful.nn": ("Differential", "MultiToken", "Selective", "Standard", "TalkingHeads"),
+    "heedful.hf": ("Conversion", "convert", "load", "revert"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+__all__ = [
+    "Conversion",
+    "Differential",
+    "MultiToken",
+    "Selective",
+    "SelectiveOutput",
+    "Standard",
+    "TalkingHeads",
+    "Visibility",
+    "__version__",
+    "convert",
+    "differential_attention",
+    "load",
+    "multi_token_attention",
+    "revert",
+    "selective_attention",
+]
+
+
+def __getattr__(name: str):
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'heedful' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
