@@ -1,0 +1,108 @@
+"""Multi-token attention: the public function."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.impl import Impl, choose
+from heedful.ops.mta.reference import multi_token_attention_reference
+from heedful.ops.mta.tiled import multi_token_attention_tiled
+from heedful.ops.validation import check_parameter, check_qkv, check_visibility
+from heedful.ops.visibility import Visibility
+
+
+def multi_token_attention(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    conv: Float[Tensor, "H cq ck"] | None = None,
+    post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
+    mix: Float[Tensor, "n g g"] | None = None,
+    post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
+    visibility: Visibility | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B H Tq Dv"]:
+    r"""Attention whose map is convolved over queries and keys and mixed over heads.
+
+    $$ P = \mathrm{softmax}(\mathrm{Mask}_{-\infty}(W\,\mathrm{Conv}_\theta(\mathrm{Mask}_0(
+       QK^\top s)))), \qquad O = W'\,\mathrm{Mask}_0(\mathrm{Conv}_{\theta'}(P))\; V $$
+
+    with $\mathrm{Conv}_\theta(X)_{hij} = \sum_{r,c} \theta_{hrc}\,X_{h,\,i-(c_q-1)+r,\;
+    j-(c_k-1)/2+c}$. Every step that is `None` is left out; with all four `None`, or all four at
+    identity, this is standard attention. `mix` and `post_mix` without convolutions are
+    talking-heads attention (Shazeer et al., arXiv 2003.02436).
+
+    Arguments:
+        q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
+        k, v: keys `[B, Hk, Tk, D]` and values `[B, Hk, Tk, Dv]`; `Hk` divides `H` (GQA).
+        conv: kernels before the softmax, one per head; the last row meets the current query, the
+            centre column the same key, so the identity has its 1 at `[cq - 1, ck // 2]`. `ck` odd.
+        post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.
+        mix, post_mix: head mixing before / after the softmax, indexed `[group, out, in]` over
+            groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
+        visibility: who sees whom; `None` is causal. Padded queries get zeros.
+        scale: factor on the logits; default `D ** -0.5`.
+        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+
+    Returns:
+        `[B, H, Tq, Dv]` in q's dtype; softmax and sums are in fp32 at least.
+
+    Raises:
+        ValueError: a shape, dtype or parameter does not fit; the message names it.
+
+    Source: Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, equations 5-7.
+    """
+    check_qkv(q, k, v)
+    batch, heads, queries, _ = q.shape
+    visibility = check_visibility(visibility, batch, queries, k.shape[2])
+    for name, kernel in (("conv", conv), ("post_conv", post_conv)):
+        _check_kernel(name, kernel, heads, q)
+    for name, weights in (("mix", mix), ("post_mix", post_mix)):
+        _check_mix(name, weights, heads, q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = choose("multi_token_attention", impl, {"fused": "no fused kernel is built in"})
+    run = (
+        multi_token_attention_reference if chosen == "reference" else multi_token_attention_tiled
+    )
+    return run(
+        q,
+        k,
+        v,
+        conv=conv,
+        post_conv=post_conv,
+        mix=mix,
+        post_mix=post_mix,
+        visibility=visibility,
+        scale=scale,
+    )
+
+
+def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:
+    if kernel is None:
+        return
+    if not isinstance(kernel, Tensor) or kernel.ndim != 3 or kernel.shape[0] != heads:
+        got = tuple(kernel.shape) if isinstance(kernel, Tensor) else repr(kernel)
+        raise ValueError(f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {got}")
+    if kernel.shape[1] < 1 or kernel.shape[2] % 2 == 0:
+        raise ValueError(
+            f"{name} must have c_q >= 1 and an odd c_k (keys are centred), got c_q="
+            f"{kernel.shape[1]}, c_k={kernel.shape[2]}; add a zero column to make c_k odd"
+        )
+    check_parameter(name, kernel, tuple(kernel.shape), like)
+
+
+def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> None:
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor) or weights.ndim != 3:
+        got = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
+        raise ValueError(f"{name} must be [H/g, g, g] indexed [group, out, in], got {got}")
+    groups, size, _ = weights.shape
+    if size < 1 or heads % size:
+        raise ValueError(
+            f"{name} mixes groups of {size} heads, which does not divide the {heads} heads; use a "
+            "group size that does"
+        )
+    check_parameter(name, weights, (heads // size, size, size), like)

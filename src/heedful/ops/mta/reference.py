@@ -1,0 +1,109 @@
+"""Multi-token attention as its definition reads: dense, any precision, slow.
+
+Golovneva, Wang, Weston, Sukhbaatar, "Multi-Token Attention" (arXiv 2504.00927), cited as MTA.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from heedful.ops.visibility import Visibility
+
+
+def multi_token_attention_reference(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    conv: Float[Tensor, "H cq ck"] | None,
+    post_conv: Float[Tensor, "H cq2 ck2"] | None,
+    mix: Float[Tensor, "n g g"] | None,
+    post_mix: Float[Tensor, "n2 g2 g2"] | None,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """The operator of `multi_token_attention`, one line per step of its definition."""
+    a = multi_token_attention_map(
+        q,
+        k,
+        conv=conv,
+        post_conv=post_conv,
+        mix=mix,
+        post_mix=post_mix,
+        visibility=visibility,
+        scale=scale,
+    )
+    return a @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def multi_token_attention_map(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    *,
+    conv: Float[Tensor, "H cq ck"] | None = None,
+    post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
+    mix: Float[Tensor, "n g g"] | None = None,
+    post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
+    visibility: Visibility | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "B H Tq Tk"]:
+    """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
+
+    Arguments as for `multi_token_attention`. Its rows need not sum to one, and entries may be
+    negative, as soon as anything follows the softmax.
+    """
+    visibility = Visibility() if visibility is None else visibility
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    queries, keys, wide = q.shape[2], k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    visible = visibility.dense(queries, keys, q.device)[:, None]
+    documents = visibility.documents
+    if documents is not None:
+        documents = documents[:, keys - queries :]
+
+    c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
+    if conv is not None:
+        c = correlate(c.masked_fill(~visible, 0), conv, documents)  # Conv(Mask_0(S)), MTA eq. 5
+    if mix is not None:
+        c = mix_heads(c, mix)  # MTA eq. 7 before the softmax
+    logits = c.to(wide).masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
+    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
+    p = p.masked_fill(~visible, 0).to(q.dtype)  # a query that sees nothing gets zeros
+    if post_conv is not None:
+        p = correlate(p, post_conv, documents).masked_fill(~visible, 0)  # MTA eq. 6
+    if post_mix is not None:
+        p = mix_heads(p, post_mix)  # MTA eq. 7 after the softmax
+    return p
+
+
+def correlate(
+    x: Float[Tensor, "B H Tq Tk"],
+    kernel: Float[Tensor, "H cq ck"],
+    documents: Int[Tensor, "B Tq"] | None = None,
+) -> Float[Tensor, "B H Tq Tk"]:
+    """Per-head cross-correlation, causal over queries, centred over keys (MTA eq. 4, 5).
+
+    `y[i, j] = sum_{r, c} kernel[r, c] x[i - (cq-1) + r, j - (ck-1)/2 + c]`, zero outside. With
+    `documents`, a row takes nothing from rows of another document.
+    """
+    heads, rows, columns = kernel.shape
+    kernel = kernel.to(x.dtype)[:, None]
+    above = F.pad(x, (0, 0, rows - 1, 0))
+    if documents is None:
+        return F.conv2d(above, kernel, padding=(0, columns // 2), groups=heads)
+    total = x.new_zeros(())
+    before = F.pad(documents, (rows - 1, 0), value=-1)
+    for r in range(rows):
+        same = before[:, r : r + x.shape[2]] == documents
+        row = above[:, :, r : r + x.shape[2]] * same[:, None, :, None]
+        total = total + F.conv2d(row, kernel[:, :, r : r + 1], padding=(0, columns // 2), groups=heads)
+    return total
+
+
+def mix_heads(
+    x: Float[Tensor, "B H Tq Tk"], weights: Float[Tensor, "n g g"]
+) -> Float[Tensor, "B H Tq Tk"]:
+    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` over consecutive head groups."""
+    groups, size, _ = weights.shape
+    grouped = x.unflatten(1, (groups, size))
+    return torch.einsum("noi,bniqk->bnoqk", weights.to(x.dtype), grouped).flatten(1, 2)

@@ -1,0 +1,155 @@
+"""Who may see whom: causal order, window, documents and padding, one object for every mechanism."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which key each query may see; queries are the *last* `Tq` of the `Tk` tokens.
+
+    ```text
+    Tq = 2, Tk = 5, causal:          k0 k1 k2 k3 k4
+                                 q0   x  x  x  x  .      query i stands at token i + Tk - Tq
+                                 q1   x  x  x  x  x
+    ```
+
+    A query sees a key when every given condition holds: the key is not later (`causal`), is less
+    than `window` tokens back, belongs to the same document, and neither token is padding. A query
+    that sees nothing (a padded one) gets the output zero, never NaN.
+
+    Arguments:
+        causal: hide later keys. Selective attention requires it.
+        window: how many tokens a query sees, itself included; `None` is no limit.
+        documents: document number of every token, `[B or 1, Tk]`; documents are contiguous runs.
+        padding: `True` for a real token, `False` for padding, `[B or 1, Tk]`; left, right or both.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    documents: Int[Tensor, "B Tk"] | None = None
+    padding: Bool[Tensor, "B Tk"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+            raise ValueError(
+                f"window must be a whole number of at least 1 (the token itself), got "
+                f"{self.window!r}; use None for no limit"
+            )
+        if self.window is not None and not self.causal:
+            raise ValueError("window needs causal=True: a two-sided window is not defined here")
+        for name in ("documents", "padding"):
+            ids = getattr(self, name)
+            if ids is not None and (not isinstance(ids, Tensor) or ids.ndim != 2):
+                shape = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+                raise ValueError(f"{name} must be a tensor [B, Tk], got {shape}")
+        if self.padding is not None and self.padding.dtype != torch.bool:
+            raise ValueError(
+                f"padding must be boolean with True for real tokens, got {self.padding.dtype}; "
+                "convert a 0/1 mask with mask.bool()"
+            )
+        if self.documents is not None and (
+            self.documents.is_floating_point() or self.documents.dtype == torch.bool
+        ):
+            raise ValueError(
+                f"documents must hold whole numbers, got {self.documents.dtype}; a mask belongs "
+                "in padding"
+            )
+
+    @classmethod
+    def packed(
+        cls, cu_seqlens: Int[Tensor, " n"], *, length: int | None = None, window: int | None = None
+    ) -> Self:
+        """Documents packed in one row, from their cumulative lengths `[0, n1, n1+n2, ...]`.
+
+        Arguments:
+            cu_seqlens: offsets of the documents, in tokens, starting at 0.
+            length: row length; tokens after the last offset are padding. Default: the last offset.
+            window: as for the class.
+        """
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(
+                f"cu_seqlens must be a vector of at least two offsets, got {tuple(cu_seqlens.shape)}"
+            )
+        total = int(cu_seqlens[-1])
+        length = total if length is None else length
+        if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(f"cu_seqlens must start at 0 and not fall, got {cu_seqlens.tolist()}")
+        if length < total:
+            raise ValueError(f"length must be at least the last offset {total}, got {length}")
+        tokens = torch.arange(length, device=cu_seqlens.device)
+        documents = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)[None]
+        padding = None if length == total else (tokens < total)[None]
+        return cls(window=window, documents=documents, padding=padding)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but causal order (or nothing at all): what SDPA's `is_causal` can express."""
+        return self.window is None and self.documents is None and self.padding is None
+
+    def check(self, batch: int, queries: int, keys: int) -> None:
+        """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
+        if queries > keys:
+            raise ValueError(
+                f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
+                "keys, so k must be at least as long"
+            )
+        for name in ("documents", "padding"):
+            ids = getattr(self, name)
+            if ids is not None and (ids.shape[0] not in (1, batch) or ids.shape[1] != keys):
+                raise ValueError(
+                    f"visibility.{name} must be [{batch} or 1, {keys}] (one entry per key), got "
+                    f"{tuple(ids.shape)}"
+                )
+
+    def segments(self) -> Int[Tensor, "B Tk"] | None:
+        """Document number per token with -1 for padding; `None` if there is neither."""
+        if self.padding is None:
+            return self.documents
+        if self.documents is None:
+            return self.padding.to(torch.int64) - 1
+        return torch.where(self.padding, self.documents, -1)
+
+    def first_tokens(self, keys: int, device: torch.device) -> Bool[Tensor, "B Tk"]:
+        """The first real token of every document and of every padded row."""
+        segments = self.segments()
+        if segments is None:
+            return (torch.arange(keys, device=device) == 0)[None]
+        before = torch.cat([segments.new_full((len(segments), 1), -1), segments[:, :-1]], dim=1)
+        return (segments >= 0) & (segments != before)
+
+    def dense(
+        self, queries: int, keys: int, device: torch.device
+    ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
+        """The whole map at once, `True` where query i sees key j."""
+        return self.tile(range(keys - queries, keys), range(keys), device)
+
+    def tile(self, rows: range, columns: range, device: torch.device) -> Bool[Tensor, "B R K"]:
+        """The part of the map with these query tokens and key tokens (positions among the keys)."""
+        return see(self.segments(), self.causal, self.window, rows, columns, device)
+
+
+def see(
+    segments: Int[Tensor, "B Tk"] | None,
+    causal: bool,
+    window: int | None,
+    rows: range,
+    columns: range,
+    device: torch.device,
+) -> Bool[Tensor, "B R K"]:
+    """Visibility of key tokens `columns` from query tokens `rows`, as `Visibility.tile`."""
+    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    j = torch.arange(columns.start, columns.stop, device=device)[None, :]
+    visible = (j <= i) if causal else torch.ones_like(j <= i)
+    if window is not None:
+        visible = visible & (i - j < window)
+    visible = visible[None]
+    if segments is not None:
+        of_query = segments[:, rows.start : rows.stop, None]
+        of_key = segments[:, None, columns.start : columns.stop]
+        visible = visible & (of_query == of_key) & (of_query >= 0)
+    return visible
