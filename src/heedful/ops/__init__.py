@@ -1,6 +1,16 @@
 """Pure functions of tensors: the attention operators and what their queries may see."""
 
+from heedful.ops.differential import differential_attention
+from heedful.ops.impl import Impl
 from heedful.ops.mta import multi_token_attention
+from heedful.ops.selective import SelectiveOutput, selective_attention
 from heedful.ops.visibility import Visibility
 
-__all__ = ["Visibility", "multi_token_attention"]
+__all__ = [
+    "Impl",
+    "SelectiveOutput",
+    "Visibility",
+    "differential_attention",
+    "multi_token_attention",
+    "selective_attention",
+]

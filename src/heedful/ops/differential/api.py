@@ -1,0 +1,63 @@
+"""Differential attention: the public function."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.differential.reference import differential_attention_reference
+from heedful.ops.differential.tiled import differential_attention_tiled
+from heedful.ops.impl import Impl, choose
+from heedful.ops.validation import check_parameter, check_qkv, check_visibility
+from heedful.ops.visibility import Visibility
+
+
+def differential_attention(
+    q: Float[Tensor, "B 2P Tq D"],
+    k: Float[Tensor, "B 2Pk Tk D"],
+    v: Float[Tensor, "B Pk Tk Dv"],
+    *,
+    lam: Float[Tensor, "*P"],
+    visibility: Visibility | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B P Tq Dv"]:
+    r"""The difference of two softmax maps applied to shared values.
+
+    $$ O_p = (\mathrm{softmax}(Q_{2p} K_{2p}^\top s) - \lambda\,
+       \mathrm{softmax}(Q_{2p+1} K_{2p+1}^\top s))\, V_p $$
+
+    Arguments:
+        q: queries `[B, 2P, Tq, D]`; heads 2p and 2p + 1 are the two maps of pair p.
+        k: keys `[B, 2Pk, Tk, D]` in the same pairs; `Pk` divides `P` (GQA).
+        v: values `[B, Pk, Tk, Dv]`, one per pair; the published layer has Dv = 2D.
+        lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
+        visibility: who sees whom; `None` is causal. Padded queries get zeros.
+        scale: factor on the logits; default `D ** -0.5`.
+        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+
+    Returns:
+        `[B, P, Tq, Dv]` in q's dtype.
+
+    Raises:
+        ValueError: a shape, dtype or parameter does not fit; the message names it.
+
+    Source: Ye et al., "Differential Transformer", arXiv 2410.05258, equation 1.
+    """
+    check_qkv(q, k, v, value_heads="pairs")
+    pairs = q.shape[1] // 2
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[1] % 2:
+            raise ValueError(f"{name} must have an even number of heads (pairs), got {x.shape[1]}")
+    if v.shape[1] * 2 != k.shape[1]:
+        raise ValueError(
+            f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join the "
+            "values of two heads along the head dim"
+        )
+    visibility = check_visibility(visibility, q.shape[0], q.shape[2], k.shape[2])
+    if not isinstance(lam, Tensor) or lam.shape not in ((), (pairs,)):
+        got = tuple(lam.shape) if isinstance(lam, Tensor) else repr(lam)
+        raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {got}")
+    check_parameter("lam", lam, tuple(lam.shape), q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = choose("differential_attention", impl, {"fused": "no fused kernel is built in"})
+    run = differential_attention_reference if chosen == "reference" else differential_attention_tiled
+    return run(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)

@@ -1,0 +1,32 @@
+"""Differential attention as its definition reads: dense, any precision, slow.
+
+Ye et al., "Differential Transformer" (arXiv 2410.05258), equation 1.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.visibility import Visibility
+
+
+def differential_attention_reference(
+    q: Float[Tensor, "B 2P Tq D"],
+    k: Float[Tensor, "B 2Pk Tk D"],
+    v: Float[Tensor, "B Pk Tk Dv"],
+    lam: Float[Tensor, " P"],
+    *,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B P Tq Dv"]:
+    """The operator of `differential_attention`, one line per step of its definition."""
+    pairs, group = q.shape[1] // 2, q.shape[1] // k.shape[1]
+    visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None, None]
+    q = q.unflatten(1, (pairs, 2))
+    k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1)
+    logits = (q @ k.mT * scale).to(torch.promote_types(q.dtype, torch.float32))
+    logits = logits.masked_fill(~visible, float("-inf"))
+    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
+    p = p.masked_fill(~visible, 0)
+    p = p[:, :, 0] - lam.to(p.dtype)[:, None, None] * p[:, :, 1]
+    return p.to(q.dtype) @ v.repeat_interleave(group, dim=1)

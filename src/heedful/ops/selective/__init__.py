@@ -1,0 +1,5 @@
+"""Selective attention: tokens hide earlier tokens from later ones."""
+
+from heedful.ops.selective.api import SelectiveOutput, selective_attention
+
+__all__ = ["SelectiveOutput", "selective_attention"]

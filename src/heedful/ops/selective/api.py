@@ -1,0 +1,149 @@
+"""Selective attention: the public function."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.impl import Impl, choose
+from heedful.ops.selective.reference import selective_attention_reference
+from heedful.ops.selective.tiled import selective_attention_tiled
+from heedful.ops.validation import check_qkv, check_visibility
+from heedful.ops.visibility import Visibility
+
+
+class SelectiveOutput(NamedTuple):
+    """What `selective_attention` returns.
+
+    output: `[B, H, Tq, Dv]` in q's dtype.
+    state: F of every key after the last query, `[B, Hs, Tk]`, fp32 at least; hand it to the next
+        call, where new keys enter with zero.
+    memory: per query the sum over its visible keys of min(F, tau), `[B, Tq]`, mean over selectors;
+        `None` without `tau`. The memory loss of the paper is built from it.
+    """
+
+    output: Float[Tensor, "B H Tq Dv"]
+    state: Float[Tensor, "B Hs Tk"]
+    memory: Float[Tensor, "B Tq"] | None
+
+
+def selective_attention(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    selector_q: Float[Tensor, "B Hs Tq Ds"] | None = None,
+    selector_k: Float[Tensor, "B Hs Tk Ds"] | None = None,
+    state: Float[Tensor, "B Hs Ts"] | None = None,
+    tau: float | None = None,
+    protect_first: bool = True,
+    visibility: Visibility | None = None,
+    scale: float | None = None,
+    impl: Impl = "auto",
+) -> SelectiveOutput:
+    r"""Attention in which a token can hide earlier tokens from all later ones.
+
+    $$ O = \mathrm{softmax}(QK^\top s - F)\,V, \qquad F_{ij} = \sum_{j<p<i} S_{pj}, \qquad
+       S = \mathrm{ReLU}(Q^{sel} {K^{sel}}^\top s) $$
+
+    with $S_{pj} = 0$ for the token itself, for what p cannot see, and for the first real token of
+    every document and padded row. Every head subtracts the same F; a token hides only from
+    queries after it, so F never falls from query to query.
+
+    Arguments:
+        q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
+        k, v: keys `[B, Hk, Tk, D]` and values `[B, Hk, Tk, Dv]`; `Hk` divides `H` (GQA).
+        selector_q, selector_k: what selects, `[B, Hs, T, Ds]` with Hs = 1 (one F for all heads) or
+            H (head h hides for head h). Default: head 0 of q and k. Its logits are scaled by
+            `scale` too; fold any other factor into `selector_q`.
+        state: F at the first query for the first `Ts <= Tk` keys, from an earlier call.
+        tau: cap of F in `memory`; `None` computes none.
+        protect_first: `False` lets first tokens be hidden (an ablation of the paper).
+        visibility: who sees whom; `None` is causal. Must be causal.
+        scale: factor on the logits; default `D ** -0.5`.
+        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+
+    Returns:
+        `SelectiveOutput(output, state, memory)`.
+
+    Raises:
+        ValueError: a shape or dtype does not fit; the message names the argument.
+
+    Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
+    section 3; memory loss, section 4.
+    """
+    check_qkv(q, k, v)
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    visibility = check_visibility(visibility, batch, queries, keys)
+    if not visibility.causal:
+        raise ValueError(
+            "visibility must be causal for selective attention: F sums over earlier queries"
+        )
+    if (selector_q is None) != (selector_k is None):
+        raise ValueError("selector_q and selector_k must be given together, or neither (head 0)")
+    if selector_q is None:
+        selector_q, selector_k = q[:, :1], k[:, :1]
+    _check_selector(selector_q, selector_k, q, keys)
+    if tau is not None and not tau > 0:
+        raise ValueError(f"tau must be positive, got {tau}; None computes no memory")
+    state = _whole_state(state, (batch, selector_q.shape[1], keys), q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    chosen = choose("selective_attention", impl, {"fused": "no fused kernel is built in"})
+    run = selective_attention_reference if chosen == "reference" else selective_attention_tiled
+    return SelectiveOutput(
+        *run(
+            q,
+            k,
+            v,
+            selector_q,
+            selector_k,
+            state=state,
+            tau=None if tau is None else float(tau),
+            protect_first=protect_first,
+            visibility=visibility,
+            scale=scale,
+        )
+    )
+
+
+def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int) -> None:
+    batch, heads, queries, _ = q.shape
+    for name, x, tokens in (("selector_q", selector_q, queries), ("selector_k", selector_k, keys)):
+        if x.ndim != 4 or x.shape[0] != batch or x.shape[2] != tokens:
+            raise ValueError(
+                f"{name} must be [{batch}, 1 or {heads}, {tokens}, Ds], got {tuple(x.shape)}"
+            )
+        if x.shape[1] not in (1, heads):
+            raise ValueError(
+                f"{name} must have 1 selector or one per head ({heads}), got {x.shape[1]}; "
+                "concatenate heads along Ds for their mean"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} must have q's dtype and device ({q.dtype}, {q.device}), got {x.dtype}, "
+                f"{x.device}"
+            )
+    if selector_q.shape[1::2] != selector_k.shape[1::2]:
+        raise ValueError(
+            f"selector_k must match selector_q in selectors and Ds {tuple(selector_q.shape[1::2])}, "
+            f"got {tuple(selector_k.shape[1::2])}"
+        )
+
+
+def _whole_state(state: Tensor | None, shape: tuple[int, int, int], q: Tensor) -> Tensor | None:
+    if state is None:
+        return None
+    if state.ndim != 3 or state.shape[:2] != shape[:2] or state.shape[2] > shape[2]:
+        raise ValueError(
+            f"state must be [{shape[0]}, {shape[1]}, at most {shape[2]}] (one F per key), got "
+            f"{tuple(state.shape)}"
+        )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if state.dtype != wide or state.device != q.device:
+        raise ValueError(
+            f"state must be {wide} on {q.device} (half precision loses the sum), got "
+            f"{state.dtype} on {state.device}"
+        )
+    return torch.nn.functional.pad(state, (0, shape[2] - state.shape[2]))

@@ -1,0 +1,76 @@
+"""Selective attention as its definition reads: dense, any precision, slow.
+
+Leviathan, Kalman, Matias, "Selective Attention Improves Transformer" (arXiv 2410.02703).
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from heedful.ops.visibility import Visibility
+
+
+def selective_attention_reference(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    selector_q: Float[Tensor, "B Hs Tq Ds"],
+    selector_k: Float[Tensor, "B Hs Tk Ds"],
+    *,
+    state: Float[Tensor, "B Hs Tk"] | None,
+    tau: float | None,
+    protect_first: bool,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operator of `selective_attention`, one line per step of its definition."""
+    heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
+    visible = visibility.dense(queries, keys, q.device)[:, None]
+    hiding = selection(selector_q, selector_k, protect_first, visibility, scale)
+    before = 0 if state is None else state[:, :, None]
+    f = before + hiding.cumsum(2) - hiding  # F counts strictly earlier queries, section 3
+
+    logits = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT * scale
+    logits = (logits.to(f.dtype) - f).masked_fill(~visible, float("-inf"))
+    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
+    p = p.masked_fill(~visible, 0).to(q.dtype)
+    output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)
+    memory = None
+    if tau is not None:
+        memory = f.clamp(max=tau).masked_fill(~visible, 0).sum((1, 3)) / f.shape[1]
+    last = hiding.sum(2)
+    return output, last if state is None else state + last, memory
+
+
+def selection(
+    selector_q: Float[Tensor, "B Hs Tq Ds"],
+    selector_k: Float[Tensor, "B Hs Tk Ds"],
+    protect_first: bool,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B Hs Tq Tk"]:
+    """S: how much query p hides key j from later queries (fp32 at least), never below zero.
+
+    The ReLU comes after the visibility mask; the first token of each document and the token
+    itself stay unhidden. At zero the slope of the ReLU is taken as 1 (`clamp`), so that a selector
+    initialised to zero can learn.
+    """
+    queries, keys = selector_q.shape[2], selector_k.shape[2]
+    allowed = may_hide(protect_first, visibility, range(keys - queries, keys), range(keys), selector_q)
+    logits = selector_q @ selector_k.mT * scale
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(wide).clamp(min=0).masked_fill(~allowed[:, None], 0)
+
+
+def may_hide(
+    protect_first: bool, visibility: Visibility, rows: range, columns: range, like: Tensor
+) -> Bool[Tensor, "B R C"]:
+    """Where token p may hide token j: p sees j, j is not p, j is not a protected first token."""
+    allowed = visibility.tile(rows, columns, like.device)
+    p = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
+    j = torch.arange(columns.start, columns.stop, device=like.device)[None, :]
+    allowed = allowed & (p != j)
+    if protect_first:
+        first = visibility.first_tokens(columns.stop, like.device)
+        allowed = allowed & ~first[:, None, columns.start :]
+    return allowed

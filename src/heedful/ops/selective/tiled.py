@@ -1,0 +1,205 @@
+"""Selective attention in memory linear in T: blocks of query rows, recomputed in the backward.
+
+F is a sum over earlier queries. Between blocks it travels as one fp32 number per key; inside a
+block the missing part is a product with a strictly triangular matrix of ones. The running totals at
+each block's start are kept for the backward: T^2 / 64 numbers per selector, an eighth of what q, k
+and v of eight 64-wide heads take at T = 8192.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.tiles import (
+    ROWS,
+    Hidden,
+    Sight,
+    gather_heads,
+    row_blocks,
+    softmax_,
+    spread_heads,
+    widen,
+)
+from heedful.ops.visibility import Visibility
+
+
+def selective_attention_tiled(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    selector_q: Float[Tensor, "B Hs Tq Ds"],
+    selector_k: Float[Tensor, "B Hs Tk Ds"],
+    *,
+    state: Float[Tensor, "B Hs Tk"] | None,
+    tau: float | None,
+    protect_first: bool,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operator of `selective_attention`, in blocks of query rows."""
+    first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
+    output, last, memory, _ = _tiled(
+        q, k, v, selector_q, selector_k, state, visibility.segments(), first,
+        visibility.window, tau, scale,
+    )  # fmt: skip
+    return output, last, memory if tau is not None else None
+
+
+class _Tile(NamedTuple):
+    """One block before the product with the values; `p` is the softmax, `f` what is hidden."""
+
+    columns: range
+    hidden: Hidden
+    active: Tensor  # where S has a slope
+    s: Tensor
+    f: Tensor
+    p: Tensor
+
+
+class _Inputs(NamedTuple):
+    """Widened inputs with key heads spread over query heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selector_q: Tensor
+    selector_k: Tensor
+    sight: Sight
+    first: Tensor | None
+    scale: float
+
+
+def _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale) -> _Inputs:
+    heads = q.shape[1]
+    return _Inputs(
+        widen(q), spread_heads(widen(k), heads), spread_heads(widen(v), heads), widen(selector_q),
+        widen(selector_k), Sight(segments, False, True, window), first, scale,
+    )  # fmt: skip
+
+
+def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
+    offset = x.k.shape[2] - x.q.shape[2]
+    owned = range(offset + rows.start, offset + rows.stop)
+    columns = x.sight.columns(owned, x.k.shape[2])
+    cut = slice(columns.start, columns.stop)
+    hidden = x.sight.hidden(owned, columns, x.q.device)
+
+    queries = x.selector_q[:, :, rows.start : rows.stop] * x.scale
+    logits = queries @ x.selector_k[:, :, cut].mT
+    active = hidden.fill(logits >= 0, False)
+    active.diagonal(owned.start - columns.start, 2, 3).fill_(False)
+    if x.first is not None:
+        active &= ~x.first[:, None, None, cut]
+    s = logits.masked_fill_(~active, 0.0)
+    f = base[:, :, None, cut] + _earlier(len(rows), s) @ s
+
+    logits = (x.q[:, :, rows.start : rows.stop] * x.scale) @ x.k[:, :, cut].mT
+    return _Tile(columns, hidden, active, s, f, softmax_(logits.sub_(f), hidden))
+
+
+def _earlier(rows: int, like: Tensor) -> Tensor:
+    """Strictly lower triangle of ones: row i sums what stands above it."""
+    return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
+
+
+@torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
+def _tiled(
+    q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
+    segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
+    batch, selectors, queries, _ = selector_q.shape
+    base = x.q.new_zeros(batch, selectors, k.shape[2])
+    if state is not None:
+        base += state
+    out = x.q.new_empty(*q.shape[:3], v.shape[3])
+    memory = x.q.new_zeros(batch, queries if tau is not None else 0)
+    bases = []
+    for start, stop in row_blocks(queries):
+        bases.append(base.clone())
+        tile = _tile(x, base, range(start, stop))
+        cut = slice(tile.columns.start, tile.columns.stop)
+        out[:, :, start:stop] = tile.p @ x.v[:, :, cut]
+        base[:, :, cut] += tile.s.sum(2)
+        if tau is not None:
+            kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
+            memory[:, start:stop] = kept.sum((1, 3)) / selectors
+    return out.to(q.dtype), base, memory, torch.stack(bases)
+
+
+@_tiled.register_fake
+def _(q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale):
+    batch, selectors, queries, _ = selector_q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    blocks = (queries + ROWS - 1) // ROWS
+    return (
+        q.new_empty(*q.shape[:3], v.shape[3]),
+        q.new_empty(batch, selectors, k.shape[2], dtype=wide),
+        q.new_empty(batch, queries if tau is not None else 0, dtype=wide),
+        q.new_empty(blocks, batch, selectors, k.shape[2], dtype=wide),
+    )
+
+
+@torch.library.custom_op("heedful::selective_attention_tiled_backward", mutates_args=())
+def _tiled_backward(
+    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, bases: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, selector_q: Tensor, selector_k: Tensor, segments: Tensor | None,
+    first: Tensor | None, window: int | None, tau: float | None, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
+    grad, selectors = widen(grad), selector_q.shape[1]
+    dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
+    dsq, dsk = torch.zeros_like(x.selector_q), torch.zeros_like(x.selector_k)
+    later = grad_state.clone()  # sum of dF over the queries of later blocks
+    for start, stop in row_blocks(q.shape[2], descending=True):
+        tile = _tile(x, bases[start // ROWS], range(start, stop))
+        cut = slice(tile.columns.start, tile.columns.stop)
+        out_grad = grad[:, :, start:stop]
+        dv[:, :, cut] += tile.p.mT @ out_grad
+        dp = out_grad @ x.v[:, :, cut].mT
+        dlogits = tile.p * (dp - (tile.p * dp).sum(-1, keepdim=True))
+
+        df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
+        if tau is not None:
+            counted = tile.hidden.fill(tile.f <= tau, False)
+            df += counted * (grad_memory[:, None, start:stop, None] / selectors)
+        ds = later[:, :, None, cut] + _earlier(stop - start, df).mT @ df
+        later[:, :, cut] += df.sum(2)
+        ds = ds.masked_fill_(~tile.active, 0.0).mul_(scale)
+        dsq[:, :, start:stop] = ds @ x.selector_k[:, :, cut]
+        dsk[:, :, cut] += ds.mT @ x.selector_q[:, :, start:stop]
+
+        dlogits.mul_(scale)
+        dq[:, :, start:stop] = dlogits @ x.k[:, :, cut]
+        dk[:, :, cut] += dlogits.mT @ x.q[:, :, start:stop]
+    dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
+    inputs = (q, k, v, selector_q, selector_k)
+    grads = [g.to(i.dtype) for g, i in zip((dq, dk, dv, dsq, dsk), inputs, strict=True)]
+    return [*grads, later]
+
+
+@_tiled_backward.register_fake
+def _(grad, grad_state, grad_memory, bases, q, k, v, selector_q, selector_k, *_):
+    inputs = (q, k, v, selector_q, selector_k, grad_state)
+    return [torch.empty_like(x) for x in inputs]
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale = inputs
+    bases = output[3]
+    ctx.mark_non_differentiable(bases)
+    ctx.save_for_backward(bases, q, k, v, selector_q, selector_k, segments, first)
+    ctx.options = (window, tau, scale)
+    ctx.state_dtype = None if state is None else state.dtype
+
+
+def _backward(ctx, grad, grad_state, grad_memory, _):
+    *grads, later = _tiled_backward(grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options)
+    state = None if ctx.state_dtype is None else later.to(ctx.state_dtype)
+    return *grads, state, None, None, None, None, None
+
+
+_tiled.register_autograd(_backward, setup_context=_save)
