@@ -1,0 +1,27 @@
+"""Layers: a frozen configuration per mechanism, its parameters, and one operator each."""
+
+from heedful.nn.differential import Differential, DifferentialAttention
+from heedful.nn.mechanisms import NAMES, Mechanism, from_json, mechanism, to_json
+from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
+from heedful.nn.selective import Selective, SelectiveAttention
+from heedful.nn.shape import HeadShape
+from heedful.nn.standard import Standard, StandardAttention
+
+__all__ = [
+    "NAMES",
+    "Differential",
+    "DifferentialAttention",
+    "HeadShape",
+    "Mechanism",
+    "MultiToken",
+    "MultiTokenAttention",
+    "Selective",
+    "SelectiveAttention",
+    "Standard",
+    "StandardAttention",
+    "TalkingHeads",
+    "ablations",
+    "from_json",
+    "mechanism",
+    "to_json",
+]

@@ -1,0 +1,193 @@
+"""Give a transformers model another attention mechanism, and take it back."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from heedful.hf.attention import (
+    NAME,
+    converted_attention,
+    find_attention,
+    head_shape,
+    parameter_device,
+    register_attention,
+)
+from heedful.hf.checkpoint import save_converted
+from heedful.nn import Mechanism, from_json, mechanism, to_json
+
+
+@dataclass
+class Conversion:
+    """What `convert` did to a model.
+
+    model: the converted model, the same object that was given.
+    mechanism: its configuration.
+    layers: indices of the converted layers.
+    """
+
+    model: PreTrainedModel = field(repr=False)
+    mechanism: Mechanism
+    layers: tuple[int, ...]
+    _before: dict = field(repr=False)
+
+    def revert(self) -> PreTrainedModel:
+        """Take the mechanism out again; the model computes and saves what it did before."""
+        return revert(self.model)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The mechanism's own parameters by name: what a fine-tuning run may want to train alone."""
+        marked = f".{NAME}."
+        return {name: p for name, p in self.model.named_parameters() if marked in name}
+
+
+class ConvertedModel:
+    """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
+
+    def save_pretrained(self, save_directory, **options) -> None:
+        """Save in transformers' layout, with the mechanism in `config.json`; see `heedful.load`."""
+        save_converted(self, self._heedful, super().save_pretrained, save_directory, options)
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
+        """Refused: another implementation would switch the mechanism off."""
+        if attn_implementation != NAME:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} would switch the mechanism off "
+                "silently; call heedful.revert(model) first"
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+@functools.cache
+def _converted_model(base: type) -> type:
+    return type(f"Heedful{base.__name__}", (ConvertedModel, base), {"__module__": __name__})
+
+
+def convert(
+    model: PreTrainedModel, mechanism: Mechanism | str, layers: Iterable[int] | None = None
+) -> Conversion:
+    """Replace the attention of a transformers causal language model, in place.
+
+    The projections, rotary embedding, norms and cache of the model's family stay; only what
+    happens between queries, keys and values changes. With an identity-initialised mechanism
+    (`standard`, `mta`, `talking-heads`, or `Selective(selector="extra")`) the outputs are those of
+    standard attention until training moves the new parameters.
+
+    Arguments:
+        model: a decoder-only model that routes through transformers' attention interface, from a
+            configuration or loaded; on any device, also `meta`.
+        mechanism: a configuration (`MultiToken`, `TalkingHeads`, `Selective`, `Differential`,
+            `Standard`) or a name of `heedful.nn.NAMES`.
+        layers: indices of the layers to convert; default all. The others keep standard attention.
+
+    Returns:
+        The `Conversion`; its `model` is the given model, its `revert()` undoes it.
+
+    Raises:
+        ValueError: the model cannot be converted, is converted already, or does not fit the
+            mechanism. The model is left as it was.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; load one "
+            "with AutoModelForCausalLM"
+        )
+    if isinstance(model, ConvertedModel):
+        raise ValueError(
+            f"model is converted already ({model._heedful.mechanism}); call heedful.revert(model) "
+            "before converting it again"
+        )
+    config = _mechanism(mechanism)
+    found = find_attention(model)
+    chosen = _layers(layers, found)
+    built = {index: config.build(head_shape(found[index])) for index in chosen}
+    for index, layer in built.items():
+        layer.to_empty(device=parameter_device(found[index]))
+        layer.reset_parameters()
+
+    before = {
+        "attn_implementation": model.config._attn_implementation,
+        "use_cache": getattr(model.config, "use_cache", None),
+        "generation_use_cache": getattr(model.generation_config, "use_cache", None),
+    }
+    register_attention()
+    model.set_attn_implementation(NAME)
+    for index, layer in built.items():
+        found[index].__class__ = converted_attention(type(found[index]))
+        found[index].heedful = layer.train(model.training)
+    if any(layer.needs_past_queries for layer in built.values()):
+        _use_cache(model, False, False)
+    model.__class__ = _converted_model(type(model))
+    model._heedful = Conversion(model, config, tuple(built), before)
+    return model._heedful
+
+
+def revert(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `convert`: the model's classes, parameters, settings and outputs are as they were.
+
+    Raises:
+        ValueError: the model is not converted.
+    """
+    if not isinstance(model, ConvertedModel):
+        raise ValueError(f"model is not converted: {type(model).__name__} has nothing to revert")
+    conversion = model._heedful
+    del model._heedful
+    model.__class__ = type(model).__mro__[2]
+    for module in model.modules():
+        if hasattr(type(module), "__mro__") and type(module).__name__.startswith("Heedful"):
+            module.__class__ = type(module).__mro__[2]
+            del module.heedful
+    model.set_attn_implementation(conversion._before["attn_implementation"])
+    _use_cache(model, conversion._before["use_cache"], conversion._before["generation_use_cache"])
+    return model
+
+
+def restore(model: PreTrainedModel, data: dict, layers: list[int], tensors: dict) -> Conversion:
+    """Convert a freshly loaded model to a saved mechanism and give it the saved parameters."""
+    conversion = convert(model, from_json(data), layers)
+    own = conversion.parameters()
+    problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
+    problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
+    for name in set(own) & set(tensors):
+        if own[name].shape != tensors[name].shape:
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)}")
+        elif not bool(tensors[name].isfinite().all()):
+            problems.append(f"{name} holds NaN or infinity")
+    if problems:
+        raise ValueError(f"the checkpoint does not fit {to_json(conversion.mechanism)}: {problems}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+    return conversion
+
+
+def _mechanism(given: Mechanism | str) -> Mechanism:
+    if isinstance(given, str):
+        return mechanism(given)
+    if not isinstance(given, Mechanism):
+        raise ValueError(
+            f"mechanism must be a name or a configuration such as heedful.MultiToken(), got "
+            f"{given!r}"
+        )
+    return given
+
+
+def _layers(layers: Iterable[int] | None, found: dict[int, nn.Module]) -> list[int]:
+    if layers is None:
+        return list(found)
+    chosen = sorted(set(layers))
+    if unknown := [index for index in chosen if index not in found]:
+        raise ValueError(f"layers must be among 0 to {max(found)}, got {unknown}")
+    if not chosen:
+        raise ValueError("layers must name at least one layer, got none; None converts all")
+    return chosen
+
+
+def _use_cache(model: PreTrainedModel, config: bool | None, generation: bool | None) -> None:
+    if config is not None:
+        model.config.use_cache = config
+    if generation is not None:
+        model.generation_config.use_cache = generation

@@ -1,0 +1,223 @@
+"""Multi-token attention as a layer: kernels, head mixing, norm and gate; talking heads within it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from heedful.nn.shape import HeadNorm, HeadShape, check_choice
+from heedful.ops import Visibility, multi_token_attention
+
+
+@dataclass(frozen=True)
+class MultiToken:
+    """Which parts of multi-token attention a model has; the default is identity at initialisation.
+
+    Arguments:
+        conv: `(c_q, c_k)` of the convolution before the softmax, or `None`. `c_k` is odd.
+        post_conv: the same after the softmax.
+        conv_every: convolutions stand in layers l with `l % n == n // 2`; 4 gives the published
+            2, 6, 10, ..., and 1 gives every layer. Everything else stands in all layers.
+        mix, post_mix: size of the head groups mixed before / after the softmax: `"all"`, a divisor
+            of the heads, or `None`.
+        norm: per-head RMSNorm of the output: `"none"`, `"plain"`, or `"depth"`, which multiplies by
+            1 - lambda_init of the layer. A norm changes the layer's function at initialisation.
+        gate: `"none"`, `"scalar"` (one number per token and head) or `"vector"` (one per channel):
+            a sigmoid of the (normed) head output itself.
+        gate_start: `"published"` starts from a random weight and zero bias, so near one half;
+            `"identity"` doubles the sigmoid and starts from zero weights, so at exactly one.
+
+    Source: Golovneva et al., arXiv 2504.00927, sections 3 and 4.
+    """
+
+    conv: tuple[int, int] | None = (6, 11)
+    post_conv: tuple[int, int] | None = (6, 11)
+    conv_every: int = 4
+    mix: int | Literal["all"] | None = "all"
+    post_mix: int | Literal["all"] | None = "all"
+    norm: Literal["none", "plain", "depth"] = "none"
+    gate: Literal["none", "scalar", "vector"] = "none"
+    gate_start: Literal["published", "identity"] = "published"
+
+    def __post_init__(self) -> None:
+        for name in ("conv", "post_conv"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if len(size) != 2 or min(size) < 1 or size[1] % 2 == 0:
+                raise ValueError(
+                    f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
+                    "centred, so take the next odd c_k"
+                )
+            object.__setattr__(self, name, tuple(size))  # a list, when read from JSON
+        if self.conv_every < 1:
+            raise ValueError(f"conv_every must be at least 1 (every layer), got {self.conv_every}")
+        for name in ("mix", "post_mix"):
+            size = getattr(self, name)
+            if size not in ("all", None) and (not isinstance(size, int) or size < 1):
+                raise ValueError(f"{name} must be 'all', a group size or None, got {size!r}")
+        check_choice("norm", self.norm, ("none", "plain", "depth"))
+        check_choice("gate", self.gate, ("none", "scalar", "vector"))
+        check_choice("gate_start", self.gate_start, ("published", "identity"))
+
+    @classmethod
+    def published(cls) -> "MultiToken":
+        """The paper's final form (v2): both convolutions, both mixings, norm and scalar gate."""
+        return cls(norm="plain", gate="scalar")
+
+    @classmethod
+    def v1(cls) -> "MultiToken":
+        """The paper's first version: pre convolution, post mixing in pairs, depth-scaled norm."""
+        return cls(post_conv=None, mix=None, post_mix=2, norm="depth")
+
+    def build(self, shape: HeadShape) -> "MultiTokenAttention":
+        """The layer for one attention module."""
+        return MultiTokenAttention(self, shape)
+
+    def convolves(self, layer: int) -> bool:
+        """Whether this layer has the convolutions."""
+        return layer % self.conv_every == self.conv_every // 2
+
+
+def ablations() -> dict[str, MultiToken]:
+    """The forms of the paper's ablation, by what they contain (arXiv 2504.00927, Table 5).
+
+    Its row "layer-norm scaling" changes norms outside attention and is not among them. The group
+    size of its head mixing is not published row by row; all heads here.
+    """
+    rows: dict[str, MultiToken] = {}
+    parts = {
+        "pre+post conv, pre+post mix": {},
+        "pre conv, pre+post mix": {"post_conv": None},
+        "pre conv, post mix": {"post_conv": None, "mix": None},
+        "post conv, post mix": {"conv": None, "mix": None},
+        "pre conv, pre mix": {"post_conv": None, "post_mix": None},
+    }
+    norms = {
+        "no norm": {},
+        "norm": {"norm": "plain"},
+        "depth scaling": {"norm": "depth"},
+        "scalar gate": {"norm": "plain", "gate": "scalar"},
+        "vector gate": {"norm": "plain", "gate": "vector"},
+    }
+    for part, fields in parts.items():
+        for norm, more in norms.items():
+            rows[f"{part}, {norm}"] = MultiToken(**fields, **more)
+    for size in ((4, 9), (6, 11), (8, 13)):
+        rows[f"{size[0]}x{size[1]} pre conv only, depth scaling"] = MultiToken(
+            conv=size, post_conv=None, mix=None, post_mix=None, norm="depth"
+        )
+    return rows
+
+
+@dataclass(frozen=True)
+class TalkingHeads:
+    """Heads mixed before and after the softmax, from the identity; no convolutions.
+
+    Arguments:
+        group: size of the head groups, or `"all"`.
+
+    Source: Shazeer et al., "Talking-Heads Attention", arXiv 2003.02436.
+    """
+
+    group: int | Literal["all"] = "all"
+
+    def build(self, shape: HeadShape) -> "MultiTokenAttention":
+        """The layer for one attention module."""
+        mixing = MultiToken(conv=None, post_conv=None, mix=self.group, post_mix=self.group)
+        return mixing.build(shape)
+
+
+class MultiTokenAttention(nn.Module):
+    """The parameters of multi-token attention for one layer, identity-initialised."""
+
+    def __init__(self, config: MultiToken, shape: HeadShape) -> None:
+        super().__init__()
+        self.config = config
+        convolves = config.convolves(shape.layer)
+        self.conv = _kernels(shape.heads, config.conv if convolves else None)
+        self.post_conv = _kernels(shape.heads, config.post_conv if convolves else None)
+        self.mix = _mixing("mix", shape.heads, config.mix)
+        self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
+        self.norm = None
+        if config.norm != "none":
+            factor = 1 - shape.depth_factor if config.norm == "depth" else 1.0
+            self.norm = HeadNorm(shape.dim, factor)
+        self.gate = None
+        if config.gate != "none":
+            outputs = 1 if config.gate == "scalar" else shape.dim
+            self.gate = nn.Linear(shape.dim, outputs, dtype=torch.float32)
+            self._gate_std = shape.hidden**-0.5
+
+    @property
+    def needs_past_queries(self) -> bool:
+        """Whether a query's output depends on earlier queries (then keys alone are no cache)."""
+        return any(x is not None and x.shape[1] > 1 for x in (self.conv, self.post_conv))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Identity kernels and mixing; the gate as configured, with zero bias."""
+        for kernel in (self.conv, self.post_conv):
+            if kernel is not None:
+                kernel.zero_()[:, -1, kernel.shape[2] // 2] = 1
+        for weights in (self.mix, self.post_mix):
+            if weights is not None:
+                weights.copy_(torch.eye(weights.shape[1]))
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        if self.gate is not None:
+            self.gate.bias.zero_()
+            if self.config.gate_start == "identity":
+                self.gate.weight.zero_()
+            else:
+                std = self._gate_std
+                nn.init.trunc_normal_(self.gate.weight, std=std, a=-3 * std, b=3 * std)
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        hidden: Tensor | None = None,
+    ) -> Float[Tensor, "B H Tq D"]:
+        """Attention, then the norm and the gate of each head's output; `hidden` is not used."""
+        out = multi_token_attention(
+            q,
+            k,
+            v,
+            conv=self.conv,
+            post_conv=self.post_conv,
+            mix=self.mix,
+            post_mix=self.post_mix,
+            visibility=visibility,
+            scale=scale,
+        )
+        if self.norm is not None:
+            out = self.norm(out)
+        if self.gate is not None:
+            opening = torch.sigmoid(self.gate(out.to(self.gate.weight.dtype)))
+            if self.config.gate_start == "identity":
+                opening = 2 * opening
+            out = out * opening.to(out.dtype)
+        return out
+
+
+def _kernels(heads: int, size: tuple[int, int] | None) -> nn.Parameter | None:
+    return None if size is None else nn.Parameter(torch.empty(heads, *size, dtype=torch.float32))
+
+
+def _mixing(name: str, heads: int, group: int | str | None) -> nn.Parameter | None:
+    if group is None:
+        return None
+    size = heads if group == "all" else int(group)
+    if heads % size:
+        raise ValueError(
+            f"{name} groups of {size} heads do not divide the model's {heads} heads; use a divisor "
+            "or 'all'"
+        )
+    return nn.Parameter(torch.empty(heads // size, size, size, dtype=torch.float32))

@@ -1,0 +1,58 @@
+"""What a layer needs to know of the model it stands in."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of one attention layer.
+
+    Arguments:
+        heads: query heads.
+        key_heads: key and value heads; divides `heads`.
+        dim: head dim of queries and keys (and values).
+        hidden: width of the layer's input.
+        layer: index of the layer, from 0.
+    """
+
+    heads: int
+    key_heads: int
+    dim: int
+    hidden: int
+    layer: int
+
+    @property
+    def depth_factor(self) -> float:
+        """lambda_init = 0.8 - 0.6 exp(-0.3 layer), Differential Transformer section 2.1."""
+        return 0.8 - 0.6 * math.exp(-0.3 * self.layer)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head's output, its weight shared by all heads; statistics in fp32.
+
+    Source: "Multi-Token Attention", arXiv 2504.00927, section 3.4 (group normalisation).
+    """
+
+    def __init__(self, dim: int, factor: float = 1.0, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
+        self.factor, self.eps = factor, eps
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (self.weight * self.factor)).to(x.dtype)
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise unless a configuration value is one of its choices."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
