@@ -1,0 +1,142 @@
+"""The latest value of a variable: attention that should forget what has been overwritten."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from heedful.tasks.samples import (
+    BOS,
+    Samples,
+    check_choice,
+    check_draw,
+    check_whole,
+    render,
+    rows,
+    sequence_error,
+    token_error,
+)
+
+_SYMBOLS = ("", "", "=", ";", "?")
+_EQUALS, _SEMICOLON, _QUERY, _NAME = 2, 3, 4, 5
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Variable assignment: many assignments, then a query for the latest value of one variable.
+
+    A row reads `y=7;x=1;x=3;z=5;x=?3` after BOS. Names and values are drawn uniformly and
+    independently; the queried name is drawn uniformly from those that have been assigned. Every
+    value is one token, also 177, so all rows of a configuration have the same length. Loss lies on
+    the last token alone: the answer.
+
+    The paper gives no numbers; sizes and the longer evaluations here are ours. Its remark that
+    selective attention, unlike standard attention, still answers for a variable that was assigned
+    once at the start and queried after a long context is the evaluation `assigned-once-4x`.
+
+    Arguments:
+        variables: number of names, 1 to 26 (a, b, ...).
+        values: number of values, 2 or more (0, 1, ...); guessing errs in 1 - 1/values of the rows.
+        assignments: assignments before the query.
+        query: `"any"` assigned variable, or the one that the `"first"` assignment sets and no
+            other sets again.
+
+    Raises:
+        ValueError: if a field is out of range.
+
+    Source: Selective Attention Improves Transformer, arXiv 2410.02703, §2 and appendix A.1.
+    """
+
+    variables: int = 8
+    values: int = 10
+    assignments: int = 32
+    query: Literal["any", "first"] = "any"
+
+    scored_by: ClassVar[str] = "predictions"
+
+    def __post_init__(self) -> None:
+        check_whole("variables", self.variables, 1, 26, way_out="names are single letters")
+        check_whole("values", self.values, 2)
+        check_whole("assignments", self.assignments, 1)
+        check_choice("query", self.query, ("any", "first"))
+        if self.query == "first" and self.variables == 1 and self.assignments > 1:
+            raise ValueError(
+                'variables must be at least 2 with query="first", got 1: with one name, every '
+                "assignment overwrites the first"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """BOS, EOS, "=", ";", "?", one id for each name and one for each value."""
+        return _NAME + self.variables + self.values
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: BOS, four for each assignment, three of the query and the answer."""
+        return 4 * self.assignments + 5
+
+    def sample(self, count: int, seed: int) -> Samples:
+        """`count` rows, the same for the same configuration, count and seed."""
+        check_draw(count, seed)
+        rng = np.random.default_rng(seed)
+        n, each = self.assignments, np.arange(count)
+        names = rng.integers(self.variables, size=(count, n))
+        values = rng.integers(self.values, size=(count, n))
+        if self.query == "first":
+            asked = names[:, 0]
+            if n > 1:
+                # The other names, uniformly: a step of 1 to variables-1 around the circle.
+                steps = rng.integers(1, self.variables, size=(count, n - 1))
+                names[:, 1:] = (asked[:, None] + steps) % self.variables
+        else:
+            lots = rng.random((count, self.variables))
+            assigned = np.zeros((count, self.variables), dtype=bool)
+            assigned[each[:, None], names] = True
+            asked = np.where(assigned, lots, -1.0).argmax(axis=1)
+        latest = n - 1 - (names == asked[:, None])[:, ::-1].argmax(axis=1)
+
+        ids = np.empty((count, self.length), dtype=np.int64)
+        ids[:, 0] = BOS
+        ids[:, 1:-4:4] = names + _NAME
+        ids[:, 2:-4:4] = _EQUALS
+        ids[:, 3:-4:4] = values + (_NAME + self.variables)
+        ids[:, 4:-4:4] = _SEMICOLON
+        ids[:, -4] = asked + _NAME
+        ids[:, -3] = _EQUALS
+        ids[:, -2] = _QUERY
+        ids[:, -1] = values[each, latest] + (_NAME + self.variables)
+        return rows(torch.from_numpy(ids), slice(-1, None))
+
+    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of one row, without BOS."""
+        names = string.ascii_lowercase[: self.variables]
+        return render(ids, (*_SYMBOLS, *names, *(str(value) for value in range(self.values))))
+
+    def evaluations(self) -> dict[str, Self]:
+        """The task itself, two and four times as many assignments, and the two hard cases.
+
+        `assigned-once` and `assigned-once-4x` query the variable of the first assignment, which is
+        never overwritten, at the training length and at four times as many assignments. They are
+        left out where there is only one variable.
+        """
+        twice = replace(self, assignments=2 * self.assignments)
+        four = replace(self, assignments=4 * self.assignments)
+        splits = {"in-distribution": self, "2x-assignments": twice, "4x-assignments": four}
+        if self.variables > 1:
+            splits["assigned-once"] = replace(self, query="first")
+            splits["assigned-once-4x"] = replace(four, query="first")
+        return splits
+
+    def score(
+        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
+    ) -> dict[str, float]:
+        """`error`: rows with a wrong answer; `token_error` is the same here."""
+        return {
+            "error": sequence_error(predictions, labels),
+            "token_error": token_error(predictions, labels),
+        }

@@ -1,0 +1,97 @@
+"""Copy a random string: the task for which nothing may be forgotten."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from heedful.tasks.samples import (
+    BOS,
+    EOS,
+    Samples,
+    check_draw,
+    check_whole,
+    render,
+    rows,
+    sequence_error,
+    token_error,
+)
+
+_SYMBOLS = ("", "", "#")
+_HASH, _LETTER = 2, 3
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy: a random string, a separator, and the string once more.
+
+    A row reads `BOS bacab # bacab EOS` (without the spaces); letters are drawn uniformly and
+    independently. Loss lies on the second string and EOS. Every letter has to be kept until it has
+    been written, so this is one extreme of the memory a task needs; `Parity` is the other.
+
+    The paper gives no lengths; those here are ours.
+
+    Arguments:
+        symbols: length of the string.
+        alphabet: number of different letters, 2 to 26.
+
+    Raises:
+        ValueError: if a field is out of range.
+
+    Source: Selective Attention Improves Transformer, arXiv 2410.02703, appendix A.2.
+    """
+
+    symbols: int = 32
+    alphabet: int = 26
+
+    scored_by: ClassVar[str] = "predictions"
+
+    def __post_init__(self) -> None:
+        check_whole("symbols", self.symbols, 1)
+        check_whole("alphabet", self.alphabet, 2, 26, way_out="symbols are lowercase letters")
+
+    @property
+    def vocab_size(self) -> int:
+        """BOS, EOS, "#" and one id for each letter."""
+        return _LETTER + self.alphabet
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row, BOS and EOS included."""
+        return 2 * self.symbols + 3
+
+    def sample(self, count: int, seed: int) -> Samples:
+        """`count` rows, the same for the same configuration, count and seed."""
+        check_draw(count, seed)
+        rng = np.random.default_rng(seed)
+        text = rng.integers(self.alphabet, size=(count, self.symbols)) + _LETTER
+        ids = np.empty((count, self.length), dtype=np.int64)
+        ids[:, 0], ids[:, self.symbols + 1], ids[:, -1] = BOS, _HASH, EOS
+        ids[:, 1 : self.symbols + 1] = ids[:, self.symbols + 2 : -1] = text
+        return rows(torch.from_numpy(ids), slice(self.symbols + 2, None))
+
+    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of one row, without BOS and EOS."""
+        return render(ids, (*_SYMBOLS, *string.ascii_lowercase[: self.alphabet]))
+
+    def evaluations(self) -> dict[str, Self]:
+        """The task itself, and strings two and four times as long."""
+        return {
+            "in-distribution": self,
+            "2x-symbols": replace(self, symbols=2 * self.symbols),
+            "4x-symbols": replace(self, symbols=4 * self.symbols),
+        }
+
+    def score(
+        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
+    ) -> dict[str, float]:
+        """`error`: rows with any wrong token, EOS included; `token_error`: wrong tokens."""
+        return {
+            "error": sequence_error(predictions, labels),
+            "token_error": token_error(predictions, labels),
+        }
