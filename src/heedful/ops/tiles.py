@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from heedful.ops.visibility import see
@@ -57,7 +57,7 @@ class Hidden(NamedTuple):
     clear: int
     mask: Bool[Tensor, "B 1 R C"]
 
-    def fill(self, x: Float[Tensor, "B H R C+clear"], value: float) -> Tensor:
+    def fill(self, x: Shaped[Tensor, "B H R columns"], value: float | bool) -> Tensor:
         """Write `value` to the invisible entries of `x`, in place."""
         x[..., self.clear :].masked_fill_(self.mask, value)
         return x

@@ -33,7 +33,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, value_heads: str = "k") -> Non
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(x.shape)}")
         if str(x.dtype) not in _FLOATS:
-            raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}; cast it first")
+            raise ValueError(
+                f"{name} must be a floating-point tensor, got {x.dtype}; cast it first"
+            )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(
                 f"{name} must have q's dtype and device ({q.dtype}, {q.device}), got {x.dtype}, "

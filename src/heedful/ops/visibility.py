@@ -1,7 +1,6 @@
 """Who may see whom: causal order, window, documents and padding, one object for every mechanism."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Int
@@ -63,7 +62,7 @@ class Visibility:
     @classmethod
     def packed(
         cls, cu_seqlens: Int[Tensor, " n"], *, length: int | None = None, window: int | None = None
-    ) -> Self:
+    ) -> "Visibility":
         """Documents packed in one row, from their cumulative lengths `[0, n1, n1+n2, ...]`.
 
         Arguments:

@@ -11,8 +11,8 @@ from heedful.ops.visibility import Visibility
 
 
 def differential_attention(
-    q: Float[Tensor, "B 2P Tq D"],
-    k: Float[Tensor, "B 2Pk Tk D"],
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Pk Tk Dv"],
     *,
     lam: Float[Tensor, "*P"],
@@ -59,5 +59,7 @@ def differential_attention(
     check_parameter("lam", lam, tuple(lam.shape), q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = choose("differential_attention", impl, {"fused": "no fused kernel is built in"})
-    run = differential_attention_reference if chosen == "reference" else differential_attention_tiled
+    run = (
+        differential_attention_reference if chosen == "reference" else differential_attention_tiled
+    )
     return run(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)

@@ -9,8 +9,8 @@ from heedful.ops.visibility import Visibility
 
 
 def differential_attention_tiled(
-    q: Float[Tensor, "B 2P Tq D"],
-    k: Float[Tensor, "B 2Pk Tk D"],
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Pk Tk Dv"],
     lam: Float[Tensor, " P"],
     *,

@@ -63,9 +63,7 @@ def multi_token_attention(
         _check_mix(name, weights, heads, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = choose("multi_token_attention", impl, {"fused": "no fused kernel is built in"})
-    run = (
-        multi_token_attention_reference if chosen == "reference" else multi_token_attention_tiled
-    )
+    run = multi_token_attention_reference if chosen == "reference" else multi_token_attention_tiled
     return run(
         q,
         k,
@@ -84,7 +82,9 @@ def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) ->
         return
     if not isinstance(kernel, Tensor) or kernel.ndim != 3 or kernel.shape[0] != heads:
         got = tuple(kernel.shape) if isinstance(kernel, Tensor) else repr(kernel)
-        raise ValueError(f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {got}")
+        raise ValueError(
+            f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {got}"
+        )
     if kernel.shape[1] < 1 or kernel.shape[2] % 2 == 0:
         raise ValueError(
             f"{name} must have c_q >= 1 and an odd c_k (keys are centred), got c_q="

@@ -96,7 +96,9 @@ def correlate(
     for r in range(rows):
         same = before[:, r : r + x.shape[2]] == documents
         row = above[:, :, r : r + x.shape[2]] * same[:, None, :, None]
-        total = total + F.conv2d(row, kernel[:, :, r : r + 1], padding=(0, columns // 2), groups=heads)
+        total = total + F.conv2d(
+            row, kernel[:, :, r : r + 1], padding=(0, columns // 2), groups=heads
+        )
     return total
 
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def correlate(
-    x: Float[Tensor, "B H N+cq-1 C"],
+    x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
-    documents: Int[Tensor, "B N+cq-1"] | None,
+    documents: Int[Tensor, "B M"] | None,
 ) -> Float[Tensor, "B H N C"]:
     """Cross-correlation, valid over rows (the halo stands above), zero-padded over keys (eq. 5).
 
@@ -21,10 +21,10 @@ def correlate(
 
 def correlate_backward(
     grad: Float[Tensor, "B H N C"],
-    x: Float[Tensor, "B H N+cq-1 C"],
+    x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
-    documents: Int[Tensor, "B N+cq-1"] | None,
-) -> tuple[Float[Tensor, "B H N+cq-1 C"], Float[Tensor, "H cq ck"]]:
+    documents: Int[Tensor, "B M"] | None,
+) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `correlate` in `x` and `kernel`."""
     operand, weight = _operands(x, kernel, documents)
     grad = grad.contiguous(memory_format=torch.channels_last)
@@ -69,9 +69,7 @@ def _operands(x: Tensor, kernel: Tensor, documents: Tensor | None) -> tuple[Tens
         return x.contiguous(memory_format=torch.channels_last), kernel[:, None]
     rows = kernel.shape[1]
     outputs = x.shape[2] - rows + 1
-    lifted = [
-        x[:, :, r : r + outputs] * _same(documents, r, outputs, rows) for r in range(rows)
-    ]
+    lifted = [x[:, :, r : r + outputs] * _same(documents, r, outputs, rows) for r in range(rows)]
     stacked = torch.stack(lifted, dim=2).flatten(1, 2)
     return stacked.contiguous(memory_format=torch.channels_last), kernel[:, :, None]
 

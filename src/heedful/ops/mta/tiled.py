@@ -187,8 +187,7 @@ def _tiled_backward(
     dk, dv = gather_heads(dk, inputs[1].shape[1]), gather_heads(dv, inputs[2].shape[1])
     grads = (dq, dk, dv, dconv, dpost_conv, dmix, dpost_mix)
     return [
-        q.new_empty(0) if x is None else g.to(x.dtype)
-        for g, x in zip(grads, inputs, strict=True)
+        q.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
     ]
 
 

@@ -56,7 +56,9 @@ def selection(
     initialised to zero can learn.
     """
     queries, keys = selector_q.shape[2], selector_k.shape[2]
-    allowed = may_hide(protect_first, visibility, range(keys - queries, keys), range(keys), selector_q)
+    allowed = may_hide(
+        protect_first, visibility, range(keys - queries, keys), range(keys), selector_q
+    )
     logits = selector_q @ selector_k.mT * scale
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).clamp(min=0).masked_fill(~allowed[:, None], 0)

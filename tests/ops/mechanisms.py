@@ -1,0 +1,146 @@
+"""The operators as the laws see them: tensors to draw, and one call from tensors to outputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from heedful.ops import (
+    Visibility,
+    differential_attention,
+    multi_token_attention,
+    selective_attention,
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int = 2
+    heads: int = 4
+    key_heads: int = 2
+    queries: int = 17
+    keys: int = 17
+    dim: int = 16
+
+    def long(self, tokens: int) -> "Shape":
+        return replace(self, queries=tokens, keys=tokens)
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`draw` gives named fp64 tensors; those in `per_token` have tokens along their dim 2."""
+
+    name: str
+    draw: Callable[[Shape], dict[str, Tensor]]
+    call: Callable[..., tuple[Tensor, ...]]
+    identity: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    per_token: tuple[str, ...] = ("q", "k", "v")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(self, tensors: dict[str, Tensor], impl: str, visibility: Visibility | None = None):
+        return self.call(tensors, impl, visibility)
+
+
+def _qkv(shape: Shape) -> dict[str, Tensor]:
+    def draw(heads: int, tokens: int) -> Tensor:
+        return torch.randn(shape.batch, heads, tokens, shape.dim, dtype=torch.float64)
+
+    return {
+        "q": draw(shape.heads, shape.queries),
+        "k": draw(shape.key_heads, shape.keys),
+        "v": draw(shape.key_heads, shape.keys),
+    }
+
+
+def _mta(name: str, **sizes: tuple[int, ...]) -> Mechanism:
+    def draw(shape: Shape) -> dict[str, Tensor]:
+        tensors = _qkv(shape)
+        for part, size in sizes.items():
+            if part.endswith("conv"):
+                full = (shape.heads, *size)
+            else:
+                group = size[0] or shape.heads
+                full = (shape.heads // group, group, group)
+            tensors[part] = torch.randn(full, dtype=torch.float64) / full[-1] ** 0.5
+        return tensors
+
+    def call(x, impl, visibility):
+        x = dict(x)
+        q, k, v = x.pop("q"), x.pop("k"), x.pop("v")
+        return (multi_token_attention(q, k, v, **x, visibility=visibility, impl=impl),)
+
+    def identity(x):
+        x = {part: tensor.clone() for part, tensor in x.items()}
+        for part in sizes:
+            if part.endswith("conv"):
+                x[part].zero_()[:, -1, x[part].shape[2] // 2] = 1
+            else:
+                x[part].copy_(torch.eye(x[part].shape[1]))
+        return x
+
+    return Mechanism(name, draw, call, identity)
+
+
+def _selective(name: str, selectors: int | None, tau: float | None = None) -> Mechanism:
+    def draw(shape: Shape) -> dict[str, Tensor]:
+        tensors = _qkv(shape)
+        if selectors is not None:
+            count = selectors or shape.heads
+            for part, tokens in (("selector_q", shape.queries), ("selector_k", shape.keys)):
+                size = (shape.batch, count, tokens, 5)
+                tensors[part] = torch.randn(size, dtype=torch.float64)
+        return tensors
+
+    def call(x, impl, visibility):
+        x = dict(x)
+        q, k, v = x.pop("q"), x.pop("k"), x.pop("v")
+        out = selective_attention(q, k, v, **x, tau=tau, visibility=visibility, impl=impl)
+        return tuple(part for part in out if part is not None)
+
+    def identity(x):
+        x = {part: tensor.clone() for part, tensor in x.items()}
+        x["selector_k"].zero_()
+        return x
+
+    own = selectors is not None
+    tokens = ("q", "k", "v", "selector_q", "selector_k") if own else ("q", "k", "v")
+    return Mechanism(name, draw, call, identity if own else None, tokens)
+
+
+def _differential() -> Mechanism:
+    def draw(shape: Shape) -> dict[str, Tensor]:
+        pairs = replace(shape, heads=2 * shape.heads, key_heads=2 * shape.key_heads)
+        tensors = _qkv(pairs)
+        tensors["v"] = torch.cat([tensors["v"][:, ::2], tensors["v"][:, 1::2]], dim=-1)
+        tensors["lam"] = torch.rand(shape.heads, dtype=torch.float64)
+        return tensors
+
+    def call(x, impl, visibility):
+        x = dict(x)
+        q, k, v = x.pop("q"), x.pop("k"), x.pop("v")
+        return (differential_attention(q, k, v, **x, visibility=visibility, impl=impl),)
+
+    return Mechanism("differential", draw, call)
+
+
+MECHANISMS = [
+    _mta("mta-pre-conv", conv=(3, 5)),
+    _mta("mta-post-conv", post_conv=(3, 5)),
+    _mta("talking-heads", mix=(0,), post_mix=(0,)),
+    _mta("mta-full", conv=(6, 11), post_conv=(6, 11), mix=(2,), post_mix=(0,)),
+    _selective("selective", None),
+    _selective("selective-own", 1, tau=0.7),
+    _selective("selective-per-head", 0),
+    _differential(),
+]
+
+
+def ragged(keys: int) -> tuple[Visibility, Tensor, Tensor]:
+    """Two rows: left padding in one, right padding in the other; each with two documents."""
+    padding = torch.ones(2, keys, dtype=torch.bool)
+    padding[0, : keys // 4], padding[1, keys - keys // 5 :] = False, False
+    documents = (torch.arange(keys) >= keys // 2).long()[None].repeat(2, 1)
+    return Visibility(documents=documents, padding=padding), documents, padding

@@ -1,0 +1,263 @@
+"""The laws that every mechanism keeps, in every implementation and precision."""
+
+import pytest
+import torch
+from mechanisms import MECHANISMS, Mechanism, Shape, ragged
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful.ops import Visibility
+from heedful.testing import assert_causal, assert_matches_oracle, peak_memory_mib
+
+IMPLS = ("reference", "tiled")
+every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+each_impl = pytest.mark.parametrize("impl", IMPLS)
+
+
+VISIBILITIES = {
+    "window 1": lambda keys: Visibility(window=1),
+    "window 9": lambda keys: Visibility(window=9),
+    "window 70": lambda keys: Visibility(window=70),
+    "ragged documents": lambda keys: ragged(keys)[0],
+    "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
+    "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
+}
+
+
+def with_grads(mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility) -> dict:
+    """Outputs and the gradient of a fixed functional of them in every tensor."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    outputs = mechanism.run(leaves, impl, visibility)
+    generator = torch.Generator().manual_seed(1)
+    loss = sum(
+        (
+            out.to(torch.float64) * torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        ).sum()
+        for out in outputs
+    )
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    named = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    return named | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def against_oracle(mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility) -> None:
+    """Law 2 for one case."""
+    tensors = {name: x.to(dtype) for name, x in mechanism.draw(shape).items()}
+    actual = with_grads(mechanism, tensors, "tiled", visibility)
+    plain = with_grads(mechanism, tensors, "reference", visibility)
+    exact = {name: x.double() for name, x in tensors.items()}
+    oracle = with_grads(mechanism, exact, "reference", visibility)
+    for name, x in actual.items():
+        assert_matches_oracle(
+            f"{mechanism} {name} {shape}", x, plain[name], oracle[name], shape.keys
+        )
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
+    against_oracle(mechanism, Shape().long(111), dtype, None)
+
+
+@every
+@pytest.mark.parametrize("visible", ["causal", "ragged documents", "window 70"])
+def test_tiled_is_the_definition_in_fp64(mechanism, visible):
+    visibility = VISIBILITIES[visible](150) if visible in VISIBILITIES else None
+    tensors = mechanism.draw(Shape(queries=140, keys=150))
+    actual = with_grads(mechanism, tensors, "tiled", visibility)
+    expected = with_grads(mechanism, tensors, "reference", visibility)
+    for name, x in actual.items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
+
+
+@every
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
+def test_odd_lengths(mechanism, tokens):
+    against_oracle(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
+
+
+@every
+@pytest.mark.parametrize("dim", [64, 96, 256])
+def test_head_dims(mechanism, dim):
+    against_oracle(mechanism, Shape(batch=1, dim=dim).long(70), torch.float32, None)
+
+
+@every
+@pytest.mark.parametrize("queries", [150, 70, 1])
+@pytest.mark.parametrize("visible", VISIBILITIES)
+def test_visibilities_and_cross_lengths(mechanism, visible, queries):
+    shape = Shape(queries=queries, keys=150)
+    against_oracle(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
+def test_non_causal(mechanism):
+    against_oracle(mechanism, Shape().long(130), torch.float32, Visibility(causal=False))
+
+
+@every
+@each_impl
+@pytest.mark.parametrize("visible", ["causal", "ragged"])
+def test_gradients_by_finite_differences(mechanism, impl, visible):
+    shape = Shape(batch=2, heads=2, key_heads=1, queries=9, keys=12, dim=3)
+    tensors = mechanism.draw(shape)
+    names = list(tensors)
+
+    def function(*values):
+        visibility = ragged(12)[0] if visible == "ragged" else None
+        return mechanism.run(dict(zip(names, values, strict=True)), impl, visibility)
+
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.identity], ids=str)
+@each_impl
+def test_identity_parameters_are_standard_attention(mechanism, impl):
+    tensors = mechanism.identity(mechanism.draw(Shape().long(130)))
+    expected = scaled_dot_product_attention(
+        tensors["q"], tensors["k"], tensors["v"], is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(mechanism.run(tensors, impl)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_differential_without_its_second_map_is_standard_attention(impl):
+    mechanism = MECHANISMS[-1]
+    tensors = mechanism.draw(Shape().long(70)) | {"lam": torch.zeros((), dtype=torch.float64)}
+    expected = scaled_dot_product_attention(
+        tensors["q"][:, ::2], tensors["k"][:, ::2], tensors["v"], is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(mechanism.run(tensors, impl)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@every
+@each_impl
+@pytest.mark.parametrize("visible", ["causal", "window", "ragged"])
+def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
+    tensors = mechanism.draw(Shape().long(70))
+    tensors = {name: x.float() for name, x in tensors.items()}
+    widths = [tensors[name].shape for name in mechanism.per_token]
+    joined = torch.cat(
+        [tensors[name].transpose(1, 2).flatten(2) for name in mechanism.per_token], dim=2
+    )
+    visibility = {
+        "causal": None,
+        "window": Visibility(window=9),
+        "ragged": Visibility(documents=ragged(70)[1]),
+    }[visible]
+
+    def function(tokens):
+        parts = tokens.split([heads * dim for _, heads, _, dim in widths], dim=2)
+        named = {
+            name: part.unflatten(2, (heads, dim)).transpose(1, 2)
+            for name, part, (_, heads, _, dim) in zip(
+                mechanism.per_token, parts, widths, strict=True
+            )
+        }
+        return mechanism.run(tensors | named, impl, visibility)[0].transpose(1, 2)
+
+    assert_causal(function, joined, dim=1)
+
+
+@every
+@each_impl
+def test_packed_documents_are_separate_documents(mechanism, impl):
+    lengths = [1, 40, 3, 66, 30]
+    shape = Shape(batch=1).long(sum(lengths))
+    tensors = mechanism.draw(shape)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packed = mechanism.run(tensors, impl, Visibility.packed(offsets))[0]
+    for start, length in zip(offsets.tolist(), lengths, strict=False):
+        alone = {
+            name: x[:, :, start : start + length] if name in mechanism.per_token else x
+            for name, x in tensors.items()
+        }
+        torch.testing.assert_close(
+            packed[:, :, start : start + length],
+            mechanism.run(alone, impl)[0],
+            rtol=1e-11,
+            atol=1e-12,
+        )
+
+
+@every
+@each_impl
+def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
+    tensors = mechanism.draw(Shape().long(100))
+    visibility = Visibility(padding=ragged(100)[2])
+    padded = mechanism.run(tensors, impl, visibility)[0]
+    for row in range(2):
+        real = visibility.padding[row]
+        assert bool((padded[row][:, ~real] == 0).all())
+        alone = {
+            name: x[row : row + 1, :, real] if name in mechanism.per_token else x
+            for name, x in tensors.items()
+        }
+        torch.testing.assert_close(
+            padded[row][:, real], mechanism.run(alone, impl)[0][0], rtol=1e-11, atol=1e-12
+        )
+
+
+@every
+@each_impl
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
+    tensors = mechanism.draw(Shape(key_heads=key_heads).long(70))
+    repeated = dict(tensors)
+    if str(mechanism) == "differential":
+        pairs = tensors["k"].unflatten(1, (-1, 2)).repeat_interleave(4 // key_heads, dim=1)
+        repeated["k"] = pairs.flatten(1, 2)
+    else:
+        repeated["k"] = tensors["k"].repeat_interleave(4 // key_heads, dim=1)
+    repeated["v"] = tensors["v"].repeat_interleave(4 // key_heads, dim=1)
+    for grouped, full in zip(
+        mechanism.run(tensors, impl), mechanism.run(repeated, impl), strict=True
+    ):
+        torch.testing.assert_close(grouped, full, rtol=1e-12, atol=1e-13)
+
+
+@every
+@each_impl
+def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, impl):
+    tensors = {n: x.float() for n, x in mechanism.draw(Shape(batch=3).long(100)).items()}
+    whole = with_grads(mechanism, tensors, impl, None)
+    again = with_grads(mechanism, tensors, impl, None)
+    for name, x in whole.items():
+        assert torch.equal(x, again[name]), name
+    for row in range(3):
+        alone = {
+            name: x[row : row + 1] if name in mechanism.per_token else x
+            for name, x in tensors.items()
+        }
+        assert torch.equal(mechanism.run(alone, impl)[0][0], whole["output 0"][row])
+
+
+PROGRAM = """
+import torch
+from heedful.ops import *
+torch.manual_seed(0); torch.set_num_threads(1)
+T = {tokens}
+q, k, v = (torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3))
+c = torch.randn(8, 6, 11, requires_grad=True); m = torch.randn(1, 8, 8, requires_grad=True)
+def run():
+    out = {call}
+    out.sum().backward()
+"""
+CALLS = {
+    "mta": "multi_token_attention(q, k, v, conv=c, post_conv=c, mix=m, post_mix=m, impl='{impl}')",
+    "selective": "selective_attention(q, k, v, tau=1.0, impl='{impl}').output",
+    "differential": "differential_attention(q, k, torch.cat([v[:, ::2], v[:, 1::2]], -1), "
+    "lam=torch.tensor(0.5), impl='{impl}')",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_peak_memory_grows_linearly(name):
+    def peak(tokens: int, impl: str) -> float:
+        return peak_memory_mib(PROGRAM.format(tokens=tokens, call=CALLS[name].format(impl=impl)))
+
+    short, long = peak(1024, "tiled"), peak(4096, "tiled")
+    assert long < 5 * short, (short, long)
+    assert long < peak(2048, "reference") / 2, "the dense reference must show up in this measure"
