@@ -1,0 +1,77 @@
+"""The frame of a report: one HTML page and its style, with nothing to load."""
+
+from string import Template
+
+PAGE = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { --ink: #1c1c1c; --paper: #fff; --dim: #5b5b5b; --rule: #d8d8d8; --soft: #f4f4f4; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e6e6; --paper: #161616; --dim: #a5a5a5; --rule: #3c3c3c; --soft: #222; }
+  .bar { outline: 1px solid #777; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 64rem; color: var(--ink);
+  background: var(--paper); font: 1rem/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; padding-top: .7rem;
+  border-top: 1px solid var(--rule); break-after: avoid; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; break-after: avoid; }
+p { margin: .4rem 0; }
+ul, ol { margin: .4rem 0; padding-left: 1.4rem; }
+.note, figcaption { color: var(--dim); font-size: .85rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem .3rem 0; text-align: left; white-space: nowrap;
+  border-bottom: 1px solid var(--rule); }
+th { font-weight: 600; }
+.n { text-align: right; }
+.cost td:nth-child(n+4), .cost th:nth-child(n+4) { min-width: 10rem; }
+.bar { height: .4rem; border-radius: 1px; print-color-adjust: exact;
+  -webkit-print-color-adjust: exact; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr));
+  gap: 1.2rem; align-items: start; }
+figure { margin: 0; max-width: 31rem; break-inside: avoid; }
+img { display: block; width: 100%; height: auto; background: #fff; border-radius: 4px; }
+figcaption { margin-top: .3rem; }
+.hiding { margin-bottom: 1.4rem; }
+.hiding ol { columns: 17rem; font-size: .88rem; }
+.tokens { font-family: ui-monospace, monospace; line-height: 1.75; }
+.tokens > * { display: inline-block; padding: 0 1px; margin-right: 1px; border-radius: 2px;
+  background: color-mix(in srgb, #D55E00 calc(var(--hid) * .6), transparent);
+  print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+.tokens > br { display: inline; }
+code { background: var(--soft); padding: 0 .2em; }
+pre { background: var(--soft); padding: .6rem .8rem; overflow-x: auto; font-size: .82rem;
+  white-space: pre-wrap; overflow-wrap: anywhere; }
+summary { cursor: pointer; }
+@media (max-width: 36rem) {
+  table { font-size: .8rem; }
+  th, td { white-space: normal; padding-right: .6rem; }
+  .results th:nth-child(n+5), .results td:nth-child(n+5) { display: none; }
+  .cost td, .cost th { padding-right: .4rem; }
+  .cost td:nth-child(n+4), .cost th:nth-child(n+4) { min-width: 3.2rem; }
+}
+@media print {
+  body { font-size: 10pt; max-width: none; padding: 0; }
+  .wide { overflow: visible; }
+  table { font-size: 8pt; }
+  th, td { padding: .15rem .6rem .15rem 0; }
+  tr, .hiding { break-inside: avoid; }
+  .pictures { grid-template-columns: 1fr 1fr; }
+  details::details-content { content-visibility: visible; block-size: auto; }
+}
+</style>
+</head>
+<body>
+<h1>$title</h1>
+<p>$lead</p>
+$body
+</body>
+</html>
+""")

@@ -1,0 +1,177 @@
+"""Finished training runs, one JSON line each."""
+
+import dataclasses
+import json
+import math
+import os
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+METRICS = {
+    "error": "error",
+    "token_error": "token error",
+    "perplexity": "perplexity",
+    "bits_per_byte": "bits per byte",
+    "loss": "loss",
+}
+"""What a run can be measured by, as written for a reader. Lower is better in all of them."""
+
+Points = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished training run: what was trained, what it cost and how it ended.
+
+    Arguments:
+        task: name of the task, such as `"blocks"`.
+        mechanism: name of the mechanism, such as `"standard"`.
+        seed: the seed of this run.
+        metric: what `curve` and `final` measure, a key of `METRICS`; errors lie in 0..1.
+        steps: optimiser steps; `batch`: rows in each.
+        parameters: trained parameters of the model.
+        final: value at the end by evaluation split (`"in-distribution"`, `"4x-bits"`) or, for a
+            further measure of the same run, by metric name (`"bits_per_byte"`).
+        curve: `(step, metric on the held-out set)` in the order of training.
+        loss_curve: `(step, training loss)` likewise.
+        tokens_per_second: training throughput; `seconds`: wall time of training.
+        peak_memory_mib: highest memory in use while training, in MiB.
+        config: what else is needed to repeat the run.
+        environment: commit, machine, versions, date and command.
+    """
+
+    task: str
+    mechanism: str
+    seed: int
+    metric: str
+    steps: int
+    batch: int
+    parameters: int
+    final: dict[str, float]
+    curve: Points = ()
+    loss_curve: Points = ()
+    tokens_per_second: float = math.nan
+    seconds: float = math.nan
+    peak_memory_mib: float = math.nan
+    config: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
+        # One form whatever was given, and JSON null back to nan, so that a round trip is equal.
+        for name in ("curve", "loss_curve"):
+            points = tuple((int(step), _number(value)) for step, value in getattr(self, name))
+            object.__setattr__(self, name, points)
+        for name in ("tokens_per_second", "seconds", "peak_memory_mib"):
+            object.__setattr__(self, name, _number(getattr(self, name)))
+        final = {str(name): _number(value) for name, value in self.final.items()}
+        object.__setattr__(self, "final", final)
+        if self.metric not in final and not self.splits:
+            raise ValueError(
+                f"final must hold a value of the metric {self.metric!r}, under that name or under "
+                f"the name of an evaluation split, got {final!r}"
+            )
+
+    @property
+    def splits(self) -> dict[str, float]:
+        """The values of `final` that belong to an evaluation split."""
+        return {name: value for name, value in self.final.items() if name not in METRICS}
+
+    @property
+    def value(self) -> float:
+        """The value a run is judged by: `final[metric]`, or else that of the first split."""
+        if self.metric in self.final:
+            return self.final[self.metric]
+        return next(iter(self.splits.values()))
+
+    def to_json(self) -> str:
+        """The record as one line of JSON without the newline; what is not finite becomes null."""
+        return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The record that `to_json` wrote; unknown and missing fields raise."""
+        data = json.loads(line)
+        if not isinstance(data, dict):
+            raise ValueError(f"a record must be a JSON object, got {type(data).__name__}")
+        known = {f.name: f.default for f in dataclasses.fields(cls)}
+        if unknown := sorted(data.keys() - known):
+            raise ValueError(f"a record has no field {', '.join(unknown)}")
+        try:
+            return cls(**data)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"a record needs its fields whole: {error}") from error
+
+
+def _number(value) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _finite(value):
+    """`value` as JSON can hold it: nan and infinity as None, whatever is foreign as its text."""
+    if isinstance(value, dict):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def append_record(path: str | Path, record: Record) -> None:
+    """Add one line to `path`, which has one writer at a time.
+
+    The line is on disk when this returns. Where an earlier write was cut off, its unfinished line,
+    which nobody can read, is removed with a warning; whole lines are never rewritten.
+    """
+    path = Path(path)
+    line = (record.to_json() + "\n").encode()
+    with open(path, "ab+") as file:
+        file.seek(0)
+        tail = file.read().rpartition(b"\n")[2]
+        if tail and _parsed(tail):
+            file.write(b"\n")
+        elif tail:
+            warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
+            file.truncate(os.path.getsize(path) - len(tail))
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a `results.jsonl`.
+
+    A last line that was cut off is left out with a warning.
+
+    Raises:
+        ValueError: if any other line is not a record; names the file and the line.
+    """
+    *lines, tail = Path(path).read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(Record.from_json(line.decode()))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not a record ({error}); mend or delete the line"
+            ) from error
+    if tail.strip():
+        if _parsed(tail):
+            records.append(Record.from_json(tail.decode()))
+        else:
+            warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=2)
+    return records
+
+
+def _parsed(line: bytes) -> bool:
+    try:
+        Record.from_json(line.decode())
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,278 @@
+"""Runs summed up over seeds: in numbers, as a table and in words."""
+
+import html
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from heedful.records import METRICS, Record
+
+BASELINE = "standard"
+"""The mechanism that every other one is held against."""
+
+SOLVED = 0.05
+"""An error task counts as solved where every seed ends at or below this error."""
+
+RULE = (
+    "One mechanism counts as better than another only where both have at least two seeds and the "
+    "worst seed of the one is better than the best seed of the other; a run that diverged counts "
+    f"as worst. An error task counts as solved where every seed ends at {100 * SOLVED:.0f} % error "
+    "or less."
+)
+
+
+class Row(NamedTuple):
+    """A mechanism on a task, summed up over its seeds.
+
+    `std` is the sample standard deviation, nan with one seed. `ratio` and `speed_ratio` are mean
+    and tokens per second over those of `"standard"`, nan where it was not run. `steps` and `batch`
+    hold every value that occurs.
+    """
+
+    task: str
+    mechanism: str
+    metric: str
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float
+    std: float
+    min: float
+    max: float
+    ratio: float
+    parameters: int
+    tokens_per_second: float
+    speed_ratio: float
+    peak_memory_mib: float
+    steps: tuple[int, ...]
+    batch: tuple[int, ...]
+
+
+def summarise(records: Iterable[Record]) -> list[Row]:
+    """One row per task and mechanism, in the order in which they first occur.
+
+    A value that is not finite (a run that diverged) makes mean, deviation, least and greatest nan.
+    Tokens per second are the median over seeds, peak memory the greatest.
+
+    Raises:
+        ValueError: if a seed occurs twice for a mechanism on a task, or a task has two metrics.
+    """
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        groups.setdefault(record.task, {}).setdefault(record.mechanism, []).append(record)
+    rows = []
+    for task, mechanisms in groups.items():
+        metrics = sorted({record.metric for runs in mechanisms.values() for record in runs})
+        if len(metrics) > 1:
+            raise ValueError(
+                f"records of one task must have one metric, got {' and '.join(metrics)} for "
+                f"{task!r}; report them in separate folders"
+            )
+        made = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
+        base = next((row for row in made if row.mechanism == BASELINE), None)
+        rows += made if base is None else [_against(row, base) for row in made]
+    return rows
+
+
+def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
+    runs = sorted(runs, key=lambda record: record.seed)
+    seeds = tuple(record.seed for record in runs)
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"records must hold each seed of a mechanism on a task once, got seeds {list(seeds)} "
+            f"for {mechanism!r} on {task!r}; keep one of each or report them in separate folders"
+        )
+    values = tuple(record.value for record in runs)
+    sound = all(math.isfinite(value) for value in values)
+    return Row(
+        task=task,
+        mechanism=mechanism,
+        metric=runs[0].metric,
+        seeds=seeds,
+        values=values,
+        mean=statistics.fmean(values) if sound else math.nan,
+        std=statistics.stdev(values) if sound and len(values) > 1 else math.nan,
+        min=min(values) if sound else math.nan,
+        max=max(values) if sound else math.nan,
+        ratio=math.nan,
+        parameters=max(record.parameters for record in runs),
+        tokens_per_second=statistics.median(record.tokens_per_second for record in runs),
+        speed_ratio=math.nan,
+        peak_memory_mib=max(record.peak_memory_mib for record in runs),
+        steps=tuple(sorted({record.steps for record in runs})),
+        batch=tuple(sorted({record.batch for record in runs})),
+    )
+
+
+def _against(row: Row, base: Row) -> Row:
+    speed = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else math.nan
+    return row._replace(ratio=row.mean / base.mean if base.mean else math.nan, speed_ratio=speed)
+
+
+def number(metric: str, value: float) -> str:
+    """A value of a metric as text: errors in percent, the rest with two or three decimals."""
+    if not math.isfinite(value):
+        return "diverged"
+    if metric in ("error", "token_error"):
+        return f"{100 * value:.1f} %"
+    return f"{value:.2f}" if metric == "perplexity" else f"{value:.3f}"
+
+
+def plain(value: float) -> str:
+    """A count as text, a dash where it was not measured."""
+    return f"{value:,.0f}" if math.isfinite(value) else "–"
+
+
+def spread(row: Row) -> str:
+    """Mean, deviation and number of seeds, as in `12.3 ± 4.0 % (3 seeds)`; one seed has no ±."""
+    count = f"({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
+    if not math.isfinite(row.mean):
+        lost = sum(not math.isfinite(value) for value in row.values)
+        return f"{lost} of {len(row.values)} diverged {count}"
+    mean = number(row.metric, row.mean)
+    if len(row.seeds) == 1:
+        return f"{mean} {count}"
+    mean, _, unit = mean.partition(" ")
+    std = number(row.metric, row.std).partition(" ")[0]
+    return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
+
+
+COLUMNS = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s", "peak MiB")
+_LEFT = 3  # the first columns are words, the others numbers
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The texts of a row under `COLUMNS`."""
+    return (
+        row.task,
+        row.mechanism,
+        f"{METRICS[row.metric]} {spread(row)}",
+        "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}",
+        f"{row.parameters:,}",
+        plain(row.tokens_per_second),
+        plain(row.peak_memory_mib),
+    )
+
+
+def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
+    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
+    body = [cells(row) for row in rows]
+    if format == "html":
+
+        def whole(text: str) -> str:
+            # A narrow screen may break between the value and its seeds, not inside either.
+            for part in (" ± ", " %", " seed"):
+                text = text.replace(part, part.replace(" ", "\u00a0"))
+            return text
+
+        def line(texts: Sequence[str], tag: str) -> str:
+            marks = ["", *[" class='n'" if i >= _LEFT else "" for i in range(1, len(texts))]]
+            inner = (
+                f"<{tag}{mark}>{html.escape(whole(text))}</{tag}>"
+                for text, mark in zip(texts, marks, strict=True)
+            )
+            return f"<tr>{''.join(inner)}</tr>"
+
+        lines = "\n".join(line(texts, "td") for texts in body)
+        return (
+            f"<table>\n<thead>{line(COLUMNS, 'th')}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
+        )
+    if format not in ("text", "markdown"):
+        raise ValueError(f"format must be 'text', 'markdown' or 'html', got {format!r}")
+    if format == "markdown":
+        body = [tuple(text.replace("|", "\\|") for text in texts) for texts in body]
+    columns = list(zip(COLUMNS, *body, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+
+    def aligned(texts: Sequence[str]) -> list[str]:
+        return [
+            text.ljust(width) if i < _LEFT else text.rjust(width)
+            for i, (text, width) in enumerate(zip(texts, widths, strict=True))
+        ]
+
+    if format == "markdown":
+        rule = ["-" * w if i < _LEFT else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+        lines = [aligned(COLUMNS), rule, *map(aligned, body)]
+        return "\n".join(f"| {' | '.join(texts)} |" for texts in lines)
+    lines = [aligned(COLUMNS), ["-" * w for w in widths], *map(aligned, body)]
+    return "\n".join("  ".join(texts).rstrip() for texts in lines)
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """For each task one sentence on what its runs show, and on what they do not.
+
+    The rule: two mechanisms are told apart only if both have at least two seeds and the worst seed
+    of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
+    the sentence says that no difference shows, or that one seed cannot tell. An error task is
+    solved where every seed ends at or below 5 % error.
+    """
+    tasks = dict.fromkeys(row.task for row in rows)
+    return [_finding([row for row in rows if row.task == task]) for task in tasks]
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    base = next((row for row in rows if row.mechanism == BASELINE), None)
+    others = [row for row in rows if row is not base]
+    parts = []
+    if base is None:
+        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be held against it")
+    elif not others:
+        parts.append(f"only {_named(base)} was run, so there is nothing to compare it with")
+    else:
+        enough = [row for row in others if min(len(row.seeds), len(base.seeds)) > 1]
+        better = [row for row in enough if _beats(row, base)]
+        worse = [row for row in enough if _beats(base, row)]
+        level = [row for row in enough if row not in better and row not in worse]
+        alone = [row for row in others if row not in enough]
+        solved = [row for row in better if _solved(row) and not _solved(base)]
+        better = [row for row in better if row not in solved]
+        if solved:
+            parts.append(f"{_all(solved)} solved it where {BASELINE} stayed at {_value(base)}")
+        if better:
+            parts.append(f"every seed of {_all(better)} did better than any of {_named(base)}")
+        if worse:
+            parts.append(f"every seed of {_all(worse)} did worse than any of {_named(base)}")
+        if level:
+            parts.append(
+                f"for {_all(level)} no difference from {_named(base)} beyond the spread of seeds "
+                "shows at this size"
+            )
+        if alone:
+            parts.append(f"one seed cannot tell {_all(alone)} from {_named(base)}")
+    if "error" in rows[0].metric and not any(map(_solved, rows)):
+        parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
+    if (
+        len({step for row in rows for step in row.steps}) > 1
+        or len({batch for row in rows for batch in row.batch}) > 1
+    ):
+        parts.append("the runs differ in steps or batch size and are not like for like")
+    return f"{rows[0].task}: {'; '.join(parts)}."
+
+
+def _beats(row: Row, other: Row) -> bool:
+    def worst(value: float) -> float:
+        return value if math.isfinite(value) else math.inf
+
+    return max(map(worst, row.values)) < min(map(worst, other.values))
+
+
+def _solved(row: Row) -> bool:
+    return "error" in row.metric and all(value <= SOLVED for value in row.values)
+
+
+def _value(row: Row) -> str:
+    if not math.isfinite(row.mean):
+        lost = sum(not math.isfinite(value) for value in row.values)
+        return f"{lost} of {len(row.values)} seeds diverged"
+    if "error" in row.metric:
+        return f"{number(row.metric, row.mean)} {METRICS[row.metric]}"
+    return f"{METRICS[row.metric]} {number(row.metric, row.mean)}"
+
+
+def _named(row: Row) -> str:
+    return f"{row.mechanism} ({_value(row)})"
+
+
+def _all(rows: Sequence[Row]) -> str:
+    *first, last = map(_named, rows)
+    return f"{', '.join(first)} and {last}" if first else last
