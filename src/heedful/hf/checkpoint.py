@@ -89,7 +89,9 @@ def load(folder: str | os.PathLike, **options) -> PreTrainedModel:
     if family is AutoModelForCausalLM:
         family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # The mechanism's parameters are expected here, so transformers need not report them.
-    ignoring = type(family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": [r"\.heedful\."]})
+    ignoring = type(
+        family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": [r"\.heedful\."]}
+    )
     model = ignoring.from_pretrained(folder, config=config, **options)
     model.__class__ = family
     tensors = {}
@@ -110,8 +112,8 @@ def _read_config(folder: Path) -> dict:
         raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
     if saved.get("model_type") != "heedful":
         raise ValueError(
-            f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load it "
-            "with AutoModelForCausalLM.from_pretrained, then heedful.convert it"
+            f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load "
+            "it with AutoModelForCausalLM.from_pretrained, then heedful.convert it"
         )
     version = saved.get("heedful", {}).get("format")
     if version != FORMAT:
@@ -129,7 +131,7 @@ class HeedfulConfig(PreTrainedConfig):
 
 
 class HeedfulForCausalLM(PreTrainedModel):
-    """Lets `AutoModelForCausalLM.from_pretrained` load converted checkpoints, after `register()`."""
+    """Lets transformers' Auto classes load converted checkpoints, after `register()`."""
 
     config_class = HeedfulConfig
 

@@ -39,7 +39,7 @@ class Conversion:
         return revert(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The mechanism's own parameters by name: what a fine-tuning run may want to train alone."""
+        """The mechanism's own parameters by name, to train alone or faster."""
         marked = f".{NAME}."
         return {name: p for name, p in self.model.named_parameters() if marked in name}
 

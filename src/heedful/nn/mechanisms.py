@@ -65,6 +65,6 @@ def from_json(data: dict) -> Mechanism:
     known = {field.name for field in dataclasses.fields(_KINDS[kind])}
     if unknown := sorted(set(fields) - known):
         raise ValueError(
-            f"{kind} has no field {', '.join(unknown)}; it was written by another version of heedful"
+            f"{kind} has no field {', '.join(unknown)}; it was written by another heedful version"
         )
     return _KINDS[kind](**fields)

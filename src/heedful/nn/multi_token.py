@@ -1,4 +1,4 @@
-"""Multi-token attention as a layer: kernels, head mixing, norm and gate; talking heads within it."""
+"""Multi-token attention as a layer: kernels, head mixing, norm and gate; also talking heads."""
 
 from dataclasses import dataclass
 from typing import Literal

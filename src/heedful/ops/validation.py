@@ -20,15 +20,15 @@ def check_visibility(visibility: Visibility | None, batch: int, queries: int, ke
             else repr(visibility)
         )
         raise ValueError(
-            f"visibility must be a heedful.Visibility or None (causal), got {what}; describe a mask "
-            "with Visibility(window=..., documents=..., padding=...)"
+            f"visibility must be a heedful.Visibility or None (causal), got {what}; describe a "
+            "mask with Visibility(window=..., documents=..., padding=...)"
         )
     visibility.check(batch, queries, keys)
     return visibility
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, value_heads: str = "k") -> None:
-    """Raise unless q, k, v are `[B, H, T, D]` that fit each other (`k`, `v` may have fewer heads)."""
+    """Raise unless q, k, v are `[B, H, T, D]` that fit (GQA: `k`, `v` may have fewer heads)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(x.shape)}")

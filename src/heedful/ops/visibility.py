@@ -72,7 +72,8 @@ class Visibility:
         """
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
             raise ValueError(
-                f"cu_seqlens must be a vector of at least two offsets, got {tuple(cu_seqlens.shape)}"
+                "cu_seqlens must be a vector of at least two offsets, got shape "
+                f"{tuple(cu_seqlens.shape)}"
             )
         total = int(cu_seqlens[-1])
         length = total if length is None else length

@@ -49,8 +49,8 @@ def differential_attention(
             raise ValueError(f"{name} must have an even number of heads (pairs), got {x.shape[1]}")
     if v.shape[1] * 2 != k.shape[1]:
         raise ValueError(
-            f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join the "
-            "values of two heads along the head dim"
+            f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join "
+            "the values of two heads along the head dim"
         )
     visibility = check_visibility(visibility, q.shape[0], q.shape[2], k.shape[2])
     if not isinstance(lam, Tensor) or lam.shape not in ((), (pairs,)):

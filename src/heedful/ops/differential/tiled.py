@@ -1,4 +1,4 @@
-"""Differential attention in memory linear in T: both maps of a pair as heads of one ordinary call."""
+"""Differential attention in memory linear in T: the maps of a pair as heads of one call."""
 
 from jaxtyping import Float
 from torch import Tensor

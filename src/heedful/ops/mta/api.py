@@ -1,6 +1,5 @@
 """Multi-token attention: the public function."""
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -99,7 +98,7 @@ def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> N
     if not isinstance(weights, Tensor) or weights.ndim != 3:
         got = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
         raise ValueError(f"{name} must be [H/g, g, g] indexed [group, out, in], got {got}")
-    groups, size, _ = weights.shape
+    size = weights.shape[1]
     if size < 1 or heads % size:
         raise ValueError(
             f"{name} mixes groups of {size} heads, which does not divide the {heads} heads; use a "

@@ -4,7 +4,7 @@ Golovneva, Wang, Weston, Sukhbaatar, "Multi-Token Attention" (arXiv 2504.00927),
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -105,7 +105,7 @@ def correlate(
 def mix_heads(
     x: Float[Tensor, "B H Tq Tk"], weights: Float[Tensor, "n g g"]
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` over consecutive head groups."""
+    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` over groups of heads."""
     groups, size, _ = weights.shape
     grouped = x.unflatten(1, (groups, size))
     return torch.einsum("noi,bniqk->bnoqk", weights.to(x.dtype), grouped).flatten(1, 2)

@@ -74,7 +74,7 @@ def selective_attention(
     section 3; memory loss, section 4.
     """
     check_qkv(q, k, v)
-    batch, heads, queries, _ = q.shape
+    batch, _, queries, _ = q.shape
     keys = k.shape[2]
     visibility = check_visibility(visibility, batch, queries, keys)
     if not visibility.causal:
@@ -127,8 +127,8 @@ def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int
             )
     if selector_q.shape[1::2] != selector_k.shape[1::2]:
         raise ValueError(
-            f"selector_k must match selector_q in selectors and Ds {tuple(selector_q.shape[1::2])}, "
-            f"got {tuple(selector_k.shape[1::2])}"
+            f"selector_k must match selector_q in selectors and Ds "
+            f"{tuple(selector_q.shape[1::2])}, got {tuple(selector_k.shape[1::2])}"
         )
 
 

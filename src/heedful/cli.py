@@ -1,0 +1,113 @@
+"""The command line; every command imports its room when it is called."""
+
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train several attention mechanisms side by side and write one page about them.
+
+    Without options: block finding (standard, mta), variable assignment (standard, selective) and
+    language modelling on the Python standard library's sources (all three). The same command
+    called again goes on where an interrupted one stopped.
+    """
+
+    tasks: tuple[str, ...] = ("blocks", "assignment", "text")
+    """Among blocks, assignment, copy, parity, text."""
+    mechanisms: tuple[str, ...] = ()
+    """Among standard, mta, mta-published, mta-v1, talking-heads, selective, differential. Default:
+    those that each task tells apart."""
+    seeds: int = 1
+    """Seeds per task and mechanism; from two on, findings can be told from chance."""
+    data: tuple[str, ...] = ()
+    """Text for the task text: files, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]."""
+    out: Path = Path("runs/compare")
+    """Folder for report.html, results.jsonl, config.json and the trained models."""
+    steps: int | None = None
+    """Optimiser steps per run, instead of each task's own."""
+    batch: int | None = None
+    """Rows per step, instead of each task's own."""
+    device: str = "auto"
+    """auto (the GPU where there is one), cpu or cuda."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Say what works on this machine, what does not, and why."""
+
+
+_Command = (
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `heedful`; exits with 0, 1 (cannot be done), 2 (usage) or 130 (stopped)."""
+    command = tyro.cli(
+        _Command,
+        prog="heedful",
+        args=arguments,
+        description="Attention that looks at more than one token pair at a time.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    try:
+        code = _compare(command) if isinstance(command, Compare) else _doctor()
+    except (ValueError, OSError, ImportError) as error:
+        sys.stdout.flush()
+        print(f"heedful: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def _compare(command: Compare) -> int:
+    from transformers.utils import logging
+
+    from heedful.compare import Comparison, compare, summary
+    from heedful.train import Stopped
+
+    logging.disable_progress_bar()  # of saving and loading; the runs have their own
+
+    comparison = Comparison(
+        tasks=command.tasks,
+        mechanisms=command.mechanisms,
+        seeds=command.seeds,
+        data=command.data,
+        steps=command.steps,
+        batch=command.batch,
+        device=command.device,
+    )
+    asked: list[int] = []
+
+    def ask(signum: int, frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step to end
+        asked.append(signum)
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        records = compare(comparison, command.out, lambda: bool(asked))
+    except (Stopped, KeyboardInterrupt):
+        print(
+            f"stopped: finished runs are kept in {command.out}; the same command goes on there",
+            file=sys.stderr,
+        )
+        return 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    print(summary(records))
+    print(f"\nreport: {command.out / 'report.html'}")
+    return 0
+
+
+def _doctor() -> int:
+    from heedful.doctor import examine
+
+    return examine()

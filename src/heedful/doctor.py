@@ -1,0 +1,89 @@
+"""What works on this machine, what does not, and why."""
+
+import platform
+import sys
+from collections.abc import Callable
+
+from heedful.environment import installed, machine
+
+
+def examine(write: Callable[[str], None] = print) -> int:
+    """Print one line per check; returns 0 if everything that heedful needs works, else 1."""
+    sound = True
+    write(f"heedful      {installed('heedful') or 'from source'}")
+    write(f"python       {platform.python_version()} ({sys.executable})")
+    for package, needed in (("torch", True), ("transformers", True), ("datasets", False)):
+        version = installed(package)
+        reason = f"pip install {package}" if needed else "only needed for --data hf:NAME"
+        write(f"{package:<12} {version or f'missing: {reason}'}")
+        sound &= version is not None or not needed
+    if not sound:
+        return 1
+    write(f"machine      {machine()}")
+    import torch
+
+    if torch.cuda.is_available():
+        write(f"device       cuda ({torch.cuda.get_device_name()}); compare uses it")
+    else:
+        write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is seen")
+    triton = installed("triton")
+    write(f"triton       {triton or 'not installed; nothing needs it yet'}")
+    for name, check in (("operators", _operators), ("conversion", _conversion)):
+        try:
+            write(f"{name:<12} {check()}")
+        except Exception as error:  # a doctor reports what is broken, whatever it is
+            write(f"{name:<12} BROKEN: {type(error).__name__}: {error}")
+            sound = False
+    write("fused        no: no fused kernel is built in; impl='auto' runs tiled")
+    write("all works" if sound else "something is broken: see above")
+    return 0 if sound else 1
+
+
+def _operators() -> str:
+    """Tiled against reference, forward and backward, on this machine's device."""
+    import torch
+
+    from heedful.ops import multi_token_attention, selective_attention
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 100, 16, dtype=torch.float64, device=device) for _ in range(3))
+    q.requires_grad_()
+    conv = torch.randn(4, 6, 11, dtype=torch.float64, device=device)
+    worst = 0.0
+    for call in (
+        lambda impl: multi_token_attention(q, k, v, conv=conv, post_conv=conv, impl=impl),
+        lambda impl: selective_attention(q, k, v, impl=impl).output,
+    ):
+        made = []
+        for impl in ("reference", "tiled"):
+            out = call(impl)
+            made.append((out, *torch.autograd.grad(out.square().sum(), q)))
+        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*made, strict=True)))
+    if not worst < 1e-8:
+        raise RuntimeError(f"tiled differs from reference by {worst:.2g} in fp64")
+    return f"tiled equals reference in fp64 (largest difference {worst:.1g})"
+
+
+def _conversion() -> str:
+    """A tiny model is converted, unchanged, and reverted."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from heedful.hf import convert
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        conversion = convert(model, "mta")
+        change = (model(ids).logits - before).abs().max().item()
+        conversion.revert()
+        same = torch.equal(model(ids).logits, before)
+    if not change < 1e-10 or not same:
+        raise RuntimeError(f"a converted model's logits moved by {change:.2g}; reverted: {same}")
+    return "a converted Llama keeps its logits, and reverts"

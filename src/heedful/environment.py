@@ -1,0 +1,73 @@
+"""Where and with what a result was made: what stands beside every number."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+
+def environment(command: list[str] | None = None) -> dict:
+    """Commit, machine, versions, date and command, as JSON-ready values.
+
+    Arguments:
+        command: the command line; default that of this process.
+    """
+    import torch
+
+    packages = ("heedful", "torch", "transformers", "triton")
+    return {
+        "command": " ".join(command or ["heedful", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in packages if (version := installed(name))},
+    }
+
+
+def commit() -> str | None:
+    """The commit of heedful's checkout, "+changes" if its sources differ; `None` outside of one."""
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=source, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if not git("ls-files", Path(__file__).name):
+            return None  # installed inside some other repository
+        changed = git("status", "--porcelain", "--", str(source))
+        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, or `None`."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> str:
+    """The processor, its usable cores, and the GPU if there is one."""
+    import torch
+
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text().splitlines()
+        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = named[0] if named else name
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    cores = f"{len(usable)} core{'s' if len(usable) != 1 else ''}"
+    described = f"{name}, {cores}, {platform.system()}"
+    if torch.cuda.is_available():
+        described += f", {torch.cuda.get_device_name()}"
+    return described
