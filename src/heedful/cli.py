@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -38,12 +38,39 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Bench:
+    """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
+
+    mechanisms: tuple[str, ...] = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+    """Among mta-pre, mta-identity, mta, talking-heads, selective, differential."""
+    impls: tuple[str, ...] = ("reference", "tiled")
+    """Among reference, tiled."""
+    lengths: tuple[int, ...] = (1024, 2048)
+    """Tokens."""
+    passes: tuple[str, ...] = ("forward", "forward+backward")
+    """Among forward, forward+backward."""
+    batch: int = 1
+    heads: int = 8
+    dim: int = 64
+    """Head dim."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    rounds: int = 5
+    """Timed calls of each case, taken in turn."""
+    memory: bool = True
+    """Also measure peak memory, each case in a process of its own."""
+    out: Path | None = None
+    """Write the records here as JSON lines."""
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Say what works on this machine, what does not, and why."""
 
 
 _Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -58,12 +85,34 @@ def main(arguments: list[str] | None = None) -> None:
         config=(tyro.conf.OmitArgPrefixes,),
     )
     try:
-        code = _compare(command) if isinstance(command, Compare) else _doctor()
+        code = _run(command)
     except (ValueError, OSError, ImportError) as error:
         sys.stdout.flush()
         print(f"heedful: {error}", file=sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def _run(command: _Command) -> int:
+    match command:
+        case Compare():
+            return _compare(command)
+        case Bench():
+            return _bench(command)
+        case Doctor():
+            from heedful.doctor import examine
+
+            return examine()
+
+
+def _bench(command: Bench) -> int:
+    from heedful import bench
+
+    options = {field.name: getattr(command, field.name) for field in fields(command)}
+    out = options.pop("out")
+    records = bench.bench(bench.Bench(**options), out)
+    print(bench.format_table(records))
+    return 0
 
 
 def _compare(command: Compare) -> int:
@@ -74,15 +123,9 @@ def _compare(command: Compare) -> int:
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
-    comparison = Comparison(
-        tasks=command.tasks,
-        mechanisms=command.mechanisms,
-        seeds=command.seeds,
-        data=command.data,
-        steps=command.steps,
-        batch=command.batch,
-        device=command.device,
-    )
+    options = {field.name: getattr(command, field.name) for field in fields(command)}
+    out = options.pop("out")
+    comparison = Comparison(**options)
     asked: list[int] = []
 
     def ask(signum: int, frame: object) -> None:
@@ -93,21 +136,15 @@ def _compare(command: Compare) -> int:
 
     before = signal.signal(signal.SIGINT, ask)
     try:
-        records = compare(comparison, command.out, lambda: bool(asked))
+        records = compare(comparison, out, lambda: bool(asked))
     except (Stopped, KeyboardInterrupt):
         print(
-            f"stopped: finished runs are kept in {command.out}; the same command goes on there",
+            f"stopped: finished runs are kept in {out}; the same command goes on there",
             file=sys.stderr,
         )
         return 130
     finally:
         signal.signal(signal.SIGINT, before)
     print(summary(records))
-    print(f"\nreport: {command.out / 'report.html'}")
+    print(f"\nreport: {out / 'report.html'}")
     return 0
-
-
-def _doctor() -> int:
-    from heedful.doctor import examine
-
-    return examine()

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from tqdm import tqdm
 
 from heedful.environment import environment
@@ -26,7 +28,7 @@ from heedful.report import (
     write_report,
 )
 from heedful.tasks import TASKS, Assignment, Blocks, Copy, Parity, Task, Text
-from heedful.train import Budget, Size, train
+from heedful.train import Budget, Size, from_scratch, train
 
 
 class Setup(NamedTuple):
@@ -41,19 +43,17 @@ class Setup(NamedTuple):
     def mechanism(self, name: str) -> Mechanism:
         """The configuration behind a name, in the form the paper used on this task."""
         if name == "mta" and isinstance(self.task, Blocks):
-            # The toy setting of arXiv 2504.00927, section 4.1: convolution before the softmax only,
-            # as wide as two blocks, in every layer.
-            width = 2 * self.task.letters - 1
-            return MultiToken(
-                conv=(2, width), post_conv=None, conv_every=1, mix=None, post_mix=None
-            )
+            # As in the paper's toy task (arXiv 2504.00927, section 4.1) in every layer and as wide
+            # as two blocks; with the post convolution and the head mixing, which learn faster.
+            size = (2, 2 * self.task.letters - 1)
+            return MultiToken(conv=size, post_conv=size, conv_every=1)
         return mechanism(name)
 
 
 def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
     """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
     return {
-        "blocks": Setup(Blocks(), Size(128, 3, 2), Budget(600, 32, 4e-3), ("standard", "mta")),
+        "blocks": Setup(Blocks(), Size(64, 3, 4), Budget(600, 32, 4e-3), ("standard", "mta")),
         "assignment": Setup(
             Assignment(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")
         ),
@@ -91,15 +91,16 @@ class Comparison:
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        from difflib import get_close_matches
-
         for name in self.tasks:
             if name not in TASKS:
                 near = get_close_matches(name, TASKS, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ValueError(f"tasks must be among {', '.join(TASKS)}, got {name!r}{hint}")
         for name in self.mechanisms:
-            mechanism(name)
+            mechanism(name)  # raises, with the nearest name
+        for field in ("steps", "batch"):
+            if getattr(self, field) is not None and getattr(self, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
         if not self.tasks:
             raise ValueError(f"tasks must name at least one of {', '.join(TASKS)}")
         for field in ("tasks", "mechanisms"):
@@ -111,6 +112,8 @@ class Comparison:
             raise ValueError("data is read by the task 'text': add it to the tasks")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
 
     def setups(self) -> dict[str, Setup]:
         """The chosen tasks with this comparison's overrides."""
@@ -152,6 +155,10 @@ def compare(
         ValueError: `out` holds another comparison, or an argument does not fit.
     """
     chosen = comparison.setups()
+    for setup in chosen.values():
+        setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
+        for name in setup.mechanisms:
+            from_scratch(setup.task, setup.mechanism(name), setup.size, 0)
     config = _config(comparison, chosen)
     _claim(out, config)
     results = out / "results.jsonl"

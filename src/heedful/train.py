@@ -159,7 +159,6 @@ def train(
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
-    watch.log = trainer.log
     _reset_peak(model.device)
     started = time.perf_counter()
     checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
@@ -236,7 +235,6 @@ class _Watch(TrainerCallback):
         self.progress, self.should_stop = progress, should_stop
         self.every = max(1, budget.steps // budget.evaluations)
         self.seconds, self.steps, self._since = 0.0, 0, 0.0
-        self.log: Callable[[dict], None] = lambda values: None
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._since = time.perf_counter()
@@ -248,7 +246,8 @@ class _Watch(TrainerCallback):
         if state.global_step % self.every == 0 or state.global_step == self.budget.steps:
             scores = score(model, self.task.evaluations()[_judged(self.task)], self.budget)
             value = scores["error" if "error" in scores else "perplexity"]
-            self.log({"held_out": value})
+            # Beside the losses, so that it is in the checkpoint; Trainer.log would drop the loss.
+            state.log_history.append({"held_out": value, "step": state.global_step})
         if self.progress is not None:
             self.progress(state.global_step, value)
         if self.should_stop() and state.global_step < self.budget.steps:

@@ -79,7 +79,7 @@ def multi_token_attention_map(
 def correlate(
     x: Float[Tensor, "B H Tq Tk"],
     kernel: Float[Tensor, "H cq ck"],
-    documents: Int[Tensor, "B Tq"] | None = None,
+    documents: Int[Tensor, "#B Tq"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """Per-head cross-correlation, causal over queries, centred over keys (MTA eq. 4, 5).
 

@@ -8,7 +8,7 @@ from torch import Tensor
 def correlate(
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
-    documents: Int[Tensor, "B M"] | None,
+    documents: Int[Tensor, "#B M"] | None,
 ) -> Float[Tensor, "B H N C"]:
     """Cross-correlation, valid over rows (the halo stands above), zero-padded over keys (eq. 5).
 
@@ -23,7 +23,7 @@ def correlate_backward(
     grad: Float[Tensor, "B H N C"],
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
-    documents: Int[Tensor, "B M"] | None,
+    documents: Int[Tensor, "#B M"] | None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `correlate` in `x` and `kernel`."""
     operand, weight = _operands(x, kernel, documents)

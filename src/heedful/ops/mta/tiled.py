@@ -143,9 +143,10 @@ def _tiled_backward(
     k, v = spread_heads(widen(k), heads), spread_heads(widen(v), heads)
     kernels = _as_kernels(q, conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
+    dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     dconv, dpost_conv, dmix, dpost_mix = (
-        None if x is None else torch.zeros_like(x) for x in kernels
+        None if x is None else x.new_zeros(x.shape) for x in kernels
     )
     for start, stop in row_blocks(q.shape[2]):
         tile = _tile(q, k, kernels, sight, scale, range(start, stop))
@@ -194,7 +195,7 @@ def _tiled_backward(
 @_tiled_backward.register_fake
 def _(grad, q, k, v, conv, post_conv, mix, post_mix, *_):
     inputs = (q, k, v, conv, post_conv, mix, post_mix)
-    return [q.new_empty(0) if x is None else torch.empty_like(x) for x in inputs]
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
 
 
 def _as_kernels(like: Tensor, *parameters: Tensor | None) -> _Kernels:

@@ -151,9 +151,12 @@ def _tiled_backward(
 ) -> list[Tensor]:  # fmt: skip
     x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
     grad, selectors = widen(grad), selector_q.shape[1]
-    dq, dk, dv = torch.zeros_like(x.q), torch.zeros_like(x.k), torch.zeros_like(x.v)
-    dsq, dsk = torch.zeros_like(x.selector_q), torch.zeros_like(x.selector_k)
-    later = grad_state.clone()  # sum of dF over the queries of later blocks
+    # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
+    dq, dk, dv, dsq, dsk = (
+        t.new_zeros(t.shape) for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
+    )
+    # The sum of dF over the queries of later blocks.
+    later = grad_state.clone(memory_format=torch.contiguous_format)
     for start, stop in row_blocks(q.shape[2], descending=True):
         tile = _tile(x, bases[start // ROWS], range(start, stop))
         cut = slice(tile.columns.start, tile.columns.stop)
@@ -184,7 +187,7 @@ def _tiled_backward(
 @_tiled_backward.register_fake
 def _(grad, grad_state, grad_memory, bases, q, k, v, selector_q, selector_k, *_):
     inputs = (q, k, v, selector_q, selector_k, grad_state)
-    return [torch.empty_like(x) for x in inputs]
+    return [x.new_empty(x.shape) for x in inputs]
 
 
 def _save(ctx, inputs, output) -> None:
