@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from heedful.hf import convert
+from heedful.hf import conversion_of, convert
 from heedful.nn import Mechanism
 from heedful.tasks import Samples, Task, Text, token_losses
 from heedful.testing import process_peak_mib
@@ -54,7 +54,9 @@ class Budget:
     Arguments:
         steps, batch: optimiser steps and rows in each.
         learning_rate: peak of a cosine with linear warm-up over `warmup` steps.
-        weight_decay: AdamW's, on all but norms and biases.
+        mechanism_rate: factor on the learning rate of the mechanism's own parameters. A kernel
+            starts as the identity, with zeros that must reach the size of one; at the rate of the
+            model's weights that alone takes Adam hundreds of steps.
         evaluations: how often the held-out rows are scored in the course of a run.
         held_out: how many rows are held out.
     """
@@ -63,7 +65,7 @@ class Budget:
     batch: int = 32
     learning_rate: float = 3e-3
     warmup: int = 50
-    weight_decay: float = 0.0
+    mechanism_rate: float = 1.0
     evaluations: int = 8
     held_out: int = 256
 
@@ -154,6 +156,7 @@ def train(
         args=_arguments(budget, seed, folder, device),
         train_dataset=_Rows(task.sample(budget.steps * budget.batch, seed + 1)),
         data_collator=lambda batch: batch,
+        optimizers=(_optimizer(model, budget), None),
         callbacks=[watch],
     )
     for callback in list(trainer.callback_handler.callbacks):
@@ -258,6 +261,19 @@ def _judged(task: Task) -> str:
     return next(iter(task.evaluations()))
 
 
+def _optimizer(model: PreTrainedModel, budget: Budget) -> torch.optim.Optimizer:
+    own = {id(p) for p in conversion_of(model).parameters().values()}
+    rate = budget.learning_rate
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in own], "lr": rate},
+        {"params": [p for p in model.parameters() if id(p) in own]}
+        | {"lr": rate * budget.mechanism_rate},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], betas=(0.9, 0.98), weight_decay=0.0
+    )
+
+
 def _arguments(budget: Budget, seed: int, folder: Path, device: str) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
@@ -266,8 +282,6 @@ def _arguments(budget: Budget, seed: int, folder: Path, device: str) -> Training
         learning_rate=budget.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=min(budget.warmup, budget.steps // 2),
-        weight_decay=budget.weight_decay,
-        adam_beta2=0.98,
         max_grad_norm=1.0,
         seed=seed,
         data_seed=seed,

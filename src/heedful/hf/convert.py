@@ -145,6 +145,17 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def conversion_of(model: PreTrainedModel) -> Conversion:
+    """The conversion of a converted model: its mechanism, layers and own parameters.
+
+    Raises:
+        ValueError: the model is not converted.
+    """
+    if not isinstance(model, ConvertedModel):
+        raise ValueError(f"model is not converted: {type(model).__name__}; call heedful.convert")
+    return model._heedful
+
+
 def restore(model: PreTrainedModel, data: dict, layers: list[int], tensors: dict) -> Conversion:
     """Convert a freshly loaded model to a saved mechanism and give it the saved parameters."""
     conversion = convert(model, from_json(data), layers)
