@@ -43,8 +43,8 @@ class Setup(NamedTuple):
     def mechanism(self, name: str) -> Mechanism:
         """The configuration behind a name, in the form the paper used on this task."""
         if name == "mta" and isinstance(self.task, Blocks):
-            # As in the paper's toy task (arXiv 2504.00927, section 4.1), in every layer; with the
-            # published kernels and mixing, which learn it sooner than its 2 x 9 alone (docs/log.md).
+            # In every layer, as in the paper's toy task (arXiv 2504.00927, section 4.1), but with
+            # the published kernels and mixing: they learn it sooner than 2 x 9 kernels alone.
             return MultiToken(conv_every=1)
         return mechanism(name)
 
@@ -53,17 +53,20 @@ def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
     """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
     return {
         "blocks": Setup(
-            Blocks(), Size(64, 3, 4), Budget(500, 32, 4e-3, mechanism_rate=4.0), ("standard", "mta")
+            Blocks(), Size(64, 3, 4), Budget(600, 32, 4e-3, mechanism_rate=8.0), ("standard", "mta")
         ),
         "assignment": Setup(
-            Assignment(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")
+            Assignment(queries=8),
+            Size(64, 2, 2),
+            Budget(500, 32, 3e-3),
+            ("standard", "selective"),
         ),
         "copy": Setup(Copy(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")),
         "parity": Setup(Parity(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")),
         "text": Setup(
             Text(paths=tuple(data)),
             Size(128, 4, 4),
-            Budget(300, 16, 3e-3, held_out=64),
+            Budget(400, 8, 3e-3, held_out=64),
             ("standard", "mta", "selective"),
         ),
     }

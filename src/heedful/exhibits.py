@@ -49,7 +49,7 @@ def sample(task: Task) -> torch.Tensor:
     if isinstance(task, Blocks):
         task = replace(task, blocks=min(task.blocks, 6))
     if isinstance(task, Assignment):
-        task = replace(task, assignments=min(task.assignments, 10))
+        task = replace(task, assignments=min(task.assignments, 16), queries=min(task.queries, 3))
     if isinstance(task, Text):
         return task.evaluations()["held-out"].sample(1, 0).input_ids[0, :_TEXT_TOKENS]
     return task.sample(1, 0).input_ids[0]

@@ -8,8 +8,9 @@ from heedful.tasks import Assignment
 
 def latest(text):
     """The answer by running the assignments; also how often the queried name was set."""
-    *lines, query = text.split(";")
-    name, answer = re.fullmatch(r"([a-z])=\?(\d+)", query).groups()
+    *lines, query, end = text.split(";")
+    assert end == ""
+    name, answer = re.fullmatch(r"([a-z])=(\d+)", query).groups()
     state, times = {}, 0
     for line in lines:
         key, value = re.fullmatch(r"([a-z])=(\d+)", line).groups()
@@ -27,6 +28,8 @@ def latest(text):
         Assignment(variables=1, assignments=5),
         Assignment(variables=5, assignments=40, query="first"),
         Assignment(variables=1, assignments=1, query="first"),
+        Assignment(variables=3, assignments=6, queries=4),
+        Assignment(variables=3, assignments=6, query="first", queries=2),
     ],
     ids=str,
 )
@@ -35,11 +38,13 @@ def test_answer_follows_from_the_text(task):
     assert samples.input_ids.shape == (400, task.length)
     assert samples.input_ids.max() < task.vocab_size
     for ids in samples.input_ids:
-        expected, answer, times, lines = latest(task.decode(ids))
-        assert answer == expected
-        assert len(lines) == task.assignments
+        ends = [task.length - 2 * later for later in range(task.queries)]
+        for number, end in enumerate(reversed(ends)):
+            expected, answer, times, lines = latest(task.decode(ids[:end]))
+            assert answer == expected
+            assert len(lines) == task.assignments + number
         if task.query == "first":
-            assert times == 1 and lines[0].endswith(f"={answer}")
+            assert times == task.queries and lines[0].endswith(f"={answer}")
 
 
 def test_loss_lies_on_the_answer():
@@ -47,6 +52,9 @@ def test_loss_lies_on_the_answer():
     assert samples.labels[:, :-1].eq(-100).all()
     assert samples.labels[:, -1].equal(samples.input_ids[:, -1])
     assert samples.attention_mask.eq(1).all()
+    several = Assignment(queries=3).sample(10, seed=0)
+    asked = several.labels.ne(-100)
+    assert asked.sum() == 30 and asked[:, [-5, -3, -1]].all()
 
 
 def test_evaluations():
@@ -76,7 +84,7 @@ def test_deterministic_in_seed():
 def test_names_queries_and_answers_are_uniform(query):
     task = Assignment(variables=5, values=4, assignments=20, query=query)
     ids = task.sample(20_000, seed=0).input_ids
-    names, asked, answer = ids[:, 1:-4:4] - 5, ids[:, -4] - 5, ids[:, -1] - 10
+    names, asked, answer = ids[:, 1:-2:2] - 2, ids[:, -2] - 2, ids[:, -1] - 7
     for values, bins in [(names[:, 0], 5), (names[:, 7], 5), (asked, 5), (answer, 4)]:
         share = values.bincount(minlength=bins) / len(values)
         assert share.sub(1 / bins).abs().max() < 0.015

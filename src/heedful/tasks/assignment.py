@@ -22,18 +22,18 @@ from heedful.tasks.samples import (
     token_error,
 )
 
-_SYMBOLS = ("", "", "=", ";", "?")
-_EQUALS, _SEMICOLON, _QUERY, _NAME = 2, 3, 4, 5
+_NAME = 2
 
 
 @dataclass(frozen=True)
 class Assignment:
     """Variable assignment: many assignments, then a query for the latest value of one variable.
 
-    A row reads `y=7;x=1;x=3;z=5;x=?3` after BOS. Names and values are drawn uniformly and
+    A row reads `y=7;x=1;x=3;z=5;x=3;` after BOS; its last value is asked for. A token is a name
+    with its `=`, or a value with its `;`. Names and values are drawn uniformly and
     independently; the queried name is drawn uniformly from those that have been assigned. Every
     value is one token, also 177, so all rows of a configuration have the same length. Loss lies on
-    the last token alone: the answer.
+    the answers alone.
 
     The paper gives no numbers; sizes and the longer evaluations here are ours. Its remark that
     selective attention, unlike standard attention, still answers for a variable that was assigned
@@ -45,6 +45,8 @@ class Assignment:
         assignments: assignments before the query.
         query: `"any"` assigned variable, or the one that the `"first"` assignment sets and no
             other sets again.
+        queries: queries at the end of a row, each drawn anew: `x=3;y=7`. The paper has one, and
+            so have the evaluations; more of them give a row of training more to learn from.
 
     Raises:
         ValueError: if a field is out of range.
@@ -56,6 +58,7 @@ class Assignment:
     values: int = 10
     assignments: int = 32
     query: Literal["any", "first"] = "any"
+    queries: int = 1
 
     scored_by: ClassVar[str] = "predictions"
 
@@ -64,6 +67,7 @@ class Assignment:
         check_whole("values", self.values, 2)
         check_whole("assignments", self.assignments, 1)
         check_choice("query", self.query, ("any", "first"))
+        check_whole("queries", self.queries, 1)
         if self.query == "first" and self.variables == 1 and self.assignments > 1:
             raise ValueError(
                 'variables must be at least 2 with query="first", got 1: with one name, every '
@@ -72,13 +76,13 @@ class Assignment:
 
     @property
     def vocab_size(self) -> int:
-        """BOS, EOS, "=", ";", "?", one id for each name and one for each value."""
+        """BOS, EOS, one id for each name and one for each value."""
         return _NAME + self.variables + self.values
 
     @property
     def length(self) -> int:
-        """Tokens of a row: BOS, four for each assignment, three of the query and the answer."""
-        return 4 * self.assignments + 5
+        """Tokens of a row: BOS, and two for each assignment and each query."""
+        return 1 + 2 * (self.assignments + self.queries)
 
     def sample(self, count: int, seed: int) -> Samples:
         """`count` rows, the same for the same configuration, count and seed."""
@@ -88,34 +92,32 @@ class Assignment:
         names = rng.integers(self.variables, size=(count, n))
         values = rng.integers(self.values, size=(count, n))
         if self.query == "first":
-            asked = names[:, 0]
+            asked = names[:, :1].repeat(self.queries, axis=1)
             if n > 1:
                 # The other names, uniformly: a step of 1 to variables-1 around the circle.
                 steps = rng.integers(1, self.variables, size=(count, n - 1))
-                names[:, 1:] = (asked[:, None] + steps) % self.variables
+                names[:, 1:] = (asked[:, :1] + steps) % self.variables
         else:
-            lots = rng.random((count, self.variables))
-            assigned = np.zeros((count, self.variables), dtype=bool)
-            assigned[each[:, None], names] = True
-            asked = np.where(assigned, lots, -1.0).argmax(axis=1)
-        latest = n - 1 - (names == asked[:, None])[:, ::-1].argmax(axis=1)
+            lots = rng.random((count, self.queries, self.variables))
+            assigned = np.zeros((count, 1, self.variables), dtype=bool)
+            assigned[each[:, None], 0, names] = True
+            asked = np.where(assigned, lots, -1.0).argmax(axis=2)
+        latest = n - 1 - (names[:, None] == asked[:, :, None])[:, :, ::-1].argmax(axis=2)
 
         ids = np.empty((count, self.length), dtype=np.int64)
         ids[:, 0] = BOS
-        ids[:, 1:-4:4] = names + _NAME
-        ids[:, 2:-4:4] = _EQUALS
-        ids[:, 3:-4:4] = values + (_NAME + self.variables)
-        ids[:, 4:-4:4] = _SEMICOLON
-        ids[:, -4] = asked + _NAME
-        ids[:, -3] = _EQUALS
-        ids[:, -2] = _QUERY
-        ids[:, -1] = values[each, latest] + (_NAME + self.variables)
-        return rows(torch.from_numpy(ids), slice(-1, None))
+        end = 1 + 2 * n
+        ids[:, 1:end:2] = names + _NAME
+        ids[:, 2:end:2] = values + (_NAME + self.variables)
+        ids[:, end::2] = asked + _NAME
+        ids[:, end + 1 :: 2] = values[each[:, None], latest] + (_NAME + self.variables)
+        return rows(torch.from_numpy(ids), slice(end + 1, None, 2))
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
         """The text of one row, without BOS."""
-        names = string.ascii_lowercase[: self.variables]
-        return render(ids, (*_SYMBOLS, *names, *(str(value) for value in range(self.values))))
+        names = (f"{name}=" for name in string.ascii_lowercase[: self.variables])
+        values = (f"{value};" for value in range(self.values))
+        return render(ids, ("", "", *names, *values))
 
     def evaluations(self) -> dict[str, Self]:
         """The task itself, two and four times as many assignments, and the two hard cases.
@@ -124,11 +126,12 @@ class Assignment:
         never overwritten, at the training length and at four times as many assignments. They are
         left out where there is only one variable.
         """
-        twice = replace(self, assignments=2 * self.assignments)
-        four = replace(self, assignments=4 * self.assignments)
-        splits = {"in-distribution": self, "2x-assignments": twice, "4x-assignments": four}
+        once = replace(self, queries=1)
+        twice = replace(once, assignments=2 * self.assignments)
+        four = replace(once, assignments=4 * self.assignments)
+        splits = {"in-distribution": once, "2x-assignments": twice, "4x-assignments": four}
         if self.variables > 1:
-            splits["assigned-once"] = replace(self, query="first")
+            splits["assigned-once"] = replace(once, query="first")
             splits["assigned-once-4x"] = replace(four, query="first")
         return splits
 
