@@ -19,6 +19,11 @@ CHECKED = [
 ]
 install_import_hook(CHECKED, "beartype.beartype")
 
+# A device context looks up once which functions it redirects: before one of them is replaced below,
+# or models "on meta" would take real memory.
+with torch.device("meta"):
+    torch.empty(0)
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -183,6 +184,7 @@ def compare(
         records = read_records(results) if _has(results) else []
         if records:
             write_report(out, records, list(_exhibits(jobs, records, out)), config)
+    shutil.rmtree(out / "unfinished", ignore_errors=True)
     return records
 
 

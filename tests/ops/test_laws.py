@@ -20,6 +20,7 @@ VISIBILITIES = {
     "window 70": lambda keys: Visibility(window=70),
     "ragged documents": lambda keys: ragged(keys)[0],
     "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
+    "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
     "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
 }
 

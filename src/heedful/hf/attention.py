@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from heedful.hf.mask import compact_mask, visibility_of
-from heedful.nn import HeadShape, StandardAttention
+from heedful.nn import HeadShape
 
 NAME = "heedful"
 
@@ -46,7 +46,11 @@ def attention(
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
     layer = getattr(module, NAME, None)
     if layer is None:
-        layer = StandardAttention()
+        raise ValueError(
+            f"attn_implementation={NAME!r} needs a converted model, and this "
+            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
+            "heedful.load(folder) loads one"
+        )
     if layer.needs_past_queries and query.shape[2] != key.shape[2]:
         raise ValueError(
             "use_cache=True keeps keys and values only, but this mechanism needs what earlier "

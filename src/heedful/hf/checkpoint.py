@@ -2,19 +2,22 @@
 
 A checkpoint is transformers' own folder with two differences: the weights hold the mechanism's
 parameters beside the model's, and `config.json` says `"model_type": "heedful"` with the model's own
-configuration inside it. So a plain `from_pretrained` that does not know the mechanism fails by name
-instead of dropping it.
+configuration deep inside it. So the Auto classes fail by name where they do not know the mechanism;
+and a family's own class, which reads any configuration, meets an attention implementation that it
+cannot run. Neither drops the mechanism.
 """
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.nn import to_json
@@ -28,20 +31,21 @@ def save_converted(
     """Write a converted model; files appear in `folder` only once all are written."""
     if options.get("push_to_hub"):
         raise ValueError("push_to_hub is not supported: save to a folder, then upload the folder")
+    if options.get("variant"):
+        raise ValueError("variant is not supported: save to a folder of its own")
     folder = Path(folder)
     if folder.is_file():
         raise ValueError(f"save_directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     base = type(model).__mro__[2]
-    before = conversion._before
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as made:
-        converted = (model.config.use_cache, model.generation_config.use_cache)
-        model.config.use_cache = before["use_cache"]
-        model.generation_config.use_cache = before["generation_use_cache"]
+        converted = use_cache_settings(model), model.config.architectures
+        set_use_cache(model, conversion._before["use_cache"])
         try:
             save(made, **options)
         finally:
-            model.config.use_cache, model.generation_config.use_cache = converted
+            set_use_cache(model, converted[0])
+            model.config.architectures = converted[1]
         written = Path(made) / "config.json"
         if written.exists():  # only the main process of a distributed run writes
             inner = json.loads(written.read_text())
@@ -49,19 +53,24 @@ def save_converted(
             outer = {
                 "architectures": ["HeedfulForCausalLM"],
                 "model_type": "heedful",
+                "attn_implementation": "heedful",
                 "heedful": {
                     "format": FORMAT,
                     "mechanism": to_json(conversion.mechanism),
                     "layers": list(conversion.layers),
+                    "base": inner,
                 },
-                "base": inner,
             }
             written.write_text(json.dumps(outer, indent=2) + "\n")
         # config.json first: from then on no stock loader can take the folder for a stock model.
-        for path in sorted(Path(made).iterdir(), key=lambda path: path.name != "config.json"):
+        files = sorted(Path(made).iterdir(), key=lambda path: path.name != "config.json")
+        for path in files:
             if (target := folder / path.name).is_dir():
                 shutil.rmtree(target)
             os.replace(path, target)
+        if files:  # weights of an earlier save, in more or fewer files, would be loaded instead
+            for path in _weights(folder) - {folder / path.name for path in files}:
+                path.unlink()
 
 
 def load(folder: str | os.PathLike, **options) -> PreTrainedModel:
@@ -81,47 +90,84 @@ def load(folder: str | os.PathLike, **options) -> PreTrainedModel:
     from heedful.hf.convert import restore
 
     folder = Path(folder)
-    saved = _read_config(folder)
-    about, inner = saved["heedful"], dict(saved["base"])
+    about = _read_config(folder)
+    inner = about["base"]
+    tensors = _read_parameters(folder)
     name = (inner.get("architectures") or [""])[0]
     family = getattr(transformers, name, AutoModelForCausalLM)
     config = AutoConfig.for_model(**inner)
     if family is AutoModelForCausalLM:
         family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     # The mechanism's parameters are expected here, so transformers need not report them.
-    ignoring = type(
-        family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": [r"\.heedful\."]}
+    ignored = [*(family._keys_to_ignore_on_load_unexpected or []), r"\.heedful\."]
+    ignoring = type(family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": ignored})
+    model, found = ignoring.from_pretrained(
+        folder, config=config, output_loading_info=True, **options
     )
-    model = ignoring.from_pretrained(folder, config=config, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
     restore(model, about["mechanism"], about["layers"], tensors)
     return model
 
 
+def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
+    """Whether the model caches by default, in each of its configurations that says so."""
+    holders = {name: getattr(model, name, None) for name in ("config", "generation_config")}
+    return {name: x.use_cache for name, x in holders.items() if hasattr(x, "use_cache")}
+
+
+def set_use_cache(model: PreTrainedModel, settings: dict[str, bool | None]) -> None:
+    """Set what `use_cache_settings` told."""
+    for name, value in settings.items():
+        getattr(model, name).use_cache = value
+
+
+def _weights(folder: Path) -> set[Path]:
+    shard = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+    return {path for path in folder.iterdir() if shard.fullmatch(path.name)}
+
+
+def _read_parameters(folder: Path) -> dict[str, Tensor]:
+    """The mechanism's parameters."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); copy or save it again") from None
+    return tensors
+
+
 def _read_config(folder: Path) -> dict:
+    """What `config.json` says of the conversion, checked."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"folder must be a checkpoint with a config.json, got {folder}")
     try:
         saved = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} must hold a JSON object; the checkpoint is damaged")
     if saved.get("model_type") != "heedful":
         raise ValueError(
             f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load "
             "it with AutoModelForCausalLM.from_pretrained, then heedful.convert it"
         )
-    version = saved.get("heedful", {}).get("format")
+    about = saved.get("heedful")
+    version = about.get("format") if isinstance(about, dict) else None
     if version != FORMAT:
         raise ValueError(
             f"{folder} was written in checkpoint format {version}, this version of heedful reads "
             f"{FORMAT}; load it with the version that wrote it"
         )
-    return saved
+    kinds = {"mechanism": dict, "layers": list, "base": dict}
+    for key, kind in kinds.items():
+        if not isinstance(about.get(key), kind):
+            raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
+    return about
 
 
 class HeedfulConfig(PreTrainedConfig):

@@ -1,12 +1,12 @@
 """Give a transformers model another attention mechanism, and take it back."""
 
+import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.hf.attention import (
     NAME,
@@ -16,8 +16,8 @@ from heedful.hf.attention import (
     parameter_device,
     register_attention,
 )
-from heedful.hf.checkpoint import save_converted
-from heedful.nn import Mechanism, from_json, mechanism, to_json
+from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
+from heedful.nn import Mechanism, StandardAttention, from_json, mechanism, to_json
 
 
 @dataclass
@@ -110,16 +110,16 @@ def convert(
 
     before = {
         "attn_implementation": model.config._attn_implementation,
-        "use_cache": getattr(model.config, "use_cache", None),
-        "generation_use_cache": getattr(model.generation_config, "use_cache", None),
+        "use_cache": use_cache_settings(model),
     }
     register_attention()
+    _own_config(model)
     model.set_attn_implementation(NAME)
-    for index, layer in built.items():
-        found[index].__class__ = converted_attention(type(found[index]))
-        found[index].heedful = layer.train(model.training)
+    for index, module in found.items():
+        module.__class__ = converted_attention(type(module))
+        module.heedful = built.get(index, StandardAttention()).train(model.training)
     if any(layer.needs_past_queries for layer in built.values()):
-        _use_cache(model, False, False)
+        set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     model.__class__ = _converted_model(type(model))
     model._heedful = Conversion(model, config, tuple(built), before)
     return model._heedful
@@ -141,7 +141,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
             module.__class__ = type(module).__mro__[2]
             del module.heedful
     model.set_attn_implementation(conversion._before["attn_implementation"])
-    _use_cache(model, conversion._before["use_cache"], conversion._before["generation_use_cache"])
+    set_use_cache(model, conversion._before["use_cache"])
     return model
 
 
@@ -169,9 +169,8 @@ def restore(model: PreTrainedModel, data: dict, layers: list[int], tensors: dict
             problems.append(f"{name} holds NaN or infinity")
     if problems:
         raise ValueError(f"the checkpoint does not fit {to_json(conversion.mechanism)}: {problems}")
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
+    for name, parameter in own.items():
+        parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
     return conversion
 
 
@@ -197,8 +196,10 @@ def _layers(layers: Iterable[int] | None, found: dict[int, nn.Module]) -> list[i
     return chosen
 
 
-def _use_cache(model: PreTrainedModel, config: bool | None, generation: bool | None) -> None:
-    if config is not None:
-        model.config.use_cache = config
-    if generation is not None:
-        model.generation_config.use_cache = generation
+def _own_config(model: PreTrainedModel) -> None:
+    """Give the model a copy of its configuration, which other models may share."""
+    copies: dict[int, object] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        if isinstance(held := getattr(module, "config", None), PreTrainedConfig):
+            module.config = copies.get(id(held), held)

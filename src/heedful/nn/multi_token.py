@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadNorm, HeadShape, check_choice
+from heedful.nn.shape import HeadNorm, HeadShape, check_choice, project
 from heedful.ops import Visibility, multi_token_attention
 
 
@@ -46,14 +46,18 @@ class MultiToken:
             size = getattr(self, name)
             if size is None:
                 continue
-            if len(size) != 2 or min(size) < 1 or size[1] % 2 == 0:
+            pair = isinstance(size, (tuple, list)) and len(size) == 2
+            if not pair or not all(isinstance(n, int) and n > 0 for n in size) or size[1] % 2 == 0:
                 raise ValueError(
                     f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
                     "centred, so take the next odd c_k"
                 )
             object.__setattr__(self, name, tuple(size))  # a list, when read from JSON
-        if self.conv_every < 1:
-            raise ValueError(f"conv_every must be at least 1 (every layer), got {self.conv_every}")
+        if not isinstance(self.conv_every, int) or self.conv_every < 1:
+            raise ValueError(
+                f"conv_every must be a whole number of at least 1 (every layer), got "
+                f"{self.conv_every!r}"
+            )
         for name in ("mix", "post_mix"):
             size = getattr(self, name)
             if size not in ("all", None) and (not isinstance(size, int) or size < 1):
@@ -200,7 +204,7 @@ class MultiTokenAttention(nn.Module):
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:
-            opening = torch.sigmoid(self.gate(out.to(self.gate.weight.dtype)))
+            opening = torch.sigmoid(project(self.gate, out))
             if self.config.gate_start == "identity":
                 opening = 2 * opening
             out = out * opening.to(out.dtype)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadShape, check_choice
+from heedful.nn.shape import HeadShape, check_choice, project
 from heedful.ops import Visibility, selective_attention
 
 
@@ -110,8 +110,7 @@ class SelectiveAttention(nn.Module):
             raise ValueError(
                 f"selector={self.config.selector!r} projects the layer's input: pass it as hidden"
             )
-        x = hidden.to(self.query.weight.dtype)
         return (
-            self.query(x[:, -q.shape[2] :]).to(q.dtype)[:, None],
-            self.key(x).to(q.dtype)[:, None],
+            project(self.query, hidden[:, -q.shape[2] :]).to(q.dtype)[:, None],
+            project(self.key, hidden).to(q.dtype)[:, None],
         )

@@ -51,6 +51,13 @@ class HeadNorm(nn.Module):
         return (normed * (self.weight * self.factor)).to(x.dtype)
 
 
+def project(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer in the wider precision of its input and its weight."""
+    wide = torch.promote_types(x.dtype, linear.weight.dtype)
+    bias = None if linear.bias is None else linear.bias.to(wide)
+    return nn.functional.linear(x.to(wide), linear.weight.to(wide), bias)
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise unless a configuration value is one of its choices."""
     if value not in choices:

@@ -1,0 +1,169 @@
+"""Fill the marked blocks of the documentation from `benchmarks/results`.
+
+`python benchmarks/tables.py` writes them, `python benchmarks/tables.py --check` only says which
+ones are out of date (exit status 1).
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from heedful.report import findings, read_records, summarise, table
+from heedful.summary import RULE
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
+
+
+def blocks() -> dict[str, Callable[[], str]]:
+    """What fills each marked block, by name."""
+    return {
+        "compare": compare,
+        "bench": lambda: bench("forward+backward"),
+        "bench-forward": lambda: bench("forward"),
+    }
+
+
+def compare() -> str:
+    """The comparison: table, findings, and where it was made."""
+    if not COMPARE.is_file():
+        return _missing(COMPARE)
+    records = read_records(COMPARE)
+    rows = summarise(records)
+    said = "\n".join(f"- {sentence}" for sentence in findings(rows))
+    made = origin([record.environment for record in records])
+    return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{made}"
+
+
+def bench(passed: str) -> str:
+    """Times of one pass beside SDPA's and the reference's, and how peak memory grows with T."""
+    if not OPERATORS.is_file():
+        return _missing(OPERATORS)
+    records = [json.loads(line) for line in OPERATORS.read_text().splitlines()]
+    cases = {(r["mechanism"], r["impl"], r["tokens"]): r for r in records if r["pass"] == passed}
+    lengths = sorted({tokens for _, _, tokens in cases})
+    names = list(dict.fromkeys(name for name, _, _ in cases if name != "sdpa"))
+    head = [
+        "mechanism", "T", "tiled ms", "reference ms", "SDPA ms", "tiled / SDPA",
+        "reference / tiled", "tiled MiB", "reference MiB",
+    ]  # fmt: skip
+    lines = []
+    for name in names:
+        for tokens in lengths:
+            tiled = cases.get((name, "tiled", tokens))
+            plain = cases.get((name, "reference", tokens))
+            sdpa = cases[("sdpa", "torch", tokens)]
+            lines.append([
+                name,
+                f"{tokens:,}",
+                _number(tiled, "ms"),
+                _number(plain, "ms"),
+                _number(sdpa, "ms"),
+                _number(tiled, "sdpa_ratio", " ×"),
+                f"{plain['ms'] / tiled['ms']:.1f} ×" if plain and tiled else "–",
+                _number(tiled, "peak_mib"),
+                _number(plain, "peak_mib"),
+            ])  # fmt: skip
+    parts = [_markdown(head, lines)]
+    if len(lengths) > 1:
+        parts.append(_growth(cases, names, lengths[0], lengths[-1]))
+    config = records[0]["config"]
+    parts.append(
+        f"Pass: {passed}. Batch {config['batch']}, {config['heads']} heads of {config['dim']}, "
+        f"{config['dtype']}; median of {config['rounds']} rounds taken in turn; MiB: growth of "
+        "the process's peak, inputs not counted."
+    )
+    parts.append(origin([record["environment"] for record in records]))
+    return "\n\n".join(parts)
+
+
+def origin(environments: Sequence[dict]) -> str:
+    """One line: command, commit, machine, versions and date of some results."""
+
+    def several(values) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values if value))
+
+    versions = (
+        f"{name} {version}"
+        for each in environments
+        for name, version in each.get("versions", {}).items()
+        if name in ("torch", "transformers")
+    )
+    dates = sorted(each["date"][:10] for each in environments)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    threads = sorted({each["threads"] for each in environments})
+    return (
+        f"*Made by `{several(each['command'] for each in environments)}` at commit "
+        f"{several(each.get('commit') or 'unknown' for each in environments)} on "
+        f"{several(each['machine'] for each in environments)} with "
+        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, {several(versions)}, "
+        f"{days}.*"
+    )
+
+
+def filled(text: str) -> str:
+    """A page with every marked block as it should be."""
+    for name, make in blocks().items():
+        begin, end = f"<!-- begin:{name} -->", f"<!-- end:{name} -->"
+        if begin in text:
+            body = f"{begin}\n{make()}\n{end}"
+            text = re.sub(f"{begin}.*?{end}", lambda _, body=body: body, text, flags=re.DOTALL)
+    return text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the blocks, or with `--check` say which pages are out of date."""
+    if unknown := [argument for argument in arguments if argument != "--check"]:
+        print(f"unknown argument {unknown[0]}; there is only --check", file=sys.stderr)
+        return 2
+    stale = 0
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text()
+        if filled(text) != text:
+            stale += 1
+            print(f"{page.relative_to(ROOT)}: {'out of date' if arguments else 'filled'}")
+            if not arguments:
+                page.write_text(filled(text))
+    return 1 if stale and arguments else 0
+
+
+def _growth(cases: dict, names: Sequence[str], short: int, long: int) -> str:
+    """In words: by what factor peak memory grows from the shortest to the longest rows."""
+    parts = []
+    for name in names:
+        factors = []
+        for impl in ("tiled", "reference"):
+            low, high = cases.get((name, impl, short)), cases.get((name, impl, long))
+            if low and high and low["peak_mib"] and high["peak_mib"]:
+                factors.append(f"{high['peak_mib'] / low['peak_mib']:.1f} × {impl}")
+        if factors:
+            parts.append(f"{name} {', '.join(factors)}")
+    times = f"{long / short:g} times as many tokens"
+    return f"Peak memory with {times}: {'; '.join(parts)}." if parts else ""
+
+
+def _number(record: dict | None, field: str, unit: str = "") -> str:
+    value = None if record is None else record[field]
+    if value is None:
+        return "–"
+    digits = 0 if value >= 100 or field == "peak_mib" else 1
+    return f"{value:,.{digits}f}{unit}"
+
+
+def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def _missing(path: Path) -> str:
+    return (
+        f"*No results yet: `{path.relative_to(ROOT)}` is missing. `benchmarks/README.md` has the "
+        "command that makes it.*"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

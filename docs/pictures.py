@@ -1,0 +1,183 @@
+"""Draw the pictures of the documentation: `python docs/pictures.py [FOLDER]`.
+
+The inputs are small and made by hand so that the effect can be read; every map comes from the
+operators themselves.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from heedful import differential_attention, selective_attention
+from heedful.figures import svg
+from heedful.ops.mta.reference import correlate, multi_token_attention_map
+from heedful.ops.selective.reference import selection
+from heedful.ops.visibility import Visibility
+
+GREY = "#e9e9e9"
+
+
+def main(folder: Path) -> None:
+    """Write every picture into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in (
+        ("multi-token", multi_token),
+        ("selective", selective),
+        ("differential", differential),
+    ):
+        (folder / f"{name}.svg").write_bytes(svg(draw()))
+
+
+def multi_token() -> Figure:
+    """Two query tokens that must match two neighbouring keys."""
+    text = "red car . blue bus . red bus . blue car . red bus"
+    words = text.split()
+    kinds = sorted(set(words))
+    x = torch.stack([torch.eye(len(kinds))[kinds.index(word)] for word in words])
+    q, k = 4 * x[None, None], x[None, None].clone()
+    k[..., -2:, :] = 0  # the question's own two tokens are no answer
+    k[..., [i for i, word in enumerate(words) if word == "."], :] = 0
+    conv = torch.zeros(1, 2, 3)
+    conv[0, 1, 1] = conv[0, 0, 0] = 1
+    seen = Visibility().dense(len(words), len(words), q.device)[:, None]
+    logits = (q @ k.mT).masked_fill(~seen, 0)
+    steps = {
+        "logits": logits,
+        "after the convolution": correlate(logits, conv),
+        "weights without it": multi_token_attention_map(q, k, scale=1),
+        "weights with it": multi_token_attention_map(q, k, conv=conv, scale=1),
+    }
+    figure = Figure(figsize=(7.6, 4.0), layout="constrained", facecolor="white")
+    grid = figure.subplot_mosaic(
+        [["kernel", name] for name in steps], width_ratios=[1, 5], empty_sentinel=None
+    )
+    axes = grid.pop("kernel")
+    _cells(axes, conv[0], 2.2, ["previous\nquery", "this\nquery"], ["−1", "0", "+1"])
+    axes.set_title("kernel", fontsize=10)
+    axes.set_xlabel("key offset", fontsize=9)
+    axes.set_aspect("equal")
+    for number, (name, axes) in enumerate(grid.items()):
+        shown = steps[name][0, 0, -2:]
+        visible = seen[0, 0, -2:]
+        _cells(axes, shown, 10 if number < 2 else 1.2, words[-2:], words, visible)
+        axes.set_title(name, fontsize=10, loc="left", pad=3)
+        if number < 3:
+            axes.set_xticklabels([])
+    return figure
+
+
+def selective() -> Figure:
+    """A later assignment hides the value that it overwrites."""
+    tokens = ["BOS", "y=", "7;", "x=", "1;", "x=", "3;", "z=", "5;", "x="]
+    count = len(tokens)
+    of = dict(zip(range(1, count), "yyxxxxzzx", strict=True))  # the name each token belongs to
+    # Two directions per name, one for the name itself and one for its values.
+    selector_q, selector_k = torch.zeros(1, 1, count, 6), torch.zeros(1, 1, count, 6)
+    q, k = torch.zeros(1, 1, count, 6), torch.zeros(1, 1, count, 6)
+    for token, name in of.items():
+        value = tokens[token].endswith(";")
+        place = 2 * "xyz".index(name) + value
+        selector_q[..., token, place] = 6 if value else 2
+        selector_k[..., token, place] = 1
+        k[..., token, place] = float(value)
+    q[..., -1, 1] = 6  # the last token asks for values of x
+
+    def weights(*selector: torch.Tensor) -> torch.Tensor:
+        every = torch.eye(count)[None, None]  # values that show the map itself
+        options = {"selector_q": selector[0], "selector_k": selector[1], "scale": 1.0}
+        return selective_attention(q, k, every, impl="reference", **options).output[0, 0]
+
+    s = selection(selector_q, selector_k, True, Visibility(), 1.0)[0, 0]
+    f = s.cumsum(0) - s
+    figure = Figure(figsize=(7.6, 5.4), layout="constrained", facecolor="white")
+    grid = figure.subplot_mosaic([["s", "f"], ["w", "w"]], height_ratios=[7, 1.6])
+    seen = torch.ones(count, count).tril().bool()
+    for name, title, values_shown in (
+        ("s", "S: what each token hides", s),
+        ("f", "F: what is hidden from each token", f),
+    ):
+        axes = grid[name]
+        _cells(axes, values_shown, 6, tokens if name == "s" else None, tokens, seen, text=False)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("key", fontsize=9)
+        axes.set_ylabel("token" if name == "s" else "query", fontsize=9)
+    bar = figure.colorbar(axes.images[0], ax=[grid["s"], grid["f"]], aspect=30, pad=0.01)
+    bar.ax.tick_params(labelsize=8, length=2)
+    bar.outline.set_visible(False)
+    plain = weights(torch.zeros_like(selector_q), selector_k)[-1]
+    hidden = weights(selector_q, selector_k)[-1]
+    rows = torch.stack([plain, hidden])
+    _cells(grid["w"], rows, 1.2, ["without F", "with F"], tokens)
+    grid["w"].set_title("weights of the last “x=”", fontsize=10, loc="left", pad=3)
+    return figure
+
+
+def differential() -> Figure:
+    """Two maps with the same noise; their difference."""
+    torch.manual_seed(3)
+    count = 12
+    noise = 1.2 * torch.randn(count, count)
+    signal = torch.zeros(count, count)
+    for query in range(3, count):
+        signal[query, max(0, query - 3 - query % 3)] = 3.5
+    # Queries that are unit vectors read the logits off the keys' columns.
+    q = torch.eye(count)[None, None].repeat(1, 2, 1, 1)
+    k = torch.stack([(noise + signal).T, noise.T])[None]
+    every = torch.eye(count)[None, None]
+
+    def weights(lam: float) -> torch.Tensor:
+        return differential_attention(q, k, every, lam=torch.tensor(lam), scale=1.0)[0, 0]
+
+    first = weights(0.0)
+    second = first - weights(1.0)
+    figure = Figure(figsize=(7.6, 2.9), layout="constrained", facecolor="white")
+    seen = torch.ones(count, count).tril().bool()
+    for axes, (title, shown) in zip(
+        figure.subplots(1, 3),
+        {
+            "first map": first,
+            "second map": second,
+            "first − 0.8 × second": weights(0.8),
+        }.items(),
+        strict=True,
+    ):
+        _cells(axes, shown, 1, None, None, seen, text=False, signed=True)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("key", fontsize=9)
+        axes.set_ylabel("query" if title == "first map" else "", fontsize=9)
+    bar = figure.colorbar(axes.images[0], ax=figure.axes, aspect=25, pad=0.01)
+    bar.ax.tick_params(labelsize=8, length=2)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _cells(axes, shown, top, rows, columns, visible=None, text=True, signed=False) -> None:
+    """A map as cells, orange below zero and purple above; unseen cells are grey."""
+    shown = shown.detach().clone()
+    if visible is not None:
+        shown[~visible] = float("nan")
+    colours, low = ("PuOr", -top) if signed else ("Purples", 0)
+    norm = Normalize(low, top)
+    axes.imshow(shown, cmap=colours, norm=norm, aspect="auto", interpolation="none")
+    axes.set_facecolor(GREY)
+    axes.tick_params(length=0, pad=3, labelsize=9)
+    size = 9 if max(shown.shape) < 16 else 8
+    axes.set_xticks(range(shown.shape[1]), columns or [""] * shown.shape[1], fontsize=size)
+    axes.set_yticks(range(shown.shape[0]), rows or [""] * shown.shape[0], fontsize=size)
+    for side in axes.spines.values():
+        side.set_color("#bbbbbb")
+    if text:
+        for row, values in enumerate(shown.tolist()):
+            for column, value in enumerate(values):
+                if abs(value) >= 0.015:
+                    label = f"{value:.2f}".rstrip("0").rstrip(".")
+                    style = {"ha": "center", "va": "center", "fontsize": 8.5}
+                    shade = "white" if value > 0.6 * top else "#222222"
+                    axes.text(column, row, label, color=shade, **style)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "pictures")

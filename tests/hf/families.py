@@ -1,0 +1,95 @@
+"""Tiny random models of many transformers families."""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 40
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = COMMON | {"num_key_value_heads": 2}
+FAMILIES = {
+    "llama": GROUPED | {"tie_word_embeddings": True},
+    "qwen2": GROUPED,
+    "qwen3": GROUPED | {"head_dim": 16},
+    "mistral": GROUPED | {"sliding_window": 4},
+    "gemma": GROUPED | {"head_dim": 16},
+    "gemma3_text": GROUPED
+    | {
+        "head_dim": 16,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": GROUPED,
+    "gpt_neox": COMMON | {"attention_dropout": 0.0},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": None,
+    },
+    "olmo2": GROUPED,
+    "starcoder2": GROUPED | {"sliding_window": 4},
+    "mixtral": GROUPED | {"num_local_experts": 3},
+    "granite": GROUPED | {"attention_multiplier": 0.3},
+    "smollm3": GROUPED,
+}
+
+
+def config_of(family: str, **changes: object):
+    return CONFIG_MAPPING[family](**(FAMILIES[family] | changes))
+
+
+def tiny(family: str = "llama", dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
+    """A model with weights large enough that attention is far from uniform, in eval mode."""
+    # Fused experts know no fp64.
+    experts = {"experts_implementation": "eager"} if family == "mixtral" else {}
+    config = config_of(family, **changes)
+    model = AutoModelForCausalLM.from_config(config, **experts).to(dtype).eval()
+    stir(model, 0.2)
+    return model
+
+
+@torch.no_grad()
+def stir(model: torch.nn.Module, by: float, only: str = "") -> None:
+    """Add noise to the parameters whose name contains `only`."""
+    for name, p in model.named_parameters():
+        if only in name:
+            p.add_(by * torch.randn_like(p))
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model)
+
+
+def tokens(batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length))
+
+
+def ragged_mask(batch: int = 2, length: int = 11, left: bool = True) -> Tensor:
+    """Row r has 3 r padded places on one side."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    for row in range(batch):
+        mask[row, : 3 * row] = 0
+    return mask if left else mask.flip(1)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **options) -> Tensor:
+    return model(input_ids=ids, use_cache=False, **options).logits

@@ -1,0 +1,322 @@
+"""What convert and revert promise and refuse, on a tiny Llama."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, config_of, logits, ragged_mask, stir, tiny, tokens, twin
+from transformers import (
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import heedful
+from heedful.nn import NAMES, Differential, MultiToken, Selective, TalkingHeads
+from heedful.testing import assert_causal
+
+EVERYWHERE = {
+    "standard": "standard",
+    "mta": MultiToken(conv_every=1),
+    "mta-published": MultiToken(conv_every=1, norm="plain", gate="scalar"),
+    "mta-v1": MultiToken.v1(),
+    "talking-heads": TalkingHeads(),
+    "selective": Selective(),
+    "selective-extra": Selective(selector="extra"),
+    "differential": Differential(),
+}
+every = pytest.mark.parametrize("name", EVERYWHERE)
+
+
+def state(model) -> dict:
+    """All that a failed conversion must leave alone."""
+    return {
+        "modules": [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()],
+        "parameters": {name: id(p) for name, p in model.named_parameters()},
+        "config": (id(model.config), model.config.to_dict(), model.config._attn_implementation),
+        "generation": copy.copy(getattr(model, "generation_config", None).__dict__)
+        if hasattr(model, "generation_config")
+        else None,
+    }
+
+
+def refuse(model, message: str, mechanism="mta", **options) -> None:
+    before = state(model)
+    with pytest.raises(ValueError, match=message):
+        heedful.convert(model, mechanism, **options)
+    assert state(model) == before
+
+
+@every
+def test_no_token_changes_an_earlier_logit(name):
+    model = tiny(num_hidden_layers=2)
+    heedful.convert(model, EVERYWHERE[name])
+    stir(model, 0.2, only=".heedful.")
+    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
+
+
+@every
+def test_a_padded_row_is_the_row_alone(name):
+    model = tiny(num_hidden_layers=2)
+    heedful.convert(model, EVERYWHERE[name])
+    stir(model, 0.2, only=".heedful.")
+    ids = tokens(3)
+    for left in (True, False):
+        mask = ragged_mask(3, left=left)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = logits(model, ids, attention_mask=mask, position_ids=positions)
+        for row, real in enumerate(mask.bool()):
+            alone = logits(model, ids[row : row + 1, real])
+            torch.testing.assert_close(padded[row, real], alone[0], rtol=0, atol=1e-11)
+
+
+@every
+def test_packed_documents_are_separate_documents(name):
+    model = tiny(num_hidden_layers=2)
+    heedful.convert(model, EVERYWHERE[name])
+    stir(model, 0.2, only=".heedful.")
+    lengths = [4, 1, 6]
+    ids = tokens(1, sum(lengths))
+    packed = logits(model, ids, position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
+    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
+
+
+@every
+def test_gradients_reach_every_parameter_of_the_mechanism(name):
+    model = tiny(num_hidden_layers=2)
+    conversion = heedful.convert(model, EVERYWHERE[name])
+    stir(model, 0.2, only=".heedful.")
+    ids = tokens()
+    model.train()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    own = conversion.parameters()
+    assert bool(own) == (name not in ("standard", "selective"))
+    for parameter, p in own.items():
+        assert p.grad is not None and bool((p.grad != 0).any()), parameter
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_models_keep_fp32_parameters_of_the_mechanism(name):
+    model = tiny(dtype=torch.bfloat16, num_hidden_layers=3)
+    conversion = heedful.convert(model, name)
+    assert all(p.dtype == torch.float32 for p in conversion.parameters().values())
+    found = logits(model, tokens())
+    assert found.dtype == torch.bfloat16 and bool(found.isfinite().all())
+
+
+def test_only_the_chosen_layers_change():
+    model = tiny(num_hidden_layers=3)
+    ids = tokens()
+    before = logits(model, ids)
+    conversion = heedful.convert(model, "differential", layers=[2, 2])
+    assert conversion.layers == (2,) and conversion.model is model
+    marked = {name.split(".")[2] for name in conversion.parameters()}
+    assert marked == {"2"}
+    assert not torch.equal(logits(model, ids), before)
+    conversion.revert()
+    assert torch.equal(logits(model, ids), before)
+    heedful.convert(model, "standard", layers=range(2))
+    torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mta", "selective", "differential"])
+def test_another_model_of_the_same_configuration_is_untouched(name):
+    config = config_of("llama")
+    one, other = (
+        type(tiny())(config).double().eval() for _ in range(2)
+    )  # both hold this very configuration
+    ids = tokens()
+    before, kept = logits(other, ids), state(other)
+    heedful.convert(one, name)
+    assert state(other) == kept and config._attn_implementation == "sdpa"
+    assert torch.equal(logits(other, ids), before)
+    heedful.convert(other, name)
+    heedful.revert(one)
+    assert logits(other, ids).shape == before.shape, "still converted, and working"
+    heedful.revert(other)
+    assert torch.equal(logits(other, ids), before)
+
+
+def test_a_copy_is_independent():
+    model = tiny()
+    heedful.convert(model, MultiToken(conv_every=1))
+    stir(model, 0.2, only=".heedful.")
+    ids = tokens()
+    before = logits(model, ids)
+    other = twin(model)
+    assert torch.equal(logits(other, ids), before)
+    stir(other, 0.2, only=".heedful.")
+    assert not torch.equal(logits(other, ids), before)
+    heedful.revert(other)
+    assert torch.equal(logits(model, ids), before)
+    assert model._heedful.model is model
+    heedful.revert(model)
+
+
+def test_modes_and_labels_of_the_family_stay():
+    model = tiny(num_hidden_layers=2).train()
+    heedful.convert(model, "mta-published")
+    assert all(m.training for m in model.modules())
+    ids = tokens()
+    out = model(input_ids=ids, labels=ids, use_cache=False)
+    expected = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+    )
+    assert out.loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [LlamaModel, LlamaForSequenceClassification])
+def test_models_without_a_language_head(kind, tmp_path):
+    model = kind(config_of("llama")).double().eval()
+    ids = tokens()
+    before = model(input_ids=ids)[0]
+    heedful.convert(model, MultiToken(conv_every=1))
+    torch.testing.assert_close(model(input_ids=ids)[0], before, rtol=0, atol=1e-12)
+    stir(model, 0.2, only=".heedful.")
+    model.save_pretrained(tmp_path)
+    again = heedful.load(tmp_path)
+    assert torch.equal(again(input_ids=ids)[0], model(input_ids=ids)[0])
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+UNFIT = {
+    "BloomForCausalLM cannot be converted: .* not go through transformers' attention": lambda: (
+        BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40))
+    ),
+    "FalconForCausalLM cannot be converted: .* not go through": lambda: FalconForCausalLM(
+        FalconConfig(**SMALL)
+    ),
+    "BertModel cannot be converted: .* it is not causal self-attention": lambda: BertModel(
+        BertConfig(**SMALL, intermediate_size=32)
+    ),
+    "Gemma2ForCausalLM cannot be converted: .* soft-caps its logits; set": lambda: (
+        Gemma2ForCausalLM(
+            Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32)
+        )
+    ),
+    "T5ForConditionalGeneration cannot be converted": lambda: T5ForConditionalGeneration(
+        T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, vocab_size=40)
+    ),
+    "WhisperForConditionalGeneration cannot be converted": lambda: WhisperForConditionalGeneration(
+        WhisperConfig(
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=32,
+            decoder_ffn_dim=32,
+            vocab_size=40,
+            pad_token_id=0,
+            max_target_positions=8,
+            max_source_positions=8,
+        )
+    ),
+    "GPT2LMHeadModel cannot be converted: .* cross-attention|not causal|same layer": lambda: tiny(
+        "gpt2", add_cross_attention=True
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_families_that_cannot_be_converted(message):
+    refuse(UNFIT[message](), message)
+
+
+REFUSED = {
+    "mechanism must be one of .* got 'selectve'; did you mean 'selective'": {
+        "mechanism": "selectve"
+    },
+    "mechanism must be a name or a configuration .* got 3": {"mechanism": 3},
+    "mechanism must be a name or a configuration": {"mechanism": MultiToken},
+    r"layers must be among 0 to 2, got \[3, 7\]": {"layers": [0, 3, 7]},
+    r"layers must be among 0 to 2, got \[-1\]": {"layers": [-1]},
+    "layers must name at least one layer, got none; None converts all": {"layers": []},
+    "mix groups of 3 heads do not divide the model's 4 heads": {"mechanism": TalkingHeads(3)},
+    "head must be below the model's 4 heads, got 9": {"mechanism": Selective(head=9)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_arguments(message):
+    refuse(tiny(), message, **REFUSED[message])
+
+
+def test_a_refusal_leaves_a_working_model():
+    model = tiny()
+    ids = tokens()
+    before = logits(model, ids)
+    refuse(model, "layers must be", layers=[9])
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_what_is_no_model_or_not_in_the_right_state():
+    with pytest.raises(ValueError, match=r"model must be a transformers .* got Linear; load one"):
+        heedful.convert(torch.nn.Linear(2, 2), "mta")
+    model = tiny()
+    with pytest.raises(ValueError, match=r"model is not converted: LlamaForCausalLM has nothing"):
+        heedful.revert(model)
+    heedful.convert(model, "mta")
+    refuse(model, r"model is converted already \(MultiToken.*call heedful.revert")
+    heedful.revert(model)
+    heedful.convert(model, "selective")
+
+
+def test_the_mechanism_cannot_be_switched_off_by_another_implementation():
+    model = tiny()
+    heedful.convert(model, "mta")
+    ids = tokens()
+    before = logits(model, ids)
+    with pytest.raises(ValueError, match="'sdpa' would switch the mechanism off silently"):
+        model.set_attn_implementation("sdpa")
+    assert torch.equal(logits(model, ids), before)
+    model.config._attn_implementation = "eager"
+    with pytest.raises(ValueError, match="changed to 'eager', which would switch"):
+        logits(model, ids)
+
+
+def test_attention_dropout_is_refused_in_training():
+    model = tiny(attention_dropout=0.1)
+    heedful.convert(model, "mta")
+    logits(model, tokens())
+    model.train()
+    with pytest.raises(ValueError, match=r"attention dropout must be 0 .* got 0.1; set config"):
+        logits(model, tokens())
+
+
+def test_masks_of_four_dimensions_are_refused():
+    model = tiny()
+    heedful.convert(model, "mta")
+    mask = torch.zeros(2, 1, 11, 11)
+    with pytest.raises(ValueError, match=r"attention_mask must be 2-D .* shape \(2, 1, 11, 11\)"):
+        logits(model, tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_route_gets_no_square_mask(family, monkeypatch):
+    """Padding arrives as one entry per key, whatever the family's layers."""
+    seen = []
+    assert family in FAMILIES
+    model = tiny(family)
+    heedful.convert(model, "standard")
+    original = heedful.hf.attention.visibility_of
+    monkeypatch.setattr(
+        heedful.hf.attention,
+        "visibility_of",
+        lambda mask, *args: seen.append(mask) or original(mask, *args),
+    )
+    logits(model, tokens(), attention_mask=ragged_mask())
+    logits(model, tokens())
+    assert [None if m is None else tuple(m.shape) for m in seen] == [(2, 11)] * 3 + [None] * 3

@@ -1,0 +1,110 @@
+"""Every family: unchanged outputs after conversion, and a checkpoint that comes back bit-equal."""
+
+import pytest
+import torch
+from families import FAMILIES, logits, ragged_mask, stir, tiny, tokens, twin
+
+import heedful
+from heedful.nn import MultiToken, Selective, Standard, TalkingHeads
+from heedful.testing import assert_causal, assert_matches_oracle
+
+every = pytest.mark.parametrize("family", FAMILIES)
+UNCHANGING = {
+    "standard": Standard(),
+    "mta": MultiToken(),
+    "mta everywhere": MultiToken(conv_every=1, mix=2),
+    "talking-heads": TalkingHeads(),
+    "selective with an extra head": Selective(selector="extra"),
+}
+MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}
+
+
+@every
+@pytest.mark.parametrize("mechanism", UNCHANGING)
+def test_outputs_are_unchanged_in_fp64(family, mechanism):
+    model = tiny(family)
+    ids = tokens()
+    before = {name: logits(model, ids, attention_mask=mask) for name, mask in MASKS.items()}
+    heedful.convert(model, UNCHANGING[mechanism])
+    for name, mask in MASKS.items():
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        after = logits(model, ids, attention_mask=mask)
+        torch.testing.assert_close(after[real], before[name][real], rtol=0, atol=1e-12)
+
+
+@every
+@pytest.mark.parametrize("mechanism", ["mta", "selective with an extra head"])
+def test_outputs_in_fp32_err_no_more_than_the_unconverted_model(family, mechanism):
+    model = tiny(family, torch.float32)
+    ids = tokens()
+    plain, oracle = logits(model, ids), logits(twin(model).double(), ids)
+    heedful.convert(model, UNCHANGING[mechanism])
+    assert_matches_oracle(family, logits(model, ids), plain, oracle, terms=32)
+
+
+@every
+@pytest.mark.parametrize("name", ["mta-published", "selective"])
+def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
+    model = tiny(family, torch.float32)
+    heedful.convert(model, "mta-published" if name == "mta-published" else Selective("bilinear"))
+    stir(model, 0.1, only=".heedful.")
+    model.save_pretrained(tmp_path)
+    again = heedful.load(tmp_path)
+    assert type(again) is type(model) and not again.training
+    own, saved = model.state_dict(), again.state_dict()
+    assert own.keys() == saved.keys()
+    assert all(torch.equal(own[key], saved[key]) for key in own)
+    ids = tokens()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    mask = ragged_mask()
+    assert torch.equal(
+        logits(again, ids, attention_mask=mask), logits(model, ids, attention_mask=mask)
+    )
+
+
+@every
+def test_no_token_changes_an_earlier_logit(family):
+    model = tiny(family)
+    heedful.convert(model, MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=2))
+    stir(model, 0.2, only=".heedful.")
+    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
+
+
+@every
+def test_packed_documents_are_separate_documents(family):
+    """Positions that restart at 0 mark documents, where the family reads them."""
+    model = tiny(family)
+    heedful.convert(model, MultiToken(conv_every=1))
+    stir(model, 0.2, only=".heedful.")
+    lengths = [5, 1, 7]
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
+
+
+@every
+def test_revert_restores_everything(family, tmp_path):
+    model = tiny(family, torch.float32)
+    ids = tokens()
+    model.config.dtype = "float32"  # as saving sets it
+
+    def state() -> dict:
+        return {
+            "classes": [type(m) for m in model.modules()],
+            "keys": list(model.state_dict()),
+            "config": model.config.to_dict(),
+            "implementation": model.config._attn_implementation,
+            "generation": model.generation_config.to_dict(),
+        }
+
+    before, at_first = state(), logits(model, ids)
+    heedful.convert(model, MultiToken(conv_every=1))
+    stir(model, 0.2, only=".heedful.")
+    assert not torch.equal(logits(model, ids), at_first)
+    model.save_pretrained(tmp_path)
+    assert heedful.revert(model) is model
+    for what, value in state().items():
+        assert value == before[what], what
+    assert torch.equal(logits(model, ids), at_first)

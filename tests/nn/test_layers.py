@@ -1,0 +1,311 @@
+"""Layers against explicit formulas: initial values, placement, norm, gate, lambda, selectors."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful import ops
+from heedful.nn import (
+    NAMES,
+    Differential,
+    HeadShape,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+    ablations,
+    mechanism,
+)
+from heedful.ops import Visibility, selective_attention
+from heedful.testing import assert_matches_oracle
+
+SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def qkv(tokens: int = 9, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    return draw(2, 4, queries or tokens, 6), draw(2, 2, tokens, 6), draw(2, 2, tokens, 6)
+
+
+def layer(config, shape: HeadShape = SHAPE) -> torch.nn.Module:
+    """Built, initialised, in fp64."""
+    made = config.build(shape)
+    made.reset_parameters()
+    return made.double()
+
+
+def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def perturb(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+
+
+IDENTITIES = {
+    "standard": Standard(),
+    "mta": MultiToken(),
+    "mta in groups": MultiToken(mix=2, post_mix=2, conv=(2, 3)),
+    "mta with a gate": MultiToken(gate="scalar", gate_start="identity"),
+    "mta with a gate per channel": MultiToken(gate="vector", gate_start="identity"),
+    "talking heads": TalkingHeads(),
+    "talking heads in pairs": TalkingHeads(group=2),
+    "selective with an extra head": Selective(selector="extra"),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITIES)
+def test_identity_at_initialisation(name):
+    q, k, v = qkv()
+    out = layer(IDENTITIES[name])(q, k, v, hidden=draw(2, 9, 20))
+    torch.testing.assert_close(out, standard(q, k, v), **EXACT)
+
+
+ALL = {name: mechanism(name) for name in NAMES} | {
+    name: config for name, config in ablations().items()
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_preset_runs_and_trains_all_its_parameters(name):
+    made = layer(ALL[name])
+    perturb(made)
+    q, k, v = (x.requires_grad_() for x in qkv())
+    made(q, k, v).square().sum().backward()
+    for parameter, p in [("q", q), ("k", k), ("v", v), *made.named_parameters()]:
+        assert p.grad is not None and bool((p.grad != 0).any()), parameter
+
+
+@pytest.mark.parametrize("name", [*NAMES, "pre+post conv, pre+post mix, vector gate"])
+def test_uninitialised_parameters_are_all_set_by_the_reset(name):
+    made = ALL[name].build(SHAPE).to_empty(device="cpu")
+    assert all(bool(p.isnan().all()) for p in made.parameters()), "the test poisons such memory"
+    made.reset_parameters()
+    assert all(bool(p.isfinite().all()) for p in made.parameters())
+
+
+def test_the_ablation_has_the_rows_of_the_paper():
+    rows = ablations()
+    assert len(rows) == 5 * 5 + 3
+    assert rows["pre+post conv, pre+post mix, scalar gate"] == MultiToken.published()
+    assert rows["pre conv, post mix, depth scaling"] == MultiToken(
+        post_conv=None, mix=None, norm="depth"
+    )
+    assert rows["8x13 pre conv only, depth scaling"].conv == (8, 13)
+    assert len(set(rows.values())) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("every", "layers"),
+    [(4, [2, 6, 10, 14, 18, 22]), (1, list(range(24))), (2, list(range(1, 24, 2))), (24, [12])],
+)
+def test_layers_with_convolutions(every, layers):
+    config = MultiToken(conv_every=every)
+    assert [index for index in range(24) if config.convolves(index)] == layers
+    for index in range(24):
+        made = config.build(HeadShape(4, 2, 6, 20, index))
+        assert (made.conv is not None) == (made.post_conv is not None) == (index in layers)
+        assert made.mix is not None and made.post_mix is not None
+        assert made.needs_past_queries == (index in layers)
+
+
+def test_what_needs_past_queries():
+    for config, needs in {
+        Standard(): False,
+        TalkingHeads(): False,
+        Differential(): False,
+        MultiToken(conv=(1, 5), post_conv=None): False,
+        MultiToken(conv=None, post_conv=(2, 1)): True,
+        Selective(): True,
+    }.items():
+        assert config.build(SHAPE).needs_past_queries == needs, config
+
+
+@pytest.mark.parametrize(
+    ("norm", "factor"), [("plain", 1.0), ("depth", 1 - (0.8 - 0.6 * math.exp(-0.3 * 2)))]
+)
+def test_norm_is_an_rms_norm_of_each_head(norm, factor):
+    made = layer(MultiToken(norm=norm, conv=None, post_conv=None))
+    weight = draw(6)
+    made.norm.weight.data.copy_(weight)
+    q, k, v = qkv()
+    expected = standard(q, k, v)
+    for head in expected.view(-1, 6):
+        scale = (sum(x * x for x in head.tolist()) / 6 + 1e-5) ** -0.5
+        head.copy_(head * scale * weight * factor)
+    torch.testing.assert_close(made(q, k, v), expected, **EXACT)
+
+
+def test_depth_factors_are_the_published_ones():
+    factors = [1 - HeadShape(1, 1, 1, 1, index).depth_factor for index in range(4)]
+    assert [round(x, 4) for x in factors] == [0.8, 0.6445, 0.5293, 0.4439]
+
+
+@pytest.mark.parametrize("start", ["published", "identity"])
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
+    made = layer(MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None))
+    perturb(made.gate)
+    weight, bias = made.gate.weight.detach(), made.gate.bias.detach()
+    assert weight.shape == {"scalar": (1, 6), "vector": (6, 6)}[gate]
+    q, k, v = qkv()
+    expected = standard(q, k, v)
+    for head in expected.view(-1, 6):
+        normed = head * (head.square().mean() + 1e-5) ** -0.5
+        opening = torch.tensor(
+            [1 / (1 + math.exp(-(w @ normed + b))) for w, b in zip(weight, bias, strict=True)],
+            dtype=torch.float64,
+        )
+        head.copy_(normed * opening * (2 if start == "identity" else 1))
+    torch.testing.assert_close(made(q, k, v), expected, **EXACT)
+
+
+def test_a_published_gate_starts_near_one_half():
+    made = layer(MultiToken.published())
+    std = 20**-0.5
+    assert bool((made.gate.bias == 0).all())
+    assert 0 < made.gate.weight.abs().max() <= 3 * std
+    wide = MultiToken.published().build(HeadShape(1, 1, 4096, 100, 0))
+    wide.reset_parameters()
+    assert wide.gate.weight.std().item() == pytest.approx(0.1 * 0.9867, rel=0.05)
+
+
+def test_lambda():
+    made = layer(Differential())
+    vectors = [made.lambda_q1, made.lambda_k1, made.lambda_q2, made.lambda_k2]
+    assert all(v.shape == (6,) for v in vectors)
+    q1, k1, q2, k2 = (v.tolist() for v in vectors)
+    first = math.exp(sum(a * b for a, b in zip(q1, k1, strict=True)))
+    second = math.exp(sum(a * b for a, b in zip(q2, k2, strict=True)))
+    start = 0.8 - 0.6 * math.exp(-0.3 * 2)
+    assert made.lam.item() == pytest.approx(first - second + start, abs=1e-12)
+    wide = Differential().build(HeadShape(2, 2, 10_000, 20, 0))
+    wide.reset_parameters()
+    assert wide.lambda_q2.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_differential_layer():
+    """Heads 2p and 2p + 1 share their joined values, and one norm over both."""
+    made = layer(Differential(), HeadShape(heads=4, key_heads=4, dim=6, hidden=20, layer=1))
+    made.norm.weight.data.copy_(weight := draw(12))
+    q, k, v = draw(2, 4, 7, 6), draw(2, 4, 7, 6), draw(2, 4, 7, 6)
+    maps = (q @ k.mT / 6**0.5).masked_fill(~torch.ones(7, 7).bool().tril(), float("-inf"))
+    maps = maps.softmax(-1)
+    out = made(q, k, v)
+    for pair in (0, 1):
+        joined = torch.cat([v[:, 2 * pair], v[:, 2 * pair + 1]], dim=-1)
+        wide = (maps[:, 2 * pair] - made.lam * maps[:, 2 * pair + 1]) @ joined
+        wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight
+        wide = wide * (1 - (0.8 - 0.6 * math.exp(-0.3)))
+        torch.testing.assert_close(out[:, 2 * pair], wide[..., :6], **EXACT)
+        torch.testing.assert_close(out[:, 2 * pair + 1], wide[..., 6:], **EXACT)
+
+
+def selected(q, k, v, logits: Tensor, protect_first: bool = True) -> Tensor:
+    """Selective attention from the logits `[B, 1 or H, T, T]` of what selects."""
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    s = logits.clamp(min=0).tril(-1)
+    if protect_first:
+        s[..., 0] = 0
+    scores = q @ k.repeat_interleave(2, 1).mT / 6**0.5 - (s.cumsum(2) - s)
+    return scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v.repeat_interleave(2, 1)
+
+
+def test_selectors():
+    q, k, v = qkv()
+    hidden = draw(2, 9, 20)
+    logits = q @ k.repeat_interleave(2, 1).mT / 6**0.5
+    own = layer(Selective(selector="bilinear"))
+    projected = hidden @ own.query.weight.mT @ (hidden @ own.key.weight.mT).mT / 6**0.5
+    expected = {
+        Selective(): logits[:, :1],
+        Selective(head=3): logits[:, 3:],
+        Selective(selector="mean"): logits.mean(1, keepdim=True),
+        Selective(selector="per-head"): logits,
+        Selective(selector="bilinear"): projected[:, None],
+    }
+    found = []
+    for config, by in expected.items():
+        made = own if config.selector == "bilinear" else layer(config)
+        found.append(made(q, k, v, hidden=hidden))
+        torch.testing.assert_close(found[-1], selected(q, k, v, by), **EXACT)
+    for i, one in enumerate(found):
+        for other in found[:i]:
+            assert (one - other).abs().max() > 1e-3, "selectors must differ to be told apart"
+
+
+def test_unprotected_first_tokens():
+    q, k, v = qkv()
+    logits = (q @ k.repeat_interleave(2, 1).mT / 6**0.5)[:, :1]
+    out = layer(Selective(protect_first=False))(q, k, v)
+    torch.testing.assert_close(out, selected(q, k, v, logits, protect_first=False), **EXACT)
+
+
+def test_own_selectors_project_the_last_queries_of_a_longer_input():
+    q, k, v = qkv(9, queries=3)
+    hidden = draw(2, 9, 20)
+    made = layer(Selective(selector="bilinear"))
+    expected = selective_attention(
+        q, k, v,
+        selector_q=(hidden[:, -3:] @ made.query.weight.mT)[:, None],
+        selector_k=(hidden @ made.key.weight.mT)[:, None],
+    )  # fmt: skip
+    torch.testing.assert_close(made(q, k, v, hidden=hidden), expected.output, **EXACT)
+    with pytest.raises(ValueError, match="selector='bilinear' projects the layer's input: pass it"):
+        made(q, k, v)
+
+
+def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
+    made = layer(Selective(selector="extra"))
+    assert bool((made.key.weight == 0).all()) and bool((made.query.weight != 0).any())
+    q, k, v = qkv()
+    (made(q, k, v, hidden=draw(2, 9, 20)) * draw(2, 4, 9, 6)).sum().backward()
+    assert made.key.weight.grad.abs().max() > 1e-3
+    assert bool((made.query.weight.grad == 0).all()), "behind keys of zero"
+
+
+@pytest.mark.parametrize(
+    "visibility",
+    [
+        None,
+        Visibility(),
+        Visibility(window=3),
+        Visibility(causal=False),
+        Visibility(padding=torch.tensor([[False] * 2 + [True] * 7])),
+        Visibility(documents=torch.tensor([[0] * 4 + [1] * 5])),
+    ],
+    ids=["default", "causal", "window", "not causal", "padding", "documents"],
+)
+@pytest.mark.parametrize("queries", [9, 4, 1])
+def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibility, queries):
+    """Two routes, SDPA and this package's own operator, under every visibility."""
+    q, k, v = qkv(9, queries=queries)
+    bare = layer(MultiToken(conv=None, post_conv=None, mix=None, post_mix=None))
+    expected = bare(q, k, v, visibility=visibility)
+    found = layer(Standard())(q, k, v, visibility=visibility)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
+    made = mechanism(name).build(SHAPE)
+    made.reset_parameters()
+    perturb(made)
+    rounded = [x.to(dtype) for x in qkv(40)]
+    found = made(*rounded)
+    assert found.dtype == dtype
+    for api in (ops.mta.api, ops.selective.api, ops.differential.api):
+        monkeypatch.setattr(api, "choose", lambda *_: "reference")
+    plain = made(*rounded)
+    oracle = made.double()(*(x.double() for x in rounded))
+    assert_matches_oracle(name, found, plain, oracle, terms=40)

@@ -1,0 +1,148 @@
+"""Configurations: names, JSON, and what they refuse."""
+
+import dataclasses
+import json
+
+import pytest
+
+from heedful.nn import (
+    NAMES,
+    Differential,
+    HeadShape,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+    ablations,
+    from_json,
+    mechanism,
+    to_json,
+)
+
+SELECTORS = ("head", "mean", "per-head", "bilinear", "extra")
+CONFIGS = {
+    **{name: mechanism(name) for name in NAMES},
+    **{f"ablation {name}": config for name, config in ablations().items()},
+    **{f"selector {name}": Selective(selector=name) for name in SELECTORS},
+    "another head": Selective(head=3),
+    "first tokens hidden": Selective(protect_first=False),
+    "pairs": TalkingHeads(group=2),
+    "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_gives_the_same_configuration_back(name):
+    written = json.dumps(to_json(CONFIGS[name]))
+    assert from_json(json.loads(written)) == CONFIGS[name]
+
+
+def test_json_names_kind_and_every_field():
+    assert to_json(MultiToken.v1()) == {
+        "kind": "MultiToken",
+        "conv": (6, 11),
+        "post_conv": None,
+        "conv_every": 4,
+        "mix": None,
+        "post_mix": 2,
+        "norm": "depth",
+        "gate": "none",
+        "gate_start": "published",
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"kind": "Grouped"},
+            "mechanism kind must be one of Standard, .* got 'Grouped'; .* another",
+        ),
+        ({"head": 1}, "mechanism kind must be one of .* got None"),
+        ({"kind": "Selective", "heads": 1, "n": 2}, "Selective has no field heads, n; .* another"),
+        ({"kind": "MultiToken", "conv": [6, 10]}, r"conv must be .* got \[6, 10\]"),
+    ],
+    ids=["kind", "no kind", "fields", "value"],
+)
+def test_json_of_another_version(data, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(data)
+
+
+def test_names():
+    assert mechanism("standard") == Standard()
+    assert mechanism("mta") == MultiToken()
+    assert mechanism("mta-published") == MultiToken(norm="plain", gate="scalar")
+    assert mechanism("mta-v1") == MultiToken(post_conv=None, mix=None, post_mix=2, norm="depth")
+    assert mechanism("talking-heads") == TalkingHeads()
+    assert mechanism("selective") == Selective()
+    assert mechanism("differential") == Differential()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("selectve", "selective"), ("talking_heads", "talking-heads")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(given, meant):
+    expected = f"mechanism must be one of standard, .* got '{given}'; did you mean '{meant}'"
+    with pytest.raises(ValueError, match=expected):
+        mechanism(given)
+    with pytest.raises(ValueError, match=r"got 'xyz'$"):
+        mechanism("xyz")
+
+
+REFUSED = {
+    r"conv must be \(c_q, c_k\) .* got \(6, 10\); keys are centred, so take the next odd": (
+        lambda: MultiToken(conv=(6, 10))
+    ),
+    r"post_conv must be .* got \(0, 3\)": lambda: MultiToken(post_conv=(0, 3)),
+    r"conv must be .* got \(3,\)": lambda: MultiToken(conv=(3,)),
+    "conv must be .* got 6; keys": lambda: MultiToken(conv=6),
+    r"conv must be .* got \(2\.5, 3\)": lambda: MultiToken(conv=(2.5, 3)),
+    "conv_every must be a whole number of at least 1 .* got 0": lambda: MultiToken(conv_every=0),
+    r"conv_every must be .* got 2\.5": lambda: MultiToken(conv_every=2.5),
+    "post_mix must be 'all', a group size or None, got 0": lambda: MultiToken(post_mix=0),
+    "mix must be 'all', a group size or None, got 'every'": lambda: MultiToken(mix="every"),
+    "norm must be one of 'none', 'plain', 'depth', got 'rms'": lambda: MultiToken(norm="rms"),
+    "gate must be one of 'none', 'scalar', 'vector', got None": lambda: MultiToken(gate=None),
+    "gate_start must be one of .* got 'zero'": lambda: MultiToken(gate_start="zero"),
+    "selector must be one of 'head', .* got 'first'": lambda: Selective(selector="first"),
+    "head must be a head index, .* got -1": lambda: Selective(head=-1),
+    "head must be .* got 2 with selector='mean'": lambda: Selective(selector="mean", head=2),
+    "mix must be 'all', a group size or None, got -2": lambda: TalkingHeads(-2).build(
+        HeadShape(4, 4, 8, 32, 0)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_values(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
+
+
+UNFIT = {
+    "mix groups of 3 heads do not divide the model's 4 heads; use a divisor": TalkingHeads(3),
+    "post_mix groups of 8 heads do not divide the model's 4 heads": MultiToken(post_mix=8),
+    "head must be below the model's 4 heads, got 4": Selective(head=4),
+}
+
+
+@pytest.mark.parametrize("message", UNFIT)
+def test_configurations_that_do_not_fit_a_model(message):
+    with pytest.raises(ValueError, match=message):
+        UNFIT[message].build(HeadShape(heads=4, key_heads=2, dim=8, hidden=32, layer=0))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "which"), [(3, 3, "heads must be even, got 3"), (4, 1, "key heads .* 1")]
+)
+def test_differential_needs_pairs(heads, key_heads, which):
+    with pytest.raises(ValueError, match=f"differential attention pairs heads, .* {which}"):
+        Differential().build(HeadShape(heads, key_heads, 8, 32, 0))
+
+
+def test_configurations_cannot_change():
+    for config in CONFIGS.values():
+        assert dataclasses.is_dataclass(config)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            config.norm = "plain"

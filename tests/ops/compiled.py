@@ -1,0 +1,181 @@
+"""Checks of torch.compile and of the custom operators, run by test_compile.py.
+
+They run in a process of their own: the shape checks that the other tests install cannot be
+compiled. Each check prints one line of JSON.
+"""
+
+import json
+import sys
+import traceback
+
+import torch
+from mechanisms import MECHANISMS, Mechanism, Shape, ragged
+from torch import Tensor
+
+from heedful.ops import Visibility
+from heedful.ops.mta import tiled as mta
+from heedful.ops.selective import tiled as selective
+
+SHAPE = Shape(batch=2, heads=4, key_heads=2, queries=9, keys=11, dim=4)
+BY_NAME = {str(m): m for m in MECHANISMS}
+
+
+def leaves(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {name: x.to(dtype).requires_grad_() for name, x in tensors.items()}
+
+
+def results(function, x: dict[str, Tensor], visibility) -> list[Tensor]:
+    """Outputs and every gradient."""
+    outputs = function(x, visibility)
+    weighted = (out.double() * torch.linspace(-1, 1, out.numel()).view_as(out) for out in outputs)
+    grads = torch.autograd.grad(sum(x.sum() for x in weighted), list(x.values()))
+    return [*(out.detach() for out in outputs), *grads]
+
+
+def check_equal(compiled: list[Tensor], eager: list[Tensor]) -> None:
+    for x, y in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def transposed(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors in the layout in which models hand them over, [B, T, H, D] transposed."""
+    return {
+        name: t.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_()
+        if t.ndim == 4
+        else t
+        for name, t in x.items()
+    }
+
+
+def operator_mta() -> None:
+    """opcheck, forward and backward, with every optional tensor and with none."""
+    x = transposed(leaves(BY_NAME["mta-full"].draw(SHAPE), torch.float64))
+    segments = ragged(SHAPE.keys)[0].segments()
+    steps = (x["conv"], x["post_conv"], x["mix"], x["post_mix"])
+    qkv = (x["q"], x["k"], x["v"])
+    for arguments in (
+        (*qkv, *steps, segments, True, True, 7, 0.5),
+        (*qkv, None, None, None, None, None, False, False, None, 0.5),
+    ):
+        torch.library.opcheck(mta._tiled, arguments)
+        fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+        grad = torch.randn_like(mta._tiled(*fixed))
+        torch.library.opcheck(mta._tiled_backward, (grad, *fixed))
+
+
+def operator_selective() -> None:
+    """opcheck, forward and backward, with every optional tensor and with none."""
+    x = transposed(leaves(BY_NAME["selective-own"].draw(SHAPE), torch.float64))
+    visibility = ragged(SHAPE.keys)[0]
+    inputs = (x["q"], x["k"], x["v"], x["selector_q"], x["selector_k"])
+    state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
+    segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
+    for arguments in (
+        (*inputs, state, segments, first, 7, 0.3, 0.5),
+        (*inputs, None, None, None, None, None, 0.5),
+    ):
+        torch.library.opcheck(selective._tiled, arguments)
+        fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+        *outputs, bases = selective._tiled(*fixed)
+        grads = [torch.randn_like(t) for t in outputs]
+        backward = (*grads, bases, *fixed[:5], *fixed[6:])
+        torch.library.opcheck(selective._tiled_backward, backward)
+
+
+def whole_graph(mechanism: Mechanism) -> None:
+    """No graph break, outputs and gradients as in eager mode; with every kind of visibility."""
+
+    def function(x, visibility):
+        return mechanism.run(x, "auto", visibility)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for visibility in (None, ragged(SHAPE.keys)[0]):
+        x = transposed(leaves(mechanism.draw(SHAPE), torch.float64))
+        check_equal(results(compiled, x, visibility), results(function, x, visibility))
+
+
+def dynamic(mechanism: Mechanism, expected: int) -> None:
+    """Six lengths; a graph for each of them would recompile in every training step."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def function(x, visibility):
+        return mechanism.run(x, "auto", visibility)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (5, 17, 63, 64, 65, 130):
+        x = transposed(leaves(mechanism.draw(SHAPE.long(tokens)), torch.float64))
+        check_equal(results(compiled, x, None), results(function, x, None))
+    assert len(graphs) == expected, f"{len(graphs)} graphs for six lengths"
+
+
+def inductor() -> None:
+    """The default backend, once."""
+    mechanism = BY_NAME["mta-full"]
+
+    def function(x, visibility):
+        return mechanism.run(x, "auto", visibility)
+
+    x = transposed(leaves(mechanism.draw(SHAPE), torch.float64))
+    compiled = torch.compile(function, fullgraph=True)
+    check_equal(
+        results(compiled, x, Visibility(window=5)), results(function, x, Visibility(window=5))
+    )
+
+
+def llama(name: str) -> None:
+    """A converted model compiles without a graph break, for training as well."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import heedful
+
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=32,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).double()
+    heedful.convert(model, name)
+    ids = torch.randint(32, (2, 9))
+
+    def loss_and_grads(forward):
+        model.zero_grad()
+        out = forward(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        return [out.logits.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    check_equal(loss_and_grads(compiled), loss_and_grads(model))
+
+
+# Selective attention keeps one row per block of queries, and torch treats a size of one apart.
+GRAPHS = {"mta-full": 1, "selective-own": 2, "differential": 1}
+
+CHECKS = {
+    "operator mta": operator_mta,
+    "operator selective": operator_selective,
+    "inductor": inductor,
+    **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
+    **{
+        f"dynamic {name}": lambda name=name, graphs=graphs: dynamic(BY_NAME[name], graphs)
+        for name, graphs in GRAPHS.items()
+    },
+    **{
+        f"llama {name}": lambda name=name: llama(name)
+        for name in ("mta-published", "selective", "differential")
+    },
+}
+
+if __name__ == "__main__":
+    for name, check in CHECKS.items():
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        try:
+            check()
+            problem = None
+        except Exception:
+            problem = traceback.format_exc()
+        print(json.dumps({"check": name, "problem": problem}))
+        sys.stdout.flush()

@@ -1,0 +1,95 @@
+"""Who sees whom, and the softmax, in plain Python: what the definitions by loops share."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from heedful.ops import Visibility
+
+
+def sight(visibility: Visibility | None, queries: int, keys: int) -> Callable[..., bool]:
+    """`sees(row, query, key)` as the docstring of `Visibility` states it."""
+    visibility = Visibility() if visibility is None else visibility
+    documents, padding = (
+        None if x is None else x.tolist() for x in (visibility.documents, visibility.padding)
+    )
+
+    def sees(row: int, query: int, key: int) -> bool:
+        token = query + keys - queries
+        if visibility.causal and key > token:
+            return False
+        if visibility.window is not None and token - key >= visibility.window:
+            return False
+        if documents is not None:
+            own = documents[row % len(documents)]
+            if own[token] != own[key]:
+                return False
+        if padding is not None:
+            real = padding[row % len(padding)]
+            if not (real[token] and real[key]):
+                return False
+        return True
+
+    return sees
+
+
+def dot(x: list[float], y: list[float]) -> float:
+    return sum(a * b for a, b in zip(x, y, strict=True))
+
+
+def softmax(logits: list[float | None]) -> list[float]:
+    """Over the entries that are not `None`; those get zero."""
+    seen = [x for x in logits if x is not None]
+    if not seen:
+        return [0.0] * len(logits)
+    top = max(seen)
+    weights = [0.0 if x is None else math.exp(x - top) for x in logits]
+    total = sum(weights)
+    return [w / total for w in weights]
+
+
+def grid(*sizes: int) -> list:
+    """Nested lists of zeros."""
+    if len(sizes) == 1:
+        return [0.0] * sizes[0]
+    return [grid(*sizes[1:]) for _ in range(sizes[0])]
+
+
+def weighted(weights: list, values: list, group: int) -> Tensor:
+    """Sum of values by weights `[B][H][Tq][Tk]`, with `group` heads per value head."""
+    width = len(values[0][0][0])
+    return torch.tensor(
+        [
+            [
+                [
+                    [
+                        sum(w * x[d] for w, x in zip(row, values[b][h // group], strict=True))
+                        for d in range(width)
+                    ]
+                    for row in head
+                ]
+                for h, head in enumerate(heads)
+            ]
+            for b, heads in enumerate(weights)
+        ],
+        dtype=torch.float64,
+    )
+
+
+def cases(keys: int) -> dict[str, Visibility | None]:
+    """Kinds of visibility for two rows of `keys` tokens, at least 5."""
+    padding = torch.ones(2, keys, dtype=torch.bool)
+    padding[0, : keys // 3] = False
+    padding[1, keys - keys // 4 :] = False
+    documents = torch.tensor(
+        [[int(t >= keys // 3) for t in range(keys)], [2 * t // keys + 3 for t in range(keys)]]
+    )
+    return {
+        "causal": None,
+        "window": Visibility(window=3),
+        "documents": Visibility(documents=documents),
+        "padding": Visibility(padding=padding),
+        "both in a window": Visibility(documents=documents, padding=padding, window=4),
+    }

@@ -1,0 +1,68 @@
+"""Differential attention against its definition by explicit loops (arXiv 2410.05258, eq. 1)."""
+
+import pytest
+import torch
+from loops import cases, dot, grid, sight, softmax, weighted
+from torch import Tensor
+
+from heedful.ops import differential_attention
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def by_loops(q, k, v, lam: list[float], visibility) -> Tensor:
+    """Query heads 2p and 2p + 1 are pair p; key heads likewise, fewer of them under GQA."""
+    batch, heads, queries, dim = q.shape
+    pairs, keys, group = heads // 2, k.shape[2], heads // k.shape[1]
+    sees = sight(visibility, queries, keys)
+    ql, kl = q.tolist(), k.tolist()
+    weights = grid(batch, pairs, queries, keys)
+    for b in range(batch):
+        for p in range(pairs):
+            for i in range(queries):
+                maps = [
+                    softmax(
+                        [
+                            dot(ql[b][2 * p + side][i], kl[b][2 * (p // group) + side][j])
+                            / dim**0.5
+                            if sees(b, i, j)
+                            else None
+                            for j in range(keys)
+                        ]
+                    )
+                    for side in (0, 1)
+                ]
+                weights[b][p][i] = [x - lam[p] * y for x, y in zip(maps[0], maps[1], strict=True)]
+    return weighted(weights, v.tolist(), group)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("kind", cases(9))
+@pytest.mark.parametrize("queries", [9, 4, 1])
+def test_loops(impl, kind, queries):
+    q, k, v = draw(2, 8, queries, 3), draw(2, 4, 9, 3), draw(2, 2, 9, 6)
+    lam = torch.tensor([0.3, -0.2, 0.9, 1.5], dtype=torch.float64)
+    visibility = cases(9)[kind]
+    expected = by_loops(q, k, v, lam.tolist(), visibility)
+    actual = differential_attention(q, k, v, lam=lam, visibility=visibility, impl=impl)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_one_lambda_serves_all_pairs(impl):
+    q, k, v = draw(1, 4, 5, 3), draw(1, 2, 5, 3), draw(1, 1, 5, 6)
+    lam = torch.tensor(0.6, dtype=torch.float64)
+    expected = by_loops(q, k, v, [0.6, 0.6], None)
+    actual = differential_attention(q, k, v, lam=lam, impl=impl)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_equal_maps_cancel(impl):
+    """With both maps of a pair equal and lambda one, nothing is left, in bfloat16 too."""
+    q, k = (draw(1, 2, 30, 8).repeat_interleave(2, dim=1).bfloat16() for _ in range(2))
+    v = draw(1, 2, 30, 16).bfloat16()
+    out = differential_attention(q, k, v, lam=torch.tensor(1.0), impl=impl)
+    assert bool((out == 0).all())

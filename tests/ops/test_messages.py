@@ -1,0 +1,208 @@
+"""A wrong argument is answered by its name, by what it was, and by a way out."""
+
+import logging
+
+import pytest
+import torch
+
+from heedful.ops import (
+    Visibility,
+    differential_attention,
+    impl,
+    multi_token_attention,
+    selective_attention,
+)
+
+OPERATORS = {
+    "multi_token_attention": multi_token_attention,
+    "selective_attention": selective_attention,
+    "differential_attention": lambda q, k, v, **options: differential_attention(
+        q, k, v[:, ::2], lam=torch.tensor(0.5), **options
+    ),
+}
+every = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+Q = x(2, 4, 5, 8)
+QKV = {
+    r"q must be \[B, H, T, D\], got shape \(4, 5, 8\)": (x(4, 5, 8), Q, Q),
+    r"k must be \[B, H, T, D\], got shape \(2, 4, 5\)": (Q, x(2, 4, 5), Q),
+    "q must be a floating-point tensor, got torch.int64; cast it first": (Q.long(), Q, Q),
+    r"k must have q's dtype and device \(torch.float32, cpu\), got torch.bfloat16, cpu": (
+        Q,
+        Q.bfloat16(),
+        Q,
+    ),
+    r"v must have q's dtype and device \(torch.float32, cpu\), got torch.float64": (
+        Q,
+        Q,
+        Q.double(),
+    ),
+    r"k must have q's dtype and device \(torch.float32, cpu\), got torch.float32, meta": (
+        Q,
+        Q.to("meta"),
+        Q,
+    ),
+    r"q must not be empty, got shape \(2, 4, 0, 8\)": (x(2, 4, 0, 8), Q, Q),
+    "k and v must have q's batch size 2, got 1 and 2": (Q, x(1, 4, 5, 8), Q),
+    "k must have q's head dim 8, got 6": (Q, x(2, 4, 5, 6), Q),
+    "v must have k's 5 tokens, got 6": (Q, Q, x(2, 4, 6, 8)),
+    "q has 5 tokens but k only 3: .* k must be at least as long": (
+        Q,
+        x(2, 4, 3, 8),
+        x(2, 4, 3, 8),
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("message", QKV)
+def test_queries_keys_and_values(operator, message):
+    with pytest.raises(ValueError, match=message):
+        OPERATORS[operator](*QKV[message])
+
+
+@pytest.mark.parametrize("operator", ["multi_token_attention", "selective_attention"])
+def test_heads(operator):
+    k = x(2, 3, 5, 8)
+    with pytest.raises(ValueError, match="k has 3 heads, which does not divide q's 4; grouped"):
+        OPERATORS[operator](Q, k, k)
+    with pytest.raises(ValueError, match="v must have k's 2 heads, got 4"):
+        OPERATORS[operator](Q, x(2, 2, 5, 8), Q)
+
+
+@every
+def test_visibility(operator):
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    expected = r"visibility must be a heedful.Visibility .* tensor of shape \(5, 5\); describe a"
+    with pytest.raises(ValueError, match=expected):
+        OPERATORS[operator](Q, Q, Q, visibility=mask)
+    with pytest.raises(ValueError, match=r"visibility must be .* got 'causal'; describe a mask"):
+        OPERATORS[operator](Q, Q, Q, visibility="causal")
+    padding = Visibility(padding=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"visibility.padding must be \[2 or 1, 5\]"):
+        OPERATORS[operator](Q, Q, Q, visibility=padding)
+
+
+@every
+def test_implementations(operator):
+    expected = f"impl='fused' cannot serve this {operator} call: no fused kernel.*; use auto or ref"
+    with pytest.raises(ValueError, match=expected):
+        OPERATORS[operator](Q, Q, Q, impl="fused")
+    with pytest.raises(ValueError, match=r"impl must be one of auto, .*, fused, got 'flash'"):
+        OPERATORS[operator](Q, Q, Q, impl="flash")
+
+
+def test_auto_says_once_what_it_runs(caplog, monkeypatch):
+    monkeypatch.setattr(impl, "_logged", set())
+    with caplog.at_level(logging.INFO, logger="heedful"):
+        multi_token_attention(Q, Q, Q)
+        multi_token_attention(Q, Q, Q)
+    assert caplog.messages == [
+        "multi_token_attention: impl=auto runs tiled (fused: no fused kernel is built in)"
+    ]
+
+
+STEPS = {
+    r"conv must be \[4, c_q, c_k\] \(one kernel per query head\), got \(2, 3, 5\)": {
+        "conv": x(2, 3, 5)
+    },
+    r"post_conv must be \[4, c_q, c_k\] .* got \(3, 5\)": {"post_conv": x(3, 5)},
+    "conv must be .* got 3": {"conv": 3},
+    "conv must have c_q >= 1 and an odd c_k .* c_k=4; add a zero column": {"conv": x(4, 3, 4)},
+    "post_conv must have .* got c_q=0, c_k=3": {"post_conv": x(4, 0, 3)},
+    r"mix must be \[H/g, g, g\] indexed \[group, out, in\], got \(4, 4\)": {"mix": x(4, 4)},
+    "post_mix mixes groups of 3 heads, which does not divide the 4 heads; use a": {
+        "post_mix": x(1, 3, 3)
+    },
+    r"mix must be \[2, 2, 2\], got \(1, 2, 2\)": {"mix": x(1, 2, 2)},
+    r"post_mix must be \[1, 4, 4\], got \(1, 4, 3\)": {"post_mix": x(1, 4, 3)},
+    "mix must be a floating-point tensor on cpu, got torch.int64": {"mix": x(1, 4, 4).long()},
+    "conv must be a floating-point tensor on cpu, got torch.float32 on meta": {
+        "conv": x(4, 3, 5).to("meta")
+    },
+}
+
+
+@pytest.mark.parametrize("message", STEPS)
+def test_kernels_and_mixing(message):
+    with pytest.raises(ValueError, match=message):
+        multi_token_attention(Q, Q, Q, **STEPS[message])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_parameters_that_are_not_finite(value):
+    shapes = {"conv": (4, 2, 3), "post_conv": (4, 2, 3), "mix": (1, 4, 4), "post_mix": (2, 2, 2)}
+    for name, shape in shapes.items():
+        damaged = x(*shape)
+        damaged[0, 1, 1] = value
+        with pytest.raises(ValueError, match=f"^{name} must be finite, got .* load an earlier one"):
+            multi_token_attention(Q, Q, Q, **{name: damaged})
+    with pytest.raises(ValueError, match=r"^lam must be finite, got NaN or infinity"):
+        differential_attention(Q, Q, x(2, 2, 5, 16), lam=torch.tensor(value))
+
+
+SELECTION = {
+    "selector_q and selector_k must be given together, or neither": {"selector_q": Q},
+    r"selector_q must be \[2, 1 or 4, 5, Ds\], got \(1, 1, 5, 3\)": {
+        "selector_q": x(1, 1, 5, 3),
+        "selector_k": x(2, 1, 5, 3),
+    },
+    "selector_k must have 1 selector or one per head .4., got 2; concatenate heads along Ds": {
+        "selector_q": x(2, 1, 5, 3),
+        "selector_k": x(2, 2, 5, 3),
+    },
+    "selector_k must have q's dtype and device .* got torch.float64": {
+        "selector_q": x(2, 1, 5, 3),
+        "selector_k": x(2, 1, 5, 3).double(),
+    },
+    r"selector_k must match selector_q in selectors and Ds \(1, 3\), got \(1, 2\)": {
+        "selector_q": x(2, 1, 5, 3),
+        "selector_k": x(2, 1, 5, 2),
+    },
+    "tau must be positive, got 0; None computes no memory": {"tau": 0},
+    r"state must be \[2, 1, at most 5\] \(one F per key\), got \(2, 1, 6\)": {"state": x(2, 1, 6)},
+    r"state must be torch.float32 on cpu \(half precision loses the sum\), got torch.float16": {
+        "state": x(2, 1, 5).half()
+    },
+    "visibility must be causal for selective attention": {"visibility": Visibility(causal=False)},
+}
+
+
+@pytest.mark.parametrize("message", SELECTION)
+def test_selection(message):
+    with pytest.raises(ValueError, match=message):
+        selective_attention(Q, Q, Q, **SELECTION[message])
+
+
+PAIRS = {
+    r"q must have an even number of heads \(pairs\), got 3": (x(2, 3, 5, 8), x(2, 3, 5, 8), Q),
+    "v must have 2 heads .* got 4; join the values of two heads": (Q, Q, Q),
+}
+
+
+@pytest.mark.parametrize("message", PAIRS)
+def test_pairs(message):
+    with pytest.raises(ValueError, match=message):
+        differential_attention(*PAIRS[message], lam=torch.tensor(0.5))
+
+
+@pytest.mark.parametrize(
+    ("lam", "got"), [(0.5, "0.5"), (x(3), r"\(3,\)"), (x(2, 1), r"\(2, 1\)")], ids=str
+)
+def test_lambda(lam, got):
+    with pytest.raises(ValueError, match=rf"lam must be a tensor \[\] or \[2\] .* got {got}"):
+        differential_attention(Q, Q, x(2, 2, 5, 16), lam=lam)
+
+
+def test_parameters_may_be_wider_than_the_input():
+    """Kernels stay in fp32 beside bfloat16 activations."""
+    q = torch.randn(1, 2, 6, 8).bfloat16()
+    kernel = torch.randn(2, 2, 3)
+    for name in ("reference", "tiled"):
+        out = multi_token_attention(q, q, q, conv=kernel, mix=torch.eye(2)[None], impl=name)
+        assert out.dtype == torch.bfloat16

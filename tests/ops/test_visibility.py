@@ -1,0 +1,141 @@
+"""Who sees whom: the whole map against loops, tiles against the whole map, packing, messages."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loops import cases, sight
+
+from heedful.ops import Visibility
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def visibilities(draw) -> tuple[Visibility, int]:
+    """Any combination of conditions over two rows, and the number of keys."""
+    keys = draw(st.integers(1, 12))
+    documents = padding = None
+    if draw(st.booleans()):
+        starts = st.lists(st.booleans(), min_size=keys, max_size=keys)
+        rows = draw(st.lists(starts, min_size=1, max_size=2))
+        documents = torch.tensor(rows).long().cumsum(1)
+    if draw(st.booleans()):
+        sides = st.tuples(st.integers(0, keys), st.integers(0, keys))
+        ends = draw(st.lists(sides, min_size=1, max_size=2))
+        tokens = torch.arange(keys)
+        padding = torch.stack([(tokens >= a) & (tokens < keys - b) for a, b in ends])
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, keys + 1)) if causal else None
+    return Visibility(causal=causal, window=window, documents=documents, padding=padding), keys
+
+
+def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
+    return visibility.dense(queries, keys, CPU).expand(2, -1, -1)
+
+
+@given(visibilities(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_whole_map_is_what_the_conditions_say(made, data):
+    visibility, keys = made
+    queries = data.draw(st.integers(1, keys))
+    sees = sight(visibility, queries, keys)
+    expected = [
+        [[sees(row, i, j) for j in range(keys)] for i in range(queries)] for row in range(2)
+    ]
+    assert whole(visibility, queries, keys).tolist() == expected
+
+
+@given(visibilities(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_tile_is_a_part_of_the_whole_map(made, data):
+    visibility, keys = made
+    cut = st.tuples(st.integers(0, keys), st.integers(0, keys)).map(sorted)
+    rows, columns = (range(*data.draw(cut)) for _ in range(2))
+    tile = visibility.tile(rows, columns, CPU).expand(2, -1, -1)
+    part = whole(visibility, keys, keys)[:, rows.start : rows.stop, columns.start : columns.stop]
+    assert torch.equal(tile, part)
+
+
+@given(visibilities())
+@settings(max_examples=100, deadline=None)
+def test_first_tokens_begin_a_document_or_a_padded_row(made):
+    visibility, keys = made
+    first = visibility.first_tokens(keys, CPU).expand(2, -1).tolist()
+    for row in range(2):
+        documents = [0] * keys
+        if visibility.documents is not None:
+            documents = visibility.documents[row % len(visibility.documents)].tolist()
+        real = [True] * keys
+        if visibility.padding is not None:
+            real = visibility.padding[row % len(visibility.padding)].tolist()
+        seen, expected = set(), []
+        for document, is_real in zip(documents, real, strict=True):
+            expected.append(is_real and document not in seen)
+            if is_real:
+                seen.add(document)
+        assert first[row] == expected
+
+
+def test_packed_numbers_the_documents_and_pads_the_rest():
+    made = Visibility.packed(torch.tensor([0, 2, 3, 6]), length=8, window=2)
+    assert made.documents[:, :6].tolist() == [[0, 0, 1, 2, 2, 2]]
+    assert made.padding.tolist() == [[True] * 6 + [False] * 2]
+    assert made.window == 2 and made.causal
+    exact = Visibility.packed(torch.tensor([0, 2, 3]))
+    assert exact.documents.tolist() == [[0, 0, 1]] and exact.padding is None
+    empty = Visibility.packed(torch.tensor([0, 2, 2, 3]))
+    assert empty.dense(3, 3, CPU).tolist() == exact.dense(3, 3, CPU).tolist()
+
+
+def test_plain_means_that_causal_order_is_all():
+    assert Visibility().plain and Visibility(causal=False).plain
+    for visibility in list(cases(9).values())[1:]:
+        assert not visibility.plain
+
+
+WRONG = {
+    "window must be a whole number of at least 1": lambda: Visibility(window=0),
+    r"got 2\.5; use None for no limit": lambda: Visibility(window=2.5),
+    "window needs causal=True": lambda: Visibility(causal=False, window=2),
+    r"documents must be a tensor \[B, Tk\], got \(3,\)": lambda: Visibility(
+        documents=torch.zeros(3, dtype=torch.long)
+    ),
+    r"padding must be a tensor \[B, Tk\], got list": lambda: Visibility(padding=[[True]]),
+    r"padding must be boolean .* got torch.int64; convert a 0/1 mask with mask.bool\(\)": (
+        lambda: Visibility(padding=torch.ones(1, 3, dtype=torch.long))
+    ),
+    "documents must hold whole numbers, got torch.bool; a mask belongs in padding": (
+        lambda: Visibility(documents=torch.ones(1, 3, dtype=torch.bool))
+    ),
+    "documents must hold whole numbers, got torch.float32": lambda: Visibility(
+        documents=torch.ones(1, 3)
+    ),
+    r"cu_seqlens must be a vector of at least two offsets, got shape \(1,\)": lambda: (
+        Visibility.packed(torch.tensor([0]))
+    ),
+    r"cu_seqlens must start at 0 and not fall, got \[1, 2\]": lambda: Visibility.packed(
+        torch.tensor([1, 2])
+    ),
+    r"cu_seqlens must start at 0 and not fall, got \[0, 3, 2\]": lambda: Visibility.packed(
+        torch.tensor([0, 3, 2])
+    ),
+    "length must be at least the last offset 5, got 4": lambda: Visibility.packed(
+        torch.tensor([0, 5]), length=4
+    ),
+    "q has 4 tokens but k only 3: .* k must be at least as long": lambda: Visibility().check(
+        1, 4, 3
+    ),
+    r"visibility.padding must be \[3 or 1, 4\] \(one entry per key\), got \(2, 4\)": (
+        lambda: Visibility(padding=torch.ones(2, 4, dtype=torch.bool)).check(3, 4, 4)
+    ),
+    r"visibility.documents must be \[2 or 1, 5\] \(one entry per key\), got \(2, 4\)": (
+        lambda: Visibility(documents=torch.ones(2, 4).long()).check(2, 4, 5)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments_are_named(message):
+    with pytest.raises(ValueError, match=message):
+        WRONG[message]()

@@ -1,0 +1,128 @@
+"""What the documentation says is true: its code runs, its commands exist, its links lead somewhere.
+
+Commands are parsed and their values checked by the command line's own classes, but not run: at
+their real sizes they take minutes, and at small ones they are run in test_cli and test_compare.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from heedful import bench, cli
+from heedful.compare import Comparison
+from heedful.nn import ablations
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+class Block(NamedTuple):
+    line: int
+    kind: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    assert text.count("\n```") % 2 == 0, "a code block is not closed"
+    return [
+        Block(text.count("\n", 0, match.start(2)), match[1].strip(), match[2])
+        for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def commands() -> list:
+    """Every `heedful ...` command line of the documentation."""
+    found = []
+    for page in EVERY_PAGE:
+        for block in blocks(page):
+            if block.kind != "sh":
+                continue
+            for line in block.text.splitlines():
+                for words in map(shlex.split, line.split("&&")):
+                    if words and Path(words[0]).name == "heedful":
+                        found.append(pytest.param(words[1:], id=f"{name(page)}: {' '.join(words)}"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In order and in one namespace per page; `python no-run` is only compiled."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "documentation"}
+    for block in blocks(page):
+        assert block.kind in ("python", "python no-run", "sh", "bibtex"), block
+        if block.kind.startswith("python"):
+            # The line numbers of the page, so that a failure points into it.
+            code = compile("\n" * block.line + block.text, name(page), "exec")
+            if block.kind == "python":
+                exec(code, namespace)
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_are_understood(arguments, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cli, "_run", lambda command: asked.append(command) or 0)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 0
+    (command,) = asked
+    options = {field.name: getattr(command, field.name) for field in fields(command)}
+    options.pop("out", None)
+    if isinstance(command, cli.Compare):
+        Comparison(**options)
+    elif isinstance(command, cli.Bench):
+        bench.Bench(**options)
+
+
+def test_other_commands_name_scripts_that_exist():
+    for page in EVERY_PAGE:
+        for block in blocks(page):
+            if block.kind == "sh":
+                for script in re.findall(r"^python (\S+)", block.text, re.MULTILINE):
+                    assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), f"{name(page)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{name(page)}: {target}"
+
+
+def test_tables_are_those_of_the_results():
+    script = ROOT / "benchmarks" / "tables.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}run python benchmarks/tables.py"
+
+
+def test_a_fresh_clone_needs_one_command_line_each():
+    text = (ROOT / "README.md").read_text()
+    for marker, last in (("main command", "heedful compare"), ("test command", "pytest")):
+        (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
+        assert line.startswith("python3 -m venv .venv && ")
+        assert line.endswith(f"&& .venv/bin/{last}")
+
+
+def test_the_ablation_table_has_the_presets_of_the_code():
+    text = (ROOT / "docs" / "multi-token.md").read_text()
+    listed = re.findall(r"^\| `([^`]+)` \| \d+\.\d\d \|$", text, re.MULTILINE)
+    assert len(listed) == 16 and set(listed) <= set(ablations())
