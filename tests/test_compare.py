@@ -34,13 +34,13 @@ def test_every_run_is_recorded_with_its_environment(finished):
         assert record.steps == 2 and record.batch == 2 and len(record.loss_curve) == 2
         assert set(record.environment) >= {"command", "date", "commit", "machine", "versions"}
     blocks = {r.mechanism: r for r in records if r.task == "blocks"}
-    # Three layers of two heads with 2 x 9 kernels are all that multi-token attention adds here.
-    kernels = MultiToken(
-        **{k: v for k, v in blocks["mta"].config["mechanism"].items() if k != "kind"}
-    )
-    assert kernels.conv == (2, 9)
+    setup = TINY.setups()["blocks"]
+    config, heads, layers = setup.mechanism("mta"), setup.size.heads, setup.size.layers
+    assert from_json(blocks["mta"].config["mechanism"]) == config
+    assert config.conv_every == 1 and config.mix == config.post_mix == "all"
+    kernels = sum(math.prod(size) for size in (config.conv, config.post_conv))
     added = blocks["mta"].parameters - blocks["standard"].parameters
-    assert added >= 3 * 2 * 2 * 9
+    assert added == layers * heads * (kernels + 2 * heads)
     assert blocks["selective"].parameters == blocks["standard"].parameters
 
 
