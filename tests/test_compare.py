@@ -1,5 +1,6 @@
 """The main job end to end, at a size that takes seconds."""
 
+import errno
 import json
 import math
 import re
@@ -135,3 +136,23 @@ def test_an_empty_data_file_is_named(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main(["compare", "--tasks", "text", "--data", "empty.txt"])
     assert "empty.txt" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_clean_line_and_loses_nothing(tmp_path, capsys, monkeypatch):
+    import heedful.compare as room
+
+    monkeypatch.chdir(tmp_path)
+    append = room.append_record
+
+    def full(path, record):
+        if record.mechanism == "selective":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        append(path, record)
+
+    monkeypatch.setattr(room, "append_record", full)
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "--tasks", "parity", "--steps", "2", "--batch", "2", "--out", "runs"])
+    assert stop.value.code == 1
+    printed = capsys.readouterr().err
+    assert "No space left on device" in printed and "Traceback" not in printed
+    assert [r.mechanism for r in read_records(tmp_path / "runs" / "results.jsonl")] == ["standard"]

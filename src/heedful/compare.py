@@ -54,7 +54,7 @@ def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
     """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
     return {
         "blocks": Setup(
-            Blocks(), Size(64, 3, 4), Budget(600, 32, 4e-3, mechanism_rate=8.0), ("standard", "mta")
+            Blocks(), Size(64, 3, 4), Budget(900, 32, 4e-3, mechanism_rate=8.0), ("standard", "mta")
         ),
         "assignment": Setup(
             Assignment(queries=8),

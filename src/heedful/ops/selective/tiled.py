@@ -2,7 +2,7 @@
 
 F is a sum over earlier queries. Between blocks it travels as one fp32 number per key; inside a
 block the missing part is a product with a strictly triangular matrix of ones. The running totals at
-each block's start are kept for the backward: T^2 / 64 numbers per selector, an eighth of what q, k
+each block's start are kept for the backward: T^2 / 64 numbers per selector, a twelfth of what q, k
 and v of eight 64-wide heads take at T = 8192.
 """
 
