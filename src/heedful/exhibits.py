@@ -28,7 +28,9 @@ def exhibits_of(
         looks = look(model, ids[None])
     except ValueError:
         return  # a mechanism without a single map
-    tokens = [task.decode([i]) or "BOS" for i in ids.tolist()]
+    # Both ends of a row are written as nothing; in text, which has no end, BOS parts documents.
+    end = "BOS" if isinstance(task, Text) else "EOS"
+    tokens = ["BOS", *(task.decode([i]) or end for i in ids.tolist()[1:])]
     layer, head = max(
         ((i, h) for i, seen in looks.items() for h in range(len(seen.weights))),
         key=lambda at: _sharpness(looks[at[0]], at[1]),
