@@ -1,10 +1,10 @@
-"""Which blocks of keys a block of queries can reach at all: the loop bounds of the fused kernels."""
+"""Which keys a block of queries can reach, and back: the loop bounds of the fused kernels."""
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.ops.tiles import Sight
+from heedful.ops.tiles import Sight, segment_bounds
 
 
 def key_spans(
@@ -52,19 +52,11 @@ def _reach_back(sight: Sight, keys: int, device: torch.device) -> tuple[Tensor, 
 
 
 def _document_bounds(sight: Sight, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Per token the first and one-past-last token of its run of equal segment numbers.
-
-    Two runs of one number (padding on both sides, a number used twice) count as one.
-    """
+    """Per token the first and one-past-last token of its segment."""
     if sight.segments is None:
         zero = torch.zeros(1, keys, dtype=torch.int64, device=device)
         return zero, zero + keys
-    token = torch.arange(keys, device=device).expand(sight.segments.shape)
-    _, number = torch.unique(sight.segments, return_inverse=True)
-    begin = torch.full((len(token), int(number.max()) + 1), keys, device=device)
-    begin.scatter_reduce_(1, number, token, "amin")
-    end = torch.zeros_like(begin).scatter_reduce_(1, number, token + 1, "amax")
-    return begin.gather(1, number), end.gather(1, number)
+    return segment_bounds(sight.segments)
 
 
 def _empty_where_padded(sight, first: Tensor, stop: Tensor, keys: int) -> tuple[Tensor, Tensor]:
@@ -74,4 +66,5 @@ def _empty_where_padded(sight, first: Tensor, stop: Tensor, keys: int) -> tuple[
 
 def _blocks(x: Tensor, block: int, fill: int) -> Tensor:
     """`[B, T] -> [B, blocks, block]`, the last one filled up."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill)
+    return filled.unflatten(1, (-1, block))

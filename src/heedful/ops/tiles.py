@@ -9,7 +9,8 @@ from torch import Tensor
 
 from heedful.ops.visibility import see
 
-ROWS = 64  # A tile of 64 rows x 8 heads x 4096 keys in fp32 is 8 MiB: near the size of a cache.
+ROWS = 64
+TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
 
 
 class Sight(NamedTuple):
@@ -24,31 +25,108 @@ class Sight(NamedTuple):
     causal: bool
     window: int | None
 
-    def columns(self, rows: range, keys: int, left: int = 0, right: int = 0) -> range:
-        """The key columns that any of these query tokens can see, widened on both sides."""
-        stop = rows.stop if self.causal else keys
-        start = 0 if self.window is None else rows.start - self.window + 1
-        return range(max(0, start - left), min(keys, stop + right))
 
-    def hidden(self, rows: range, columns: range, device: torch.device) -> "Hidden":
+class Field:
+    """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach."""
+
+    def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
+        self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
+        self._bounds = None if sight.segments is None else _bounds(sight.segments)
+
+    def columns(self, rows: range, aside: int = 0) -> range:
+        """The key columns that any of these tokens can see, with `aside` more on both sides.
+
+        Nothing is added beyond the tokens' documents: a convolution takes nothing from there.
+        """
+        start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
+        stop = rows.stop + aside if self.sight.causal else self.keys
+        if self._bounds is not None:
+            tokens = slice(rows.start, rows.stop)
+            start = max(start, min(self._bounds.first[tokens]))
+            stop = min(stop, max(self._bounds.stop[tokens]))
+        start, stop = min(max(0, start), self.keys - 1), min(self.keys, stop)
+        return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
+
+    def rows_per_block(self, heads: int) -> int:
+        """64 rows, or 32 where tiles of this many heads would outgrow a cache.
+
+        The batch has no say, or results would depend on it; fewer rows would mostly be halo.
+        """
+        columns = min(self.keys, self.sight.window or self.keys)
+        return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
+
+    def hidden(self, rows: range, columns: range) -> "Hidden":
         """What of the tile `rows x columns` cannot be seen."""
+        sight = self.sight
+        if self._bounds is not None and self._bounds.one_document(rows, columns, sight.causal):
+            sight = sight._replace(segments=None)
         # Columns up to the first row are seen by every row, if causal order is all there is.
         clear = 0
-        if self.segments is None and self.window is None:
-            edge = rows.start + 1 if self.causal else columns.stop
+        if sight.segments is None and sight.window is None:
+            edge = rows.start + 1 if sight.causal else columns.stop
             clear = max(0, min(edge - columns.start, len(columns)))
         rest = range(columns.start + clear, columns.stop)
-        visible = see(self.segments, self.causal, self.window, rows, rest, device)
+        visible = see(sight.segments, sight.causal, sight.window, rows, rest, self.device)
         return Hidden(clear, ~visible[:, None])
 
     def row_documents(self, first: int, last: int) -> Int[Tensor, "B N"] | None:
-        """Document of the tokens `first .. last-1`, -2 where there is none; None: no documents."""
-        if not self.documents:
+        """Document of the tokens `first .. last-1`, -2 where there is none; None: all the same."""
+        if not self.sight.documents:
             return None
-        inside = self.segments[:, max(first, 0) : last]
-        above = inside.new_full((len(inside), max(-first, 0)), -2)
-        below = inside.new_full((len(inside), last - max(first, 0) - inside.shape[1]), -2)
+        rows = range(max(first, 0), last)
+        if self._bounds.one_document(rows, rows, causal=False):
+            return None  # rows above the first token hold zeros, of whatever document
+        inside = self.sight.segments[:, rows.start : min(last, self.keys)]
+        above = inside.new_full((len(inside), rows.start - first), -2)
+        below = inside.new_full((len(inside), last - rows.start - inside.shape[1]), -2)
         return torch.cat([above, inside, below], dim=1)
+
+
+class _Bounds(NamedTuple):
+    """Over the rows of the batch, per token, bounds of what its segment number reaches.
+
+    `first`, `stop`: around every token of the same number. `begin`, `end`: of the run that is the
+    same in all rows, `keys` and 0 for padding, so that no block is taken for free of it.
+    """
+
+    first: list[int]
+    stop: list[int]
+    begin: list[int]
+    end: list[int]
+
+    def one_document(self, rows: range, columns: range, causal: bool) -> bool:
+        """In every row of the batch, these tokens are real and of one document."""
+        if columns.start < max(self.begin[rows.start : rows.stop]):
+            return False
+        last = min(columns.stop, rows.stop) if causal else columns.stop
+        return last <= min(self.end[rows.start : rows.stop])
+
+
+def _bounds(segments: Int[Tensor, "B Tk"]) -> _Bounds:
+    keys = segments.shape[1]
+    token = torch.arange(keys, device=segments.device).expand(segments.shape)
+    real = segments >= 0
+    first, stop = segment_bounds(segments)
+    edge = segments.diff(dim=1) != 0
+    begin = torch.nn.functional.pad(token[:, 1:] * edge, (1, 0)).cummax(1).values
+    end = torch.nn.functional.pad(token[:, 1:].where(edge, keys), (0, 1), value=keys)
+    end = end.flip(1).cummin(1).values.flip(1)
+    return _Bounds(
+        first.where(real, keys).amin(0).tolist(),
+        stop.where(real, 0).amax(0).tolist(),
+        begin.where(real, keys).amax(0).tolist(),
+        end.where(real, 0).amin(0).tolist(),
+    )
+
+
+def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Per token the first and one-past-last token with the same segment number."""
+    token = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
+    number = torch.unique(segments, return_inverse=True)[1]
+    size = (len(segments), int(number.max()) + 1)
+    first = token.new_full(size, segments.shape[1]).scatter_reduce(1, number, token, "amin")
+    stop = token.new_zeros(size).scatter_reduce(1, number, token + 1, "amax")
+    return first.gather(1, number), stop.gather(1, number)
 
 
 class Hidden(NamedTuple):
@@ -63,11 +141,17 @@ class Hidden(NamedTuple):
         return x
 
 
-def row_blocks(queries: int, descending: bool = False) -> Iterator[tuple[int, int]]:
-    """First and one-past-last query row of each block."""
-    starts = range(0, queries, ROWS)
-    for start in reversed(starts) if descending else starts:
-        yield start, min(start + ROWS, queries)
+def row_blocks(
+    queries: int, rows: int = ROWS, *, ascending: bool = False
+) -> Iterator[tuple[int, int]]:
+    """First and one-past-last query row of each block, from the last block to the first.
+
+    The last block of a causal map has the most columns. When it comes first, the allocator can
+    serve every later block from what it left; the other way round the heap grows with each block.
+    """
+    starts = range(0, queries, rows)
+    for start in starts if ascending else reversed(starts):
+        yield start, min(start + rows, queries)
 
 
 def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, "B H R C"]:

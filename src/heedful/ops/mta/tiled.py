@@ -12,7 +12,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.mta.tile import correlate, correlate_backward, mix_heads, mix_heads_backward
-from heedful.ops.tiles import Hidden, Sight, gather_heads, row_blocks, softmax_, spread_heads, widen
+from heedful.ops.tiles import (
+    Field,
+    Hidden,
+    Sight,
+    gather_heads,
+    row_blocks,
+    softmax_,
+    spread_heads,
+    widen,
+)
 from heedful.ops.visibility import Visibility
 
 
@@ -69,36 +78,35 @@ class _Tile(NamedTuple):
     p: Tensor
 
 
-def _tile(q: Tensor, k: Tensor, kernels: _Kernels, sight: Sight, scale: float, rows: range):
-    queries, keys = q.shape[2], k.shape[2]
-    offset = keys - queries
+def _tile(q: Tensor, k: Tensor, kernels: _Kernels, field: Field, scale: float, rows: range):
+    queries, offset = q.shape[2], field.offset
     read = range(max(0, rows.start - kernels.above), rows.stop)
     write = range(rows.start, min(rows.stop + kernels.below, queries))
     seen = range(offset + read.start, offset + rows.stop)
-    columns = sight.columns(seen, keys, left=kernels.aside, right=kernels.aside)
     owned = range(offset + rows.start, offset + rows.stop)
-    hidden = sight.hidden(owned, columns, q.device)
+    columns = field.columns(owned, kernels.aside)
+    hidden = field.hidden(owned, columns)
 
     x = (q[:, :, read.start : read.stop] * scale) @ k[:, :, columns.start : columns.stop].mT
     z = c = None
     if kernels.conv is not None:
-        sight.hidden(seen, columns, q.device).fill(x, 0.0)
+        field.hidden(seen, columns).fill(x, 0.0)
         missing = kernels.above - (rows.start - read.start)
         z = torch.nn.functional.pad(x, (0, 0, missing, 0)) if missing else x
-        x = correlate(z, kernels.conv, sight.row_documents(owned.start - kernels.above, owned.stop))
+        x = correlate(z, kernels.conv, field.row_documents(owned.start - kernels.above, owned.stop))
     if kernels.mix is not None:
         c = x
         x = mix_heads(c, kernels.mix)
     return _Tile(rows, read, write, columns, hidden, z, c, softmax_(x, hidden))
 
 
-def _convolve_probabilities(tile: _Tile, kernels: _Kernels, sight: Sight, offset: int):
+def _convolve_probabilities(tile: _Tile, kernels: _Kernels, field: Field):
     """The block's share of Conv(P) on its write rows, and what is invisible there (eq. 6)."""
-    written = range(offset + tile.write.start, offset + tile.write.stop)
-    hidden = sight.hidden(written, tile.columns, tile.p.device)
+    written = range(field.offset + tile.write.start, field.offset + tile.write.stop)
+    hidden = field.hidden(written, tile.columns)
     below = tile.write.stop - tile.rows.stop
     padded = torch.nn.functional.pad(tile.p, (0, 0, kernels.below, below))
-    documents = sight.row_documents(written.start - kernels.below, written.stop)
+    documents = field.row_documents(written.start - kernels.below, written.stop)
     share = hidden.fill(correlate(padded, kernels.post_conv, documents), 0.0)
     return share, hidden, padded, documents
 
@@ -109,16 +117,16 @@ def _tiled(
     mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, documents: bool,
     causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    dtype, heads, offset = q.dtype, q.shape[1], k.shape[2] - q.shape[2]
+    dtype, heads = q.dtype, q.shape[1]
     q, k, v = widen(q), spread_heads(widen(k), heads), spread_heads(widen(v), heads)
     kernels = _as_kernels(q, conv, post_conv, mix, post_mix)
-    sight = Sight(segments, documents, causal, window)
+    field = Field(Sight(segments, documents, causal, window), q.shape[2], k.shape[2], q.device)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
-    for start, stop in row_blocks(q.shape[2]):
-        tile = _tile(q, k, kernels, sight, scale, range(start, stop))
+    for start, stop in row_blocks(q.shape[2], field.rows_per_block(heads)):
+        tile = _tile(q, k, kernels, field, scale, range(start, stop))._replace(z=None, c=None)
         a = tile.p
         if post_conv is not None:
-            a = _convolve_probabilities(tile, kernels, sight, offset)[0]
+            a = _convolve_probabilities(tile, kernels, field)[0]
         if post_mix is not None:
             a = mix_heads(a, kernels.post_mix)
         values = v[:, :, tile.columns.start : tile.columns.stop]
@@ -138,50 +146,51 @@ def _tiled_backward(
     causal: bool, window: int | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     inputs = (q, k, v, conv, post_conv, mix, post_mix)
-    heads, offset = q.shape[1], k.shape[2] - q.shape[2]
+    heads = q.shape[1]
     grad, q = widen(grad), widen(q)
     k, v = spread_heads(widen(k), heads), spread_heads(widen(v), heads)
     kernels = _as_kernels(q, conv, post_conv, mix, post_mix)
-    sight = Sight(segments, documents, causal, window)
+    field = Field(Sight(segments, documents, causal, window), q.shape[2], k.shape[2], q.device)
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
     dconv, dpost_conv, dmix, dpost_mix = (
         None if x is None else x.new_zeros(x.shape) for x in kernels
     )
-    for start, stop in row_blocks(q.shape[2]):
-        tile = _tile(q, k, kernels, sight, scale, range(start, stop))
+    for start, stop in row_blocks(q.shape[2], field.rows_per_block(heads)):
+        tile = _tile(q, k, kernels, field, scale, range(start, stop))
         columns = slice(tile.columns.start, tile.columns.stop)
         out_grad = grad[:, :, tile.write.start : tile.write.stop]
-        d = out_grad @ v[:, :, columns].mT  # dA
         a = tile.p
         if post_conv is not None:
-            a, written, padded, row_documents = _convolve_probabilities(
-                tile, kernels, sight, offset
-            )
+            a, written, padded, row_documents = _convolve_probabilities(tile, kernels, field)
+        mixed = a if post_mix is None else mix_heads(a, kernels.post_mix)
+        dv[:, :, columns] += mixed.mT @ out_grad
+        del mixed  # tiles are what the peak is made of: each goes as soon as it is read
+        d = out_grad @ v[:, :, columns].mT  # dA
         if post_mix is not None:
-            d, dweights = mix_heads_backward(d, share := a, kernels.post_mix)
+            d, dweights = mix_heads_backward(d, a, kernels.post_mix)
             dpost_mix += dweights
-            a = mix_heads(share, kernels.post_mix)
-        dv[:, :, columns] += a.mT @ out_grad
+        del a
         if post_conv is not None:
             written.fill(d, 0.0)
             d, dkernel = correlate_backward(d, padded, kernels.post_conv, row_documents)
             d = d[:, :, kernels.below : kernels.below + len(tile.rows)]
             dpost_conv += dkernel
+            del padded
         # Softmax: the row sum needs dP itself, rowsum(dO * O) no longer equals it.
-        d = tile.p * (d - (tile.p * d).sum(-1, keepdim=True))
+        d = torch._softmax_backward_data(d, tile.p, -1, d.dtype)
         if mix is not None:
             d, dweights = mix_heads_backward(d, tile.c, kernels.mix)
             dmix += dweights
         if conv is not None:
-            owned = offset + start
-            row_documents = sight.row_documents(owned - kernels.above, offset + stop)
+            first, last = field.offset + start - kernels.above, field.offset + stop
+            row_documents = field.row_documents(first, last)
             d, dkernel = correlate_backward(d, tile.z, kernels.conv, row_documents)
             d = d[:, :, kernels.above - (start - tile.read.start) :]
-            seen = range(offset + tile.read.start, offset + stop)
-            sight.hidden(seen, tile.columns, q.device).fill(d, 0.0)
+            seen = range(field.offset + tile.read.start, last)
+            field.hidden(seen, tile.columns).fill(d, 0.0)
             dconv += dkernel
-        d = d * scale
+        d = d.mul_(scale)
         read = slice(tile.read.start, tile.read.stop)
         dq[:, :, read] += d @ k[:, :, columns]
         dk[:, :, columns] += d.mT @ q[:, :, read]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from heedful.ops.tiles import (
     ROWS,
+    Field,
     Hidden,
     Sight,
     gather_heads,
@@ -66,25 +67,25 @@ class _Inputs(NamedTuple):
     v: Tensor
     selector_q: Tensor
     selector_k: Tensor
-    sight: Sight
+    field: Field
     first: Tensor | None
     scale: float
 
 
 def _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale) -> _Inputs:
     heads = q.shape[1]
+    field = Field(Sight(segments, False, True, window), q.shape[2], k.shape[2], q.device)
     return _Inputs(
         widen(q), spread_heads(widen(k), heads), spread_heads(widen(v), heads), widen(selector_q),
-        widen(selector_k), Sight(segments, False, True, window), first, scale,
+        widen(selector_k), field, first, scale,
     )  # fmt: skip
 
 
 def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
-    offset = x.k.shape[2] - x.q.shape[2]
-    owned = range(offset + rows.start, offset + rows.stop)
-    columns = x.sight.columns(owned, x.k.shape[2])
+    owned = range(x.field.offset + rows.start, x.field.offset + rows.stop)
+    columns = x.field.columns(owned)
     cut = slice(columns.start, columns.stop)
-    hidden = x.sight.hidden(owned, columns, x.q.device)
+    hidden = x.field.hidden(owned, columns)
 
     queries = x.selector_q[:, :, rows.start : rows.stop] * x.scale
     logits = queries @ x.selector_k[:, :, cut].mT
@@ -118,7 +119,7 @@ def _tiled(
     out = x.q.new_empty(*q.shape[:3], v.shape[3])
     memory = x.q.new_zeros(batch, queries if tau is not None else 0)
     bases = []
-    for start, stop in row_blocks(queries):
+    for start, stop in row_blocks(queries, ascending=True):
         bases.append(base.clone())
         tile = _tile(x, base, range(start, stop))
         cut = slice(tile.columns.start, tile.columns.stop)
@@ -157,7 +158,7 @@ def _tiled_backward(
     )
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
-    for start, stop in row_blocks(q.shape[2], descending=True):
+    for start, stop in row_blocks(q.shape[2]):
         tile = _tile(x, bases[start // ROWS], range(start, stop))
         cut = slice(tile.columns.start, tile.columns.stop)
         out_grad = grad[:, :, start:stop]
