@@ -1,6 +1,7 @@
 """What convert and revert promise and refuse, on a tiny Llama."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -320,3 +321,31 @@ def test_the_route_gets_no_square_mask(family, monkeypatch):
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())
     assert [None if m is None else tuple(m.shape) for m in seen] == [(2, 11)] * 3 + [None] * 3
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_scaled_inputs_are_scaled_norms(family, tmp_path):
+    model = tiny(family, num_hidden_layers=3)
+    scaled = twin(model)
+    for index, layer in enumerate(scaled.model.layers):
+        factor = 1 - (0.8 - 0.6 * math.exp(-0.3 * index))
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight.data.mul_(factor)
+    ids = tokens()
+    plain, expected = logits(model, ids), logits(scaled, ids)
+    conversion = heedful.convert(model, MultiToken(input_scaling="depth"))
+    assert not torch.allclose(plain, expected, rtol=1e-3)
+    for converted in (model, twin(model)):
+        torch.testing.assert_close(logits(converted, ids), expected, rtol=1e-11, atol=1e-11)
+        model.save_pretrained(tmp_path)
+    loaded = heedful.load(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=1e-11, atol=1e-11)
+    for back in (twin(model), conversion.model):
+        assert torch.equal(logits(heedful.revert(back), ids), plain)
+
+
+def test_scaled_inputs_need_an_mlp():
+    model = tiny()
+    for layer in model.model.layers:
+        layer.perceptron = layer._modules.pop("mlp")
+    refuse(model, "no MLP .* use input_scaling='none'", MultiToken(input_scaling="depth"))

@@ -95,7 +95,7 @@ def test_uninitialised_parameters_are_all_set_by_the_reset(name):
 
 def test_the_ablation_has_the_rows_of_the_paper():
     rows = ablations()
-    assert len(rows) == 5 * 5 + 3
+    assert len(rows) == 5 * 5 + 3 + 1
     assert rows["pre+post conv, pre+post mix, scalar gate"] == MultiToken.published()
     assert rows["pre conv, post mix, depth scaling"] == MultiToken(
         post_conv=None, mix=None, norm="depth"

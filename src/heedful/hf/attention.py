@@ -70,6 +70,8 @@ class ConvertedAttention:
                 f"attn_implementation was changed to {self.config._attn_implementation!r}, which "
                 "would switch the mechanism off silently; call revert() to go back"
             )
+        if (factor := getattr(self.heedful, "input_factor", 1.0)) != 1.0:
+            hidden_states = hidden_states * factor
         if getattr(self.heedful, "query", None) is not None:
             kwargs["heedful_hidden"] = hidden_states
         return super().forward(hidden_states, *args, **kwargs)
@@ -104,6 +106,19 @@ def find_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
             "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one"
         )
     return dict(sorted(found.items()))
+
+
+def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
+    """The MLP of the decoder layer that holds this attention module."""
+    for layer in model.modules():
+        if any(child is attention for child in layer.children()):
+            for name in ("mlp", "block_sparse_moe", "feed_forward"):
+                if isinstance(mlp := getattr(layer, name, None), nn.Module):
+                    return mlp
+    raise ValueError(
+        f"model: no MLP was found beside attention layer {attention.layer_idx} of "
+        f"{type(model).__name__}, which input_scaling needs; use input_scaling='none'"
+    )
 
 
 def head_shape(module: nn.Module) -> HeadShape:

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -12,6 +13,7 @@ from heedful.hf.attention import (
     NAME,
     converted_attention,
     find_attention,
+    find_mlp,
     head_shape,
     parameter_device,
     register_attention,
@@ -42,6 +44,15 @@ class Conversion:
         """The mechanism's own parameters by name, to train alone or faster."""
         marked = f".{NAME}."
         return {name: p for name, p in self.model.named_parameters() if marked in name}
+
+
+class _ScaledInput(NamedTuple):
+    """A forward hook that multiplies a module's input; a class, so that models can be copied."""
+
+    factor: float
+
+    def __call__(self, module: nn.Module, inputs: tuple) -> tuple:
+        return inputs[0] * self.factor, *inputs[1:]
 
 
 class ConvertedModel:
@@ -108,7 +119,14 @@ def convert(
         layer.to_empty(device=parameter_device(found[index]))
         layer.reset_parameters()
 
+    scaled = [
+        (find_mlp(model, found[index]), factor)
+        for index, layer in built.items()
+        if (factor := getattr(layer, "input_factor", 1.0)) != 1.0
+    ]
+
     before = {
+        "hooks": [mlp.register_forward_pre_hook(_ScaledInput(factor)) for mlp, factor in scaled],
         "attn_implementation": model.config._attn_implementation,
         "use_cache": use_cache_settings(model),
     }
@@ -140,6 +158,8 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
         if hasattr(type(module), "__mro__") and type(module).__name__.startswith("Heedful"):
             module.__class__ = type(module).__mro__[2]
             del module.heedful
+    for hook in conversion._before["hooks"]:
+        hook.remove()
     model.set_attn_implementation(conversion._before["attn_implementation"])
     set_use_cache(model, conversion._before["use_cache"])
     return model

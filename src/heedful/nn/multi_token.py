@@ -28,6 +28,9 @@ class MultiToken:
             a sigmoid of the (normed) head output itself.
         gate_start: `"published"` starts from a random weight and zero bias, so near one half;
             `"identity"` doubles the sigmoid and starts from zero weights, so at exactly one.
+        input_scaling: `"depth"` multiplies what the model's norms hand to attention and MLP by
+            1 - lambda_init of the layer: the "layer-norm scaling" of the paper's ablation, as its
+            code has it. It changes the model's function.
 
     Source: Golovneva et al., arXiv 2504.00927, sections 3 and 4.
     """
@@ -40,6 +43,7 @@ class MultiToken:
     norm: Literal["none", "plain", "depth"] = "none"
     gate: Literal["none", "scalar", "vector"] = "none"
     gate_start: Literal["published", "identity"] = "published"
+    input_scaling: Literal["none", "depth"] = "none"
 
     def __post_init__(self) -> None:
         for name in ("conv", "post_conv"):
@@ -65,6 +69,7 @@ class MultiToken:
         check_choice("norm", self.norm, ("none", "plain", "depth"))
         check_choice("gate", self.gate, ("none", "scalar", "vector"))
         check_choice("gate_start", self.gate_start, ("published", "identity"))
+        check_choice("input_scaling", self.input_scaling, ("none", "depth"))
 
     @classmethod
     def published(cls) -> "MultiToken":
@@ -88,8 +93,9 @@ class MultiToken:
 def ablations() -> dict[str, MultiToken]:
     """The forms of the paper's ablation, by what they contain (arXiv 2504.00927, Table 5).
 
-    Its row "layer-norm scaling" changes norms outside attention and is not among them. The group
-    size of its head mixing is not published row by row; all heads here.
+    The group size of its head mixing is not published row by row; all heads here. Whether its row
+    "layer-norm scaling" scaled by depth, as the paper's code does, or by the inverse square root of
+    the layer's number, as the work it cites, is not known; by depth here.
     """
     rows: dict[str, MultiToken] = {}
     parts = {
@@ -113,6 +119,9 @@ def ablations() -> dict[str, MultiToken]:
         rows[f"{size[0]}x{size[1]} pre conv only, depth scaling"] = MultiToken(
             conv=size, post_conv=None, mix=None, post_mix=None, norm="depth"
         )
+    rows["pre conv, post mix, layer-norm scaling"] = MultiToken(
+        post_conv=None, mix=None, input_scaling="depth"
+    )
     return rows
 
 
@@ -145,6 +154,7 @@ class MultiTokenAttention(nn.Module):
         self.post_conv = _kernels(shape.heads, config.post_conv if convolves else None)
         self.mix = _mixing("mix", shape.heads, config.mix)
         self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
+        self.input_factor = 1 - shape.depth_factor if config.input_scaling == "depth" else 1.0
         self.norm = None
         if config.norm != "none":
             factor = 1 - shape.depth_factor if config.norm == "depth" else 1.0
