@@ -4,20 +4,19 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, product
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from heedful.bench_cases import MECHANISMS, OURS, PASSES, PEERS, call, draw, exists, obstacle
 from heedful.environment import environment
-from heedful.ops import differential_attention, multi_token_attention, selective_attention
 from heedful.testing import assert_matches_oracle, peak_memory_mib
 
-MECHANISMS = ("mta-pre", "mta-identity", "mta", "talking-heads", "selective", "differential")
-PASSES = ("forward", "forward+backward")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHECKED_TOKENS = 150
 
@@ -28,11 +27,12 @@ class Bench:
 
     Arguments:
         mechanisms: among `MECHANISMS`; SDPA is always measured beside them. `mta-pre` has random
-            6x11 kernels before the softmax, `mta-identity` identity ones, `mta` both convolutions
-            and full mixing before and after.
-        impls: `"reference"`, `"tiled"`.
+            6x11 kernels before the softmax, `mta-identity` identity ones, `mta-post` random ones
+            after it, `mta` both convolutions and full mixing before and after.
+        impls: `"reference"` (dense), `"tiled"`, `"fused"` (GPU), and by others, where installed:
+            `"x-transformers"`, `"flex"` (FlexAttention), `"liger"`.
         lengths: tokens T.
-        passes: `"forward"`, `"forward+backward"`.
+        passes: `"forward"`, `"forward+backward"`, and `"decode"`: one new token with T keys.
         batch, heads, dim: of q, k and v.
         dtype: `"float32"`, `"bfloat16"` or `"float16"`.
         rounds: timed calls of each, taken in turn.
@@ -40,7 +40,7 @@ class Bench:
     """
 
     mechanisms: tuple[str, ...] = MECHANISMS
-    impls: tuple[str, ...] = ("reference", "tiled")
+    impls: tuple[str, ...] = OURS + PEERS
     lengths: tuple[int, ...] = (1024, 2048, 4096)
     passes: tuple[str, ...] = PASSES
     batch: int = 1
@@ -53,7 +53,7 @@ class Bench:
     def __post_init__(self) -> None:
         for name, known in (
             ("mechanisms", MECHANISMS),
-            ("impls", ("reference", "tiled")),
+            ("impls", OURS + PEERS),
             ("passes", PASSES),
         ):
             for value in getattr(self, name):
@@ -69,6 +69,18 @@ class Bench:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be positive, got {self.lengths}")
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+
+class Case(NamedTuple):
+    """One thing to time: a mechanism by an implementation, in one pass."""
+
+    mechanism: str
+    impl: str
+    passed: str
+
 
 def bench(config: Bench, out: Path | None = None) -> list[dict]:
     """Measure every case; one record each, written to `out` as JSON lines when all are done.
@@ -77,15 +89,19 @@ def bench(config: Bench, out: Path | None = None) -> list[dict]:
     median to SDPA's of the same round, the growth of peak memory in MiB, and the environment.
 
     Raises:
-        ValueError: an implementation is wrong; it is not timed.
+        ValueError: an implementation is wrong; it is not timed. Or nothing can run here.
     """
-    check(config)
+    cases, _ = cases_here(config)
+    if not cases:
+        raise ValueError(f"impls: none of {', '.join(config.impls)} can run these cases here")
+    check(config, cases)
     about = environment()
     records = []
     for tokens in config.lengths:
         for passed in config.passes:
-            for case in _measure(config, tokens, passed):
-                records.append(case | {"config": asdict(config), "environment": about})
+            these = [case for case in cases if case.passed == passed]
+            for record in _measure(config, tokens, these):
+                records.append(record | {"config": asdict(config), "environment": about})
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = out.with_suffix(f".{os.getpid()}")
@@ -94,30 +110,64 @@ def bench(config: Bench, out: Path | None = None) -> list[dict]:
     return records
 
 
-def check(config: Bench) -> None:
-    """Raise unless every implementation matches the fp64 definition, forward and backward."""
-    for mechanism in config.mechanisms:
-        results = {}
-        for impl, dtype in [
-            *((impl, _DTYPES[config.dtype]) for impl in {*config.impls, "reference"}),
-            ("oracle", torch.float64),
-        ]:
-            leaves = _draw(config, mechanism, _CHECKED_TOKENS)
-            leaves = {name: x.to(_DTYPES[config.dtype]).to(dtype) for name, x in leaves.items()}
-            for x in leaves.values():
-                x.requires_grad_()
-            output = _call(mechanism, leaves, "reference" if impl == "oracle" else impl)
-            weight = torch.linspace(-1, 1, output.numel(), dtype=dtype, device=output.device)
-            loss = (output * weight.view_as(output)).sum()
-            results[impl] = (output.detach(), *torch.autograd.grad(loss, list(leaves.values())))
-        for impl in config.impls:
-            for number, parts in enumerate(
-                zip(results[impl], results["reference"], results["oracle"], strict=True)
-            ):
+def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
+    """The cases that can run here, and why the others cannot."""
+    asked = [
+        Case(mechanism, impl, passed)
+        for mechanism, impl, passed in product(config.mechanisms, config.impls, config.passes)
+        if exists(mechanism, impl)
+    ]
+    reasons = {case: obstacle(config, *case) for case in asked}
+    return (
+        [case for case in asked if reasons[case] is None],
+        {case: reason for case, reason in reasons.items() if reason is not None},
+    )
+
+
+def check(config: Bench, cases: Sequence[Case]) -> None:
+    """Raise unless every case matches the fp64 definition, with the gradients if it has them."""
+    for (mechanism, passed), group in groupby(
+        sorted(cases, key=lambda case: (case.mechanism, case.passed)),
+        lambda case: (case.mechanism, case.passed),
+    ):
+        plain = _results(config, mechanism, "reference", passed, config.torch_dtype)
+        exact = _results(config, mechanism, "reference", passed, torch.float64)
+        for case in group:
+            found = _results(config, mechanism, case.impl, passed, config.torch_dtype)
+            for number, parts in enumerate(zip(found, plain, exact, strict=True)):
                 try:
                     assert_matches_oracle(f"result {number}", *parts, terms=_CHECKED_TOKENS)
                 except AssertionError as error:
-                    raise ValueError(f"{mechanism} {impl} is wrong, not timed: {error}") from None
+                    raise ValueError(
+                        f"{mechanism} {case.impl} is wrong, not timed: {error}"
+                    ) from None
+
+
+def _results(
+    config: Bench, mechanism: str, impl: str, passed: str, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """The output at a small size from inputs rounded to the measured precision, and gradients."""
+    leaves = draw(config, mechanism, _CHECKED_TOKENS, passed)
+    backward = passed == "forward+backward"
+    leaves = {
+        name: x.to(_precision(config, name)).to(_as(name, dtype)).requires_grad_(backward)
+        for name, x in leaves.items()
+    }
+    output = call(mechanism, impl, leaves)
+    if not backward:
+        return (output,)
+    weight = torch.linspace(-1, 1, output.numel(), dtype=dtype, device=output.device)
+    loss = (output * weight.view_as(output)).sum()
+    return (output.detach(), *torch.autograd.grad(loss, list(leaves.values())))
+
+
+def _precision(config: Bench, name: str) -> torch.dtype:
+    return _as(name, config.torch_dtype)
+
+
+def _as(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Inputs come in the measured precision; the running sums of selection in fp32 at least."""
+    return torch.promote_types(dtype, torch.float32) if name == "state" else dtype
 
 
 def format_table(records: list[dict]) -> str:
@@ -135,9 +185,11 @@ def format_table(records: list[dict]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _measure(config: Bench, tokens: int, passed: str) -> Iterator[dict]:
-    cases = [("sdpa", "torch"), *((m, i) for m in config.mechanisms for i in config.impls)]
-    runs = [_runner(config, mechanism, impl, tokens, passed) for mechanism, impl in cases]
+def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict]:
+    if not cases:
+        return
+    cases = [Case("sdpa", "torch", cases[0].passed), *cases]
+    runs = [_runner(config, case, tokens) for case in cases]
     times: list[list[float]] = [[] for _ in cases]
     for run in runs:
         run()
@@ -149,77 +201,38 @@ def _measure(config: Bench, tokens: int, passed: str) -> Iterator[dict]:
             _synchronize()
             taken.append((time.perf_counter() - start) * 1e3)
     del runs
-    for (mechanism, impl), taken in zip(cases, times, strict=True):
+    for case, taken in zip(cases, times, strict=True):
         ratios = [mine / sdpa for mine, sdpa in zip(taken, times[0], strict=True)]
         yield {
-            "mechanism": mechanism,
-            "impl": impl,
-            "pass": passed,
+            "mechanism": case.mechanism,
+            "impl": case.impl,
+            "pass": case.passed,
             "tokens": tokens,
             "ms": statistics.median(taken),
             "low_ms": _quantile(taken, 0.2),
             "high_ms": _quantile(taken, 0.8),
             "sdpa_ratio": statistics.median(ratios),
-            "peak_mib": _peak(config, mechanism, impl, tokens, passed) if config.memory else None,
+            "peak_mib": _peak(config, case, tokens) if config.memory else None,
         }
 
 
-def _runner(
-    config: Bench, mechanism: str, impl: str, tokens: int, passed: str
-) -> Callable[[], object]:
-    leaves = _draw(config, mechanism, tokens)
-    leaves = {name: x.to(_DTYPES[config.dtype]) for name, x in leaves.items()}
-    backward = passed == "forward+backward"
-    for x in leaves.values():
-        x.requires_grad_(backward)
+def _runner(config: Bench, case: Case, tokens: int) -> Callable[[], object]:
+    leaves = draw(config, case.mechanism, tokens, case.passed)
+    backward = case.passed == "forward+backward"
+    leaves = {
+        name: x.to(_precision(config, name)).requires_grad_(backward) for name, x in leaves.items()
+    }
 
     def run() -> object:
-        output = _call(mechanism, leaves, impl)
+        output = call(case.mechanism, case.impl, leaves)
         return torch.autograd.grad(output.sum(), list(leaves.values())) if backward else output
 
     return run
 
 
-def _draw(config: Bench, mechanism: str, tokens: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    heads = config.heads
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, dtype=torch.float64)
-
-    leaves = {name: normal(config.batch, heads, tokens, config.dim) for name in ("q", "k", "v")}
-    if mechanism == "mta-identity":
-        leaves["conv"] = torch.zeros(heads, 6, 11, dtype=torch.float64)
-        leaves["conv"][:, -1, 5] = 1
-    if mechanism in ("mta-pre", "mta"):
-        leaves["conv"] = normal(heads, 6, 11) / 6
-    if mechanism == "mta":
-        leaves["post_conv"] = normal(heads, 6, 11) / 6
-    if mechanism in ("mta", "talking-heads"):
-        leaves["mix"] = normal(1, heads, heads) / heads**0.5
-        leaves["post_mix"] = normal(1, heads, heads) / heads**0.5
-    if mechanism == "differential":
-        leaves["v"] = torch.cat([leaves["v"][:, ::2], leaves["v"][:, 1::2]], dim=-1)
-        leaves["lam"] = torch.tensor(0.5, dtype=torch.float64)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: x.to(device) for name, x in leaves.items()}
-
-
-def _call(mechanism: str, leaves: dict[str, Tensor], impl: str) -> Tensor:
-    q, k, v = leaves["q"], leaves["k"], leaves["v"]
-    rest = {name: x for name, x in leaves.items() if name not in ("q", "k", "v")}
-    if mechanism == "sdpa":
-        return scaled_dot_product_attention(q, k, v, is_causal=True)
-    if mechanism == "selective":
-        return selective_attention(q, k, v, impl=impl).output
-    if mechanism == "differential":
-        return differential_attention(q, k, v, **rest, impl=impl)
-    return multi_token_attention(q, k, v, **rest, impl=impl)
-
-
-def _peak(config: Bench, mechanism: str, impl: str, tokens: int, passed: str) -> float | None:
+def _peak(config: Bench, case: Case, tokens: int) -> float:
     if torch.cuda.is_available():
-        run = _runner(config, mechanism, impl, tokens, passed)
+        run = _runner(config, case, tokens)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -227,8 +240,9 @@ def _peak(config: Bench, mechanism: str, impl: str, tokens: int, passed: str) ->
     return peak_memory_mib(
         "import torch\nfrom heedful import bench\n"
         f"config = bench.Bench(**{asdict(config)!r})\n"
-        f"bench._runner(config, {mechanism!r}, {impl!r}, 64, {passed!r})()\n"
-        f"run = bench._runner(config, {mechanism!r}, {impl!r}, {tokens}, {passed!r})\n"
+        f"case = bench.Case(*{tuple(case)!r})\n"
+        "bench._runner(config, case, 64)()\n"
+        f"run = bench._runner(config, case, {tokens})\n"
     )
 
 

@@ -42,13 +42,13 @@ class Bench:
     """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
 
     mechanisms: tuple[str, ...] = ("mta-pre", "mta", "talking-heads", "selective", "differential")
-    """Among mta-pre, mta-identity, mta, talking-heads, selective, differential."""
-    impls: tuple[str, ...] = ("reference", "tiled")
-    """Among reference, tiled."""
+    """Among mta-pre, mta-identity, mta-post, mta, talking-heads, selective, differential."""
+    impls: tuple[str, ...] = ("reference", "tiled", "fused", "x-transformers", "flex", "liger")
+    """Among these; what cannot run here is left out, and said."""
     lengths: tuple[int, ...] = (1024, 2048)
     """Tokens."""
     passes: tuple[str, ...] = ("forward", "forward+backward")
-    """Among forward, forward+backward."""
+    """Among forward, forward+backward, decode (one new token with T keys)."""
     batch: int = 1
     heads: int = 8
     dim: int = 64
@@ -60,7 +60,7 @@ class Bench:
     memory: bool = True
     """Also measure peak memory, each case in a process of its own."""
     out: Path | None = None
-    """Write the records here as JSON lines."""
+    """Write the records here as JSON lines, and a picture of them beside it (.svg)."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,17 @@ def _bench(command: Bench) -> int:
 
     options = {field.name: getattr(command, field.name) for field in fields(command)}
     out = options.pop("out")
-    records = bench.bench(bench.Bench(**options), out)
+    config = bench.Bench(**options)
+    left_out = bench.cases_here(config)[1]
+    for reason in dict.fromkeys(left_out.values()):
+        cases = [" ".join(case) for case, why in left_out.items() if why == reason]
+        print(f"left out: {', '.join(cases)}: {reason}", file=sys.stderr)
+    records = bench.bench(config, out)
     print(bench.format_table(records))
+    if out is not None:
+        from heedful.bench_plot import plot
+
+        plot(records, out.with_suffix(".svg"))
     return 0
 
 

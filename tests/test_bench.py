@@ -1,0 +1,89 @@
+"""`heedful bench`: what it times is right, and what it cannot time it says."""
+
+import json
+
+import pytest
+import torch
+
+from heedful.bench import Bench, bench, cases_here, check
+from heedful.bench_cases import OURS, PASSES, call, draw
+from heedful.cli import main
+from heedful.ops import selective_attention
+
+
+def test_bench_writes_records_and_a_table(tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    arguments = ["--lengths", "128", "--rounds", "2", "--heads", "2", "--dim", "16"]
+    with pytest.raises(SystemExit) as stop:
+        arguments += ["--impls", "reference", "tiled", "fused", "--passes", *PASSES]
+        main(["bench", "--mechanisms", "selective", *arguments, "--no-memory", "--out", str(out)])
+    assert stop.value.code == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    cases = [(r["mechanism"], r["impl"], r["pass"]) for r in records]
+    each = [("sdpa", "torch"), ("selective", "reference"), ("selective", "tiled")]
+    assert cases == [(*case, p) for p in ("forward", "forward+backward", "decode") for case in each]
+    assert all(r["low_ms"] <= r["ms"] <= r["high_ms"] for r in records)
+    said = capsys.readouterr()
+    assert said.out.count("selective") == 6
+    assert "left out: selective fused forward, " in said.err and "impl='fused' cannot" in said.err
+    assert "<svg" in out.with_suffix(".svg").read_text()
+
+
+def test_bench_does_not_time_what_is_wrong(monkeypatch):
+    import heedful.ops.selective.api as api
+
+    right = api.selective_attention_tiled
+
+    def leaks(q, *rest, **options):
+        output, *others = right(q, *rest, **options)
+        return output + 1e-3, *others
+
+    monkeypatch.setattr(api, "selective_attention_tiled", leaks)
+    with pytest.raises(ValueError, match="selective tiled is wrong, not timed"):
+        bench(Bench(mechanisms=("selective",), lengths=(64,), rounds=1, memory=False))
+
+
+def test_bench_checks_every_mechanism():
+    config = Bench(heads=4, dim=16, impls=OURS, passes=PASSES)
+    check(config, cases_here(config)[0])
+
+
+@pytest.mark.parametrize("impl", ["x-transformers", "flex"])
+def test_others_implementations_compute_the_same(impl):
+    config = Bench(heads=4, dim=16, impls=(impl,))
+    cases, reasons = cases_here(config)
+    assert [case.mechanism for case in cases][:1] == ["selective"], reasons
+    check(config, cases)
+
+
+def test_bench_says_when_nothing_can_run():
+    with pytest.raises(ValueError, match="impls: none of flex can run these cases here"):
+        bench(Bench(mechanisms=("mta",), impls=("flex",)))
+
+
+@pytest.mark.parametrize("mechanism", ["mta", "mta-pre", "selective", "talking-heads"])
+def test_decoding_is_the_last_row_of_the_whole(mechanism):
+    config = Bench(heads=4, dim=16)
+    whole, step = (draw(config, mechanism, 40, passed) for passed in ("forward", "decode"))
+    assert step["q"].shape[2] == {"mta": 11, "mta-pre": 6}.get(mechanism, 1)
+    if mechanism == "selective":
+        before = {name: x[:, :, :-1] for name, x in whole.items()}
+        step["state"] = selective_attention(**before, impl="reference").state
+    torch.testing.assert_close(
+        call(mechanism, "reference", step), call(mechanism, "reference", whole)[:, :, -1:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mechanisms": ("mtaa",)}, "mechanisms must be among"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"heads": 3}, "heads must be even"),
+        ({"lengths": (0,)}, "lengths must be positive"),
+        ({"rounds": 0}, "rounds must be at least 1"),
+    ],
+)
+def test_bench_refuses_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Bench(**options)
