@@ -11,6 +11,11 @@ from jaxtyping import install_import_hook
 # process without it.
 CHECKED = [
     "heedful.ops.tiles",
+    "heedful.ops.spans",
+    "heedful.ops.standard",
+    "heedful.ops.mta.identity",
+    "heedful.ops.mta.low_rank",
+    "heedful.ops.mta.wide",
     *(
         f"heedful.ops.{mechanism}.{part}"
         for mechanism in ("mta", "selective", "differential")

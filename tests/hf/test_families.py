@@ -33,6 +33,19 @@ def test_outputs_are_unchanged_in_fp64(family, mechanism):
 
 
 @every
+@pytest.mark.parametrize("mechanism", UNCHANGING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_of_whole_rows_are_unchanged_to_the_last_bit(family, mechanism, dtype):
+    # A window that cuts something takes our own tiles: unchanged, but only up to rounding.
+    wide = {"sliding_window": 30} if "sliding_window" in FAMILIES[family] else {}
+    model = tiny(family, dtype, **wide)
+    ids = tokens()
+    before = logits(model, ids)
+    heedful.convert(model, UNCHANGING[mechanism])
+    assert torch.equal(logits(model, ids), before)
+
+
+@every
 @pytest.mark.parametrize("mechanism", ["mta", "selective with an extra head"])
 def test_outputs_in_fp32_err_no_more_than_the_unconverted_model(family, mechanism):
     model = tiny(family, torch.float32)

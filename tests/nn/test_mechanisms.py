@@ -27,7 +27,7 @@ CONFIGS = {
     "another head": Selective(head=3),
     "first tokens hidden": Selective(protect_first=False),
     "pairs": TalkingHeads(group=2),
-    "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity"),
+    "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity", "depth"),
 }
 
 
@@ -48,6 +48,7 @@ def test_json_names_kind_and_every_field():
         "norm": "depth",
         "gate": "none",
         "gate_start": "published",
+        "input_scaling": "none",
     }
 
 

@@ -55,16 +55,20 @@ def _qkv(shape: Shape) -> dict[str, Tensor]:
     }
 
 
-def _mta(name: str, **sizes: tuple[int, ...]) -> Mechanism:
+def _mta(name: str, rank: int | None = None, **sizes: tuple[int, ...]) -> Mechanism:
     def draw(shape: Shape) -> dict[str, Tensor]:
         tensors = _qkv(shape)
         for part, size in sizes.items():
-            if part.endswith("conv"):
-                full = (shape.heads, *size)
-            else:
+            if not part.endswith("conv"):
                 group = size[0] or shape.heads
-                full = (shape.heads // group, group, group)
-            tensors[part] = torch.randn(full, dtype=torch.float64) / full[-1] ** 0.5
+                tensors[part] = torch.randn(shape.heads // group, group, group).double()
+            elif rank is None:
+                tensors[part] = torch.randn(shape.heads, *size).double()
+            else:  # of few bits, so that the kernel has its rank in every precision
+                rows, columns = (torch.randn(shape.heads, n, rank).mul(4).round() for n in size)
+                tensors[part] = (rows @ columns.mT).double() / 64
+            if rank is None:
+                tensors[part] /= tensors[part].shape[-1] ** 0.5
         return tensors
 
     def call(x, impl, visibility):
@@ -128,6 +132,7 @@ def _differential() -> Mechanism:
 
 MECHANISMS = [
     _mta("mta-pre-conv", conv=(3, 5)),
+    _mta("mta-rank-one", rank=1, conv=(6, 11)),
     _mta("mta-post-conv", post_conv=(3, 5)),
     _mta("talking-heads", mix=(0,), post_mix=(0,)),
     _mta("mta-full", conv=(6, 11), post_conv=(6, 11), mix=(2,), post_mix=(0,)),

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
+from heedful.ops.standard import standard_attention
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class StandardAttention(nn.Module):
         """Softmax attention; padded queries get zeros. `hidden` is not used."""
         visibility = Visibility() if visibility is None else visibility
         queries, keys = q.shape[2], k.shape[2]
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        grouped = q.shape[1] != k.shape[1]
-        # SDPA's is_causal aligns unequal lengths at the top, Visibility at the bottom.
-        if visibility.plain and (queries == keys or queries == 1 or not visibility.causal):
-            causal = visibility.causal and queries > 1
-            return sdpa(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        if visibility.plain:
+            out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
+            if out is not None:
+                return out
         visible = visibility.dense(queries, keys, q.device)[:, None]
         blind = ~visible.any(-1, keepdim=True)  # such a row would divide by zero: let it see all
-        out = sdpa(q, k, v, attn_mask=visible | blind, scale=scale, enable_gqa=grouped)
+        grouped = q.shape[1] != k.shape[1]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible | blind, scale=scale, enable_gqa=grouped
+        )
         return out.masked_fill(blind, 0)

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.mta.identity import identity_attention
+from heedful.ops.mta.low_rank import LowRank, low_rank
 from heedful.ops.mta.tile import correlate, correlate_backward, mix_heads, mix_heads_backward
 from heedful.ops.tiles import (
     Field,
@@ -78,6 +80,23 @@ class _Tile(NamedTuple):
     p: Tensor
 
 
+def _forward_tile(
+    q: Tensor, k: Tensor, kernels: _Kernels, wide: LowRank | None, field: Field, scale: float,
+    rows: range,
+) -> _Tile:  # fmt: skip
+    """The tile without what only the backward needs."""
+    if wide is None:
+        return _tile(q, k, kernels, field, scale, rows)._replace(z=None, c=None)
+    write = range(rows.start, min(rows.stop + kernels.below, q.shape[2]))
+    owned = range(field.offset + rows.start, field.offset + rows.stop)
+    columns = field.columns(owned, kernels.aside)
+    hidden = field.hidden(owned, columns)
+    x = wide.logits(rows, columns, field.offset)
+    if kernels.mix is not None:
+        x = mix_heads(x, kernels.mix)
+    return _Tile(rows, rows, write, columns, hidden, None, None, softmax_(x, hidden))
+
+
 def _tile(q: Tensor, k: Tensor, kernels: _Kernels, field: Field, scale: float, rows: range):
     queries, offset = q.shape[2], field.offset
     read = range(max(0, rows.start - kernels.above), rows.stop)
@@ -118,12 +137,17 @@ def _tiled(
     causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     dtype, heads = q.dtype, q.shape[1]
+    sight = Sight(segments, documents, causal, window)
+    out = identity_attention(q, k, v, (conv, post_conv), (mix, post_mix), sight, scale)
+    if out is not None:
+        return out
     q, k, v = widen(q), spread_heads(widen(k), heads), spread_heads(widen(v), heads)
     kernels = _as_kernels(q, conv, post_conv, mix, post_mix)
-    field = Field(Sight(segments, documents, causal, window), q.shape[2], k.shape[2], q.device)
+    field = Field(sight, q.shape[2], k.shape[2], q.device)
+    wide = None if conv is None else low_rank(q, k, kernels.conv, field.sight, scale)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     for start, stop in row_blocks(q.shape[2], field.rows_per_block(heads)):
-        tile = _tile(q, k, kernels, field, scale, range(start, stop))._replace(z=None, c=None)
+        tile = _forward_tile(q, k, kernels, wide, field, scale, range(start, stop))
         a = tile.p
         if post_conv is not None:
             a = _convolve_probabilities(tile, kernels, field)[0]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.standard import standard_attention
 from heedful.ops.tiles import (
     ROWS,
     Field,
@@ -111,8 +112,16 @@ def _tiled(
     segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
     batch, selectors, queries, _ = selector_q.shape
+    whole = segments is None and (window is None or window >= k.shape[2])
+    if whole and state is None and tau is None:
+        out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
+        if out is not None:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
+            blocks = len(range(0, queries, ROWS))
+            return out, base, base.new_zeros(batch, 0), base.expand(blocks, -1, -1, -1).clone()
+    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
     base = x.q.new_zeros(batch, selectors, k.shape[2])
     if state is not None:
         base += state
@@ -129,6 +138,19 @@ def _tiled(
             kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
     return out.to(q.dtype), base, memory, torch.stack(bases)
+
+
+def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor | None:
+    """Standard attention, to the last bit, while a selector initialised to zero is untrained.
+
+    Not on a GPU, where this look at the selector would stall the stream.
+    """
+    if q.is_cuda or v.shape[3] != q.shape[3]:
+        return None
+    if bool(selector_q.any()) and bool(selector_k.any()):
+        return None
+    out = standard_attention(q, k, v, causal=True, scale=scale)
+    return None if out is None else out.contiguous()
 
 
 @_tiled.register_fake

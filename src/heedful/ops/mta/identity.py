@@ -1,0 +1,42 @@
+"""Multi-token attention while its parameters are the identity: standard attention, bit for bit."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.standard import standard_attention
+from heedful.ops.tiles import Sight
+
+
+def identity_attention(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    kernels: tuple[Tensor | None, ...],
+    mixings: tuple[Tensor | None, ...],
+    sight: Sight,
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"] | None:
+    """What torch's own kernel computes; `None` where a parameter is not the identity any more.
+
+    So a freshly converted model gives the very logits that it gave before. `None` too where the
+    visibility needs a mask, and on a GPU, where looking at a parameter would stall the stream.
+    """
+    window = sight.window is not None and sight.window < k.shape[2]
+    if q.is_cuda or sight.segments is not None or window:
+        return None
+    if v.shape[3] != q.shape[3]:  # torch would take its dense path
+        return None
+    if not all(x is None or _is_identity_kernel(x) for x in kernels):
+        return None
+    if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in mixings):
+        return None
+    out = standard_attention(q, k, v, causal=sight.causal, scale=scale)
+    return None if out is None else out.contiguous()
+
+
+def _is_identity_kernel(kernel: Float[Tensor, "H cq ck"]) -> bool:
+    rows, columns = kernel.shape[1:]
+    identity = torch.zeros(rows, columns)
+    identity[-1, columns // 2] = 1
+    return bool((kernel == identity).all())

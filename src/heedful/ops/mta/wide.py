@@ -1,0 +1,182 @@
+"""The convolution before the softmax as ordinary attention with wider heads, but for a narrow band.
+
+Conv(Mask_0(S))[i, j] = sum_{a, c} theta[cq-1-a, c] Z[i-a, j-h+c] with h = (ck-1)/2 (MTA eq. 5).
+Wherever Mask_0 hides nothing that the kernel reaches, any factorisation theta[cq-1-a, c] =
+sum_r left[r, a] right[r, c] gives
+
+    C[i, j] = scale sum_r q^r_i . k^r_j,    q^r_i = sum_a left[r, a] q_{i-a},
+                                            k^r_j = sum_c right[r, c] k_{j-h+c}:
+
+plain attention with heads r times as wide. Segments fit in exactly: a term of another document, of
+padding or of a row that does not exist is left out of q^r and k^r. The causal edge and the window's
+edge do not fit, as they run along the diagonal: there Mask_0 hides S[i', j'] with j' > i' (the
+future of its own row, eq. 5 against eq. 4) or i' - j' >= window. They concern only the distances
+i - j of a `Band`; its logits are sums of scores at few distances, computed apart, and *replace*
+those above. Subtracting the hidden terms instead would leave their rounding, hence a trace of
+future tokens. Nothing here is T x T, and all of it is differentiable.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from heedful.ops.tiles import Sight, widen
+
+_BLOCK = 32  # tokens per small matrix product
+
+
+class Band(NamedTuple):
+    """Distances i - j whose logits an edge of visibility cuts, and of the scores they sum.
+
+    Each is a run near the diagonal and, with a window, a run near its far end; either can be empty.
+    """
+
+    near: range
+    far: range
+    near_scores: range
+    far_scores: range
+
+    @property
+    def width(self) -> int:
+        return len(self.near) + len(self.far)
+
+    @property
+    def logits(self) -> list[int]:
+        return [*self.near, *self.far]
+
+    @property
+    def scores(self) -> list[int]:
+        return [*self.near_scores, *self.far_scores]
+
+
+def band_of(rows: int, columns: int, sight: Sight) -> Band:
+    """The band of a kernel with `rows` (c_q) and `columns` (c_k); empty if not causal."""
+    none, aside = range(0), columns // 2
+    if not sight.causal:
+        return Band(none, none, none, none)
+    near = range(aside + rows - 1)
+    if sight.window is None:
+        return Band(near, none, range(near.stop + aside if near else 0), none)
+    # A small window makes the runs meet; then the first owns what both would hold.
+    near = range(min(near.stop, sight.window))
+    far = range(max(near.stop, sight.window - aside), sight.window)
+    near_scores = range(min(near.stop + aside, sight.window) if near else 0)
+    far_scores = none
+    if far:
+        far_scores = range(max(near_scores.stop, far.start - aside - rows + 1), sight.window)
+    return Band(near, far, near_scores, far_scores)
+
+
+def wide_queries(
+    q: Float[Tensor, "B H Tq D"], left: Float[Tensor, "H r cq"], sight: Sight
+) -> Float[Tensor, "B H r Tq D"]:
+    """q^r_i = sum_a left[r, a] q_{i-a} over the queries of i's own segment."""
+    segments = None if sight.segments is None else sight.segments[:, -q.shape[2] :]
+    return _filter(q, left.flip(-1), left.shape[2] - 1, segments)
+
+
+def wide_keys(
+    k: Float[Tensor, "B Hk Tk D"], right: Float[Tensor, "H r ck"], sight: Sight
+) -> Float[Tensor, "B H r Tk D"]:
+    """k^r_j = sum_c right[r, c] k_{j-h+c} over the keys of j's own segment, one per query head."""
+    return _filter(k, right, right.shape[2] // 2, sight.segments)
+
+
+def band_logits(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    conv: Float[Tensor, "H cq ck"],
+    sight: Sight,
+    scale: float,
+) -> Float[Tensor, "B H Tq n"]:
+    """Conv(Mask_0(S))[i, i-d] for every distance d of the band in turn, fp32 at least.
+
+    Entries with i - d before the first key or in another segment are finite and mean nothing.
+    """
+    q, k = widen(q), widen(k)
+    queries, rows, columns = q.shape[2], conv.shape[1], conv.shape[2]
+    band = band_of(rows, columns, sight)
+    parts = [_diagonals(q, k, x) for x in (band.near_scores, band.far_scores) if x]
+    if not parts:
+        return q.new_zeros(*q.shape[:3], 0)
+    scores = torch.cat(parts, dim=-1) * scale  # Z[i, i-e]: e is never negative, nor >= window
+    at, of = (torch.tensor(x, device=q.device) for x in (band.scores, band.logits))
+    segments = sight.segments
+    if segments is not None:
+        scores = scores * _same_segment(segments, queries, at)[:, None]
+    # c = d + h - a - e; a column of zeros stands for every c outside the kernel.
+    column = of[None, :] + columns // 2 - at[:, None]
+    kernel = F.pad(conv.to(q.dtype), (0, 1))
+    total = q.new_zeros(())
+    for a in range(rows):
+        above = F.pad(scores, (0, 0, a, 0))[:, :, :queries]
+        if segments is not None and a:
+            back = torch.tensor([a], device=q.device)
+            above = above * _same_segment(segments, queries, back)[:, None]
+        c = column - a
+        c = c.masked_fill((c < 0) | (c >= columns), columns)
+        total = total + above @ kernel[:, rows - 1 - a, c]
+    return total
+
+
+def _filter(
+    x: Float[Tensor, "B Hx T D"],
+    weights: Float[Tensor, "H r w"],
+    before: int,
+    segments: Int[Tensor, "#B T"] | None,
+) -> Float[Tensor, "B H r T D"]:
+    """y_t = sum_c weights[c] x_{t-before+c} over t's own segment, as products with small bands.
+
+    A block of outputs is a banded Toeplitz matrix times the tokens that it reaches.
+    """
+    (batch, shared, tokens, dim), (heads, parts, width) = x.shape, weights.shape
+    blocks = -(-tokens // _BLOCK)
+    reach = _BLOCK + width - 1
+    after = blocks * _BLOCK - tokens + width - 1 - before
+    windows = F.pad(x, (0, 0, before, after)).unfold(2, reach, _BLOCK)  # b h n d y
+    # Row t of the matrix holds the weights from column t on: lines one longer than a row shift
+    # by one from row to row.
+    lines = F.pad(weights.to(x.dtype)[:, :, None].expand(-1, -1, _BLOCK, -1), (0, _BLOCK))
+    matrix = lines.flatten(2)[..., : _BLOCK * reach]
+    matrix = matrix.reshape(shared, heads // shared, parts, _BLOCK, reach)  # h g r t y
+    if segments is None:
+        y = torch.einsum("hgrty,bhndy->bhgrntd", matrix, windows)
+    else:
+        known = F.pad(segments, (before, after), value=-2).unfold(1, reach, _BLOCK)
+        same = known[:, :, before : before + _BLOCK, None] == known[:, :, None]  # b n t y
+        y = torch.einsum(
+            "bhgnrty,bhndy->bhgrntd", matrix[:, :, None] * same[:, None, None, :, None], windows
+        )
+    return y.reshape(batch, heads, parts, blocks * _BLOCK, dim)[:, :, :, :tokens]
+
+
+def _diagonals(
+    q: Float[Tensor, "B H Tq D"], k: Float[Tensor, "B Hk Tk D"], distances: range
+) -> Float[Tensor, "B H Tq n"]:
+    """q_i . k_{i-e} for every distance e in turn, 0 where there is no such key."""
+    (batch, heads, queries, dim), (_, shared, keys, _) = q.shape, k.shape
+    blocks, width = -(-queries // _BLOCK), len(distances)
+    reach = _BLOCK + width - 1
+    first = keys - queries - distances.stop + 1  # the key that the first query reaches furthest
+    needed = blocks * _BLOCK + width - 1
+    around = F.pad(k, (0, 0, max(0, -first), max(0, first + needed - keys)))
+    around = around[:, :, max(0, first) : max(0, first) + needed]
+    windows = around.unfold(2, reach, _BLOCK)  # b h n d y
+    q = F.pad(q, (0, 0, 0, blocks * _BLOCK - queries))
+    q = q.reshape(batch, shared, heads // shared, blocks, _BLOCK, dim)
+    products = torch.einsum("bhgntd,bhndy->bhgnty", q, windows)
+    # Query t of a block meets its keys from column t on; lines one longer put them in column 0.
+    lines = F.pad(products.flatten(-2), (0, _BLOCK)).unflatten(-1, (_BLOCK, reach + 1))
+    return lines[..., :width].flip(-1).reshape(batch, heads, -1, width)[:, :, :queries]
+
+
+def _same_segment(
+    segments: Int[Tensor, "B Tk"], queries: int, distances: Int[Tensor, " n"]
+) -> Bool[Tensor, "B Tq n"]:
+    """Query token i and token i - e are of the same segment."""
+    keys = segments.shape[1]
+    token = torch.arange(keys - queries, keys, device=segments.device)[:, None] - distances
+    return (segments[:, token.clamp(min=0)] == segments[:, -queries:, None]) & (token >= 0)
