@@ -1,6 +1,8 @@
 """`heedful bench`: what it times is right, and what it cannot time it says."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from heedful.bench import Bench, bench, cases_here, check
 from heedful.bench_cases import OURS, PASSES, call, draw
 from heedful.cli import main
 from heedful.ops import selective_attention
+
+STEP = Path(__file__).parent.parent / "benchmarks" / "training_step.py"
 
 
 def test_bench_writes_records_and_a_table(tmp_path, capsys):
@@ -87,3 +91,20 @@ def test_decoding_is_the_last_row_of_the_whole(mechanism):
 def test_bench_refuses_wrong_options(options, message):
     with pytest.raises(ValueError, match=message):
         Bench(**options)
+
+
+def test_training_steps_of_a_small_model(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("training_step", STEP)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    out = tmp_path / "steps.jsonl"
+    sizes = "--layers 3 --hidden 32 --heads 4 --feed-forward 48 --vocabulary 50 --batch 2"
+    arguments = [*sizes.split(), "--tokens", "40", "--steps", "2", "--device", "cpu"]
+    assert module.main([*arguments, "--out", str(out)]) == 0
+    standard, mta = (json.loads(line) for line in out.read_text().splitlines())
+    extra = 3 * (2 * 4 * 4 + 8 + 8 + 1) + 1 * 2 * 4 * 66  # mixing, norm, gate; one convolved layer
+    assert mta["parameters"] == standard["parameters"] + extra
+    for record in (standard, mta):
+        speed = record["tokens_per_second"] * record["step_ms"]
+        assert speed == pytest.approx(1000 * 2 * 40) and record["peak_mib"] > 0
+    assert "mta-published" in capsys.readouterr().out

@@ -349,3 +349,15 @@ def test_scaled_inputs_need_an_mlp():
     for layer in model.model.layers:
         layer.perceptron = layer._modules.pop("mlp")
     refuse(model, "no MLP .* use input_scaling='none'", MultiToken(input_scaling="depth"))
+
+
+@every
+def test_training_under_autocast(name):
+    model = tiny(dtype=torch.float32)
+    heedful.convert(model, EVERYWHERE[name])
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens(), labels=tokens()).loss
+    loss.backward()
+    for parameter, p in model.named_parameters():
+        assert p.grad is not None and bool(p.grad.isfinite().all()), parameter

@@ -235,6 +235,20 @@ def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, 
         assert torch.equal(mechanism.run(alone, impl)[0][0], whole["output 0"][row])
 
 
+@every
+@each_impl
+def test_autocast_casts_the_inputs_and_nothing_else(mechanism, impl):
+    tensors = {n: x.float() for n, x in mechanism.draw(Shape(batch=1).long(100)).items()}
+    tokens = [name for name in tensors if name in mechanism.per_token]
+    half = {n: x.bfloat16() if n in tokens else x for n, x in tensors.items()}
+    expected = with_grads(mechanism, half, impl, None)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = with_grads(mechanism, tensors, impl, None)
+    for name, x in actual.items():
+        assert torch.equal(x, expected[name].to(x.dtype)), name
+        assert name.startswith("grad") or x.dtype == expected[name].dtype
+
+
 PROGRAM = """
 import torch
 from heedful.ops import *

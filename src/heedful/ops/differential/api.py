@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
 from heedful.ops.impl import Impl, choose
@@ -42,6 +43,7 @@ def differential_attention(
 
     Source: Ye et al., "Differential Transformer", arXiv 2410.05258, equation 1.
     """
+    q, k, v = cast_inputs(q, k, v)
     check_qkv(q, k, v, value_heads="pairs")
     pairs = q.shape[1] // 2
     for name, x in (("q", q), ("k", k)):
@@ -62,4 +64,4 @@ def differential_attention(
     run = (
         differential_attention_reference if chosen == "reference" else differential_attention_tiled
     )
-    return run(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)
+    return without_autocast(run)(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)

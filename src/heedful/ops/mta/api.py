@@ -3,6 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
@@ -53,6 +54,7 @@ def multi_token_attention(
 
     Source: Golovneva et al., "Multi-Token Attention", arXiv 2504.00927, equations 5-7.
     """
+    q, k, v = cast_inputs(q, k, v)
     check_qkv(q, k, v)
     batch, heads, queries, _ = q.shape
     visibility = check_visibility(visibility, batch, queries, k.shape[2])
@@ -63,7 +65,7 @@ def multi_token_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = choose("multi_token_attention", impl, {"fused": "no fused kernel is built in"})
     run = multi_token_attention_reference if chosen == "reference" else multi_token_attention_tiled
-    return run(
+    return without_autocast(run)(
         q,
         k,
         v,

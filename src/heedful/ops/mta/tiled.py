@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.autocast import without_autocast
 from heedful.ops.mta.identity import identity_attention
 from heedful.ops.mta.low_rank import LowRank, low_rank
 from heedful.ops.mta.tile import correlate, correlate_backward, mix_heads, mix_heads_backward
@@ -242,7 +243,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     tensors = ctx.saved_tensors
-    grads = _tiled_backward(grad, *tensors, *ctx.options)
+    grads = without_autocast(_tiled_backward)(grad, *tensors, *ctx.options)
     given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
     return *given, None, None, None, None, None
 

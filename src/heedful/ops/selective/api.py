@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
@@ -73,6 +74,7 @@ def selective_attention(
     Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
     section 3; memory loss, section 4.
     """
+    q, k, v, selector_q, selector_k = cast_inputs(q, k, v, selector_q, selector_k)
     check_qkv(q, k, v)
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
@@ -93,7 +95,7 @@ def selective_attention(
     chosen = choose("selective_attention", impl, {"fused": "no fused kernel is built in"})
     run = selective_attention_reference if chosen == "reference" else selective_attention_tiled
     return SelectiveOutput(
-        *run(
+        *without_autocast(run)(
             q,
             k,
             v,

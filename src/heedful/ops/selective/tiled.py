@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.autocast import without_autocast
 from heedful.ops.standard import standard_attention
 from heedful.ops.tiles import (
     ROWS,
@@ -223,7 +224,9 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, grad_state, grad_memory, _):
-    *grads, later = _tiled_backward(grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options)
+    *grads, later = without_autocast(_tiled_backward)(
+        grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
+    )
     state = None if ctx.state_dtype is None else later.to(ctx.state_dtype)
     return *grads, state, None, None, None, None, None
 
