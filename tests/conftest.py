@@ -13,6 +13,7 @@ CHECKED = [
     "heedful.ops.tiles",
     "heedful.ops.spans",
     "heedful.ops.standard",
+    "heedful.ops.mta.blocks",
     "heedful.ops.mta.identity",
     "heedful.ops.mta.low_rank",
     "heedful.ops.mta.wide",

@@ -10,6 +10,7 @@ from torch import Tensor
 from heedful.ops.visibility import see
 
 ROWS = 64
+STEP = 128  # columns
 TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
 
 
@@ -36,7 +37,8 @@ class Field:
     def columns(self, rows: range, aside: int = 0) -> range:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
 
-        Nothing is added beyond the tokens' documents: a convolution takes nothing from there.
+        Nothing is added beyond the tokens' documents: a convolution takes nothing from there. The
+        end is rounded up, since torch keeps a compiled convolution for every width that it met.
         """
         start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
         stop = rows.stop + aside if self.sight.causal else self.keys
@@ -44,7 +46,7 @@ class Field:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
             stop = min(stop, max(self._bounds.stop[tokens]))
-        start, stop = min(max(0, start), self.keys - 1), min(self.keys, stop)
+        start, stop = min(max(0, start), self.keys - 1), min(self.keys, -(-stop // STEP) * STEP)
         return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
 
     def rows_per_block(self, heads: int) -> int:

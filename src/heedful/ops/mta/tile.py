@@ -3,6 +3,59 @@
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
+
+from heedful.ops.tiles import Field, softmax_
+
+
+class TorchSteps:
+    """The steps of `blocks.Steps` in torch."""
+
+    def __init__(self, field: Field) -> None:
+        self.field = field
+
+    def rows_per_block(self, heads: int) -> int:
+        return self.field.rows_per_block(heads)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+        return (q * scale) @ k.mT
+
+    def blank(self, x: Tensor, rows: range, columns: range) -> Tensor:
+        """Zero where rows cannot see columns, in place."""
+        return self.field.hidden(rows, columns).fill(x, 0.0)
+
+    def convolve(self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range) -> Tensor:
+        """`rows` are the tokens of the result."""
+        return correlate(_padded(x, above, below), kernel, self._documents(kernel, rows))
+
+    def convolve_backward(
+        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
+    ) -> tuple[Tensor, Tensor]:
+        documents = self._documents(kernel, rows)
+        dx, dkernel = correlate_backward(grad, _padded(x, above, below), kernel, documents)
+        return dx[:, :, above : above + x.shape[2]], dkernel
+
+    def mix(self, x: Tensor, weights: Tensor) -> Tensor:
+        return mix_heads(x, weights)
+
+    def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return mix_heads_backward(grad, x, weights)
+
+    def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
+        return softmax_(logits, self.field.hidden(rows, columns))
+
+    def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
+        return torch._softmax_backward_data(grad, p, -1, grad.dtype)
+
+    def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
+        return self.field.row_documents(rows.start - kernel.shape[1] + 1, rows.stop)
+
+
+def _padded(x: Tensor, above: int, below: int) -> Tensor:
+    return pad(x, (0, 0, above, below)) if above or below else x
 
 
 def correlate(

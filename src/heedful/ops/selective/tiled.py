@@ -187,7 +187,8 @@ def _tiled_backward(
         out_grad = grad[:, :, start:stop]
         dv[:, :, cut] += tile.p.mT @ out_grad
         dp = out_grad @ x.v[:, :, cut].mT
-        dlogits = tile.p * (dp - (tile.p * dp).sum(-1, keepdim=True))
+        dlogits = torch._softmax_backward_data(dp, tile.p, -1, dp.dtype)
+        del dp  # tiles are what the peak is made of
 
         df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
         if tau is not None:
