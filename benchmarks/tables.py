@@ -16,12 +16,14 @@ from heedful.summary import RULE
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
+TEXT = RESULTS / "text-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
     """What fills each marked block, by name."""
     return {
         "compare": compare,
+        "corpora": corpora,
         "bench": lambda: bench("forward+backward"),
         "bench-forward": lambda: bench("forward"),
     }
@@ -36,6 +38,25 @@ def compare() -> str:
     said = "\n".join(f"- {sentence}" for sentence in findings(rows))
     made = origin([record.environment for record in records])
     return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{made}"
+
+
+def corpora() -> str:
+    """Perplexity per byte on texts given with `--data`, with what can be told apart."""
+    if not TEXT.is_file():
+        return _missing(TEXT)
+    records = read_records(TEXT)
+    names = list(dict.fromkeys(record.config["task"]["paths"][0] for record in records))
+    lines, said = [], []
+    for name in names:
+        rows = summarise([r for r in records if r.config["task"]["paths"] == [name]])
+        said += [f"- `{name}`: {sentence.removeprefix('text: ')}" for sentence in findings(rows)]
+        lines.append([f"`{name}`", *(f"{row.mean:.2f} ± {row.std:.2f}" for row in rows)])
+        mechanisms = [row.mechanism for row in rows]
+    seeds = len({record.seed for record in records})
+    about = f"Perplexity per byte, mean and standard deviation of {seeds} seeds."
+    made = origin([record.environment for record in records])
+    table = _markdown(["text", *mechanisms], lines)
+    return "\n\n".join([table, about, "\n".join(said), RULE, made])
 
 
 def bench(passed: str) -> str:

@@ -74,10 +74,11 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 @pytest.mark.parametrize("arguments", commands())
 def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for place in ("my-notes", "notes"):
+    for place in ("my-notes", "notes", "books"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
-    (tmp_path / "book.txt").write_text("a book of one line, and then another line. " * 300)
+    for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
+        (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     real, measure = compare.setups, bench.bench
