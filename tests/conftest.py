@@ -35,6 +35,18 @@ with torch.device("meta"):
 
 
 @pytest.fixture(autouse=True)
+def as_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="fused"` is answered as on a machine without a GPU; but see `interpreted`."""
+    monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: False)
+
+
+@pytest.fixture
+def interpreted(as_without_interpreter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="fused"` runs, in Triton's interpreter."""
+    monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: True)
+
+
+@pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
 

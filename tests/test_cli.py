@@ -31,6 +31,7 @@ def test_doctor_finds_this_machine_sound(capsys):
     printed = capsys.readouterr().out
     assert stop.value.code == 0
     assert "tiled equals reference" in printed and "keeps its logits, and reverts" in printed
+    assert "fused        no: its kernels need a GPU; impl='auto' runs tiled" in printed
     assert "all works" in printed
 
 

@@ -27,14 +27,14 @@ def examine(write: Callable[[str], None] = print) -> int:
     else:
         write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is seen")
     triton = installed("triton")
-    write(f"triton       {triton or 'not installed; nothing needs it yet'}")
+    write(f"triton       {triton or 'not installed; only impl=fused needs it'}")
     for name, check in (("operators", _operators), ("conversion", _conversion)):
         try:
             write(f"{name:<12} {check()}")
         except Exception as error:  # a doctor reports what is broken, whatever it is
             write(f"{name:<12} BROKEN: {type(error).__name__}: {error}")
             sound = False
-    write("fused        no: no fused kernel is built in; impl='auto' runs tiled")
+    write(f"fused        {_fused()}")
     write("all works" if sound else "something is broken: see above")
     return 0 if sound else 1
 
@@ -63,6 +63,19 @@ def _operators() -> str:
     if not worst < 1e-8:
         raise RuntimeError(f"tiled differs from reference by {worst:.2g} in fp64")
     return f"tiled equals reference in fp64 (largest difference {worst:.1g})"
+
+
+def _fused() -> str:
+    """Whether the Triton kernels can be asked for here, and what runs otherwise."""
+    import torch
+
+    from heedful.ops.impl import UNTRIED, no_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reason = no_triton(torch.empty(0, device=device))
+    if reason is not None:
+        return f"no: {reason.split(', and q')[0]}; impl='auto' runs tiled"
+    return f"can be asked for, impl='auto' runs tiled: {UNTRIED}"
 
 
 def _conversion() -> str:

@@ -41,10 +41,12 @@ def with_grads(mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visi
     return named | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def against_oracle(mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility) -> None:
+def against_oracle(
+    mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility, impl: str = "tiled"
+) -> None:
     """Law 2 for one case."""
     tensors = {name: x.to(dtype) for name, x in mechanism.draw(shape).items()}
-    actual = with_grads(mechanism, tensors, "tiled", visibility)
+    actual = with_grads(mechanism, tensors, impl, visibility)
     plain = with_grads(mechanism, tensors, "reference", visibility)
     exact = {name: x.double() for name, x in tensors.items()}
     oracle = with_grads(mechanism, exact, "reference", visibility)
@@ -58,6 +60,13 @@ def against_oracle(mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visib
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
     against_oracle(mechanism, Shape().long(111), dtype, None)
+
+
+@every
+def test_fused_too_through_the_public_functions(mechanism, interpreted):
+    """One case each; the fused kernels have test files of their own."""
+    shape = Shape(batch=1).long(37)
+    against_oracle(mechanism, shape, torch.float32, Visibility(window=30), impl="fused")
 
 
 @every

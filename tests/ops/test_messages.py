@@ -90,11 +90,36 @@ def test_visibility(operator):
 
 @every
 def test_implementations(operator):
-    expected = f"impl='fused' cannot serve this {operator} call: no fused kernel.*; use auto or ref"
+    expected = f"impl='fused' cannot serve this {operator} call: its kernels need a GPU, and q is "
     with pytest.raises(ValueError, match=expected):
         OPERATORS[operator](Q, Q, Q, impl="fused")
     with pytest.raises(ValueError, match=r"impl must be one of auto, .*, fused, got 'flash'"):
         OPERATORS[operator](Q, Q, Q, impl="flash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit"),
+    [
+        ({"q": x(2, 4, 5, 3).double()}, "fp64 has no fused kernel|float64 is not float32"),
+        ({"q": x(2, 4, 5, 300)}, "head dim 300 is above 256"),
+        ({"conv": x(4, 9, 3)}, "c_q 9 is above 8"),
+        ({"post_conv": x(4, 2, 17)}, "c_k 17 is above 15"),
+    ],
+)
+def test_limits_of_the_fused_kernels(interpreted, changes, limit):
+    options = dict(changes)
+    q = options.pop("q", Q)
+    with pytest.raises(ValueError, match=f"impl='fused' cannot serve .* call: .*({limit})"):
+        multi_token_attention(q, q, q, **options, impl="fused")
+    if not options:
+        with pytest.raises(ValueError, match=f"impl='fused' cannot serve .* call: .*({limit})"):
+            selective_attention(q, q, q, impl="fused")
+
+
+def test_triton_is_optional(monkeypatch):
+    monkeypatch.setattr(impl.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        multi_token_attention(Q, Q, Q, impl="fused")
 
 
 def test_auto_says_once_what_it_runs(caplog, monkeypatch):
@@ -102,9 +127,7 @@ def test_auto_says_once_what_it_runs(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="heedful"):
         multi_token_attention(Q, Q, Q)
         multi_token_attention(Q, Q, Q)
-    assert caplog.messages == [
-        "multi_token_attention: impl=auto runs tiled (fused: no fused kernel is built in)"
-    ]
+    assert caplog.messages == [f"multi_token_attention: impl=auto runs tiled ({impl.UNTRIED})"]
 
 
 STEPS = {

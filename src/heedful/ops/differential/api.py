@@ -6,7 +6,8 @@ from torch import Tensor
 from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
-from heedful.ops.impl import Impl, choose
+from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.mta.launch import unsupported
 from heedful.ops.validation import check_parameter, check_qkv, check_visibility
 from heedful.ops.visibility import Visibility
 
@@ -33,7 +34,7 @@ def differential_attention(
         lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
 
     Returns:
         `[B, P, Tq, Dv]` in q's dtype.
@@ -60,8 +61,15 @@ def differential_attention(
         raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {got}")
     check_parameter("lam", lam, tuple(lam.shape), q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen = choose("differential_attention", impl, {"fused": "no fused kernel is built in"})
-    run = (
-        differential_attention_reference if chosen == "reference" else differential_attention_tiled
+    chosen = choose(
+        "differential_attention",
+        impl,
+        lambda: no_triton(q) or unsupported(q.shape[3], v.shape[3], dtype=str(q.dtype)),
     )
+    if chosen == "fused":
+        from heedful.ops.differential.fused import differential_attention_fused as run
+    elif chosen == "tiled":
+        run = differential_attention_tiled
+    else:
+        run = differential_attention_reference
     return without_autocast(run)(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)

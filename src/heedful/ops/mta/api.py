@@ -4,7 +4,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
-from heedful.ops.impl import Impl, choose
+from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.mta.launch import unsupported
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.validation import check_parameter, check_qkv, check_visibility
@@ -44,7 +45,7 @@ def multi_token_attention(
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype; softmax and sums are in fp32 at least.
@@ -63,8 +64,17 @@ def multi_token_attention(
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen = choose("multi_token_attention", impl, {"fused": "no fused kernel is built in"})
-    run = multi_token_attention_reference if chosen == "reference" else multi_token_attention_tiled
+    chosen = choose(
+        "multi_token_attention", impl, lambda: no_triton(q) or _limit(q, v, conv, post_conv)
+    )
+    if chosen == "fused" and post_conv is mix is post_mix is None:
+        from heedful.ops.mta.fused import multi_token_attention_fused as run
+    elif chosen == "fused":
+        from heedful.ops.mta.fused_blocks import multi_token_attention_blocks as run
+    elif chosen == "tiled":
+        run = multi_token_attention_tiled
+    else:
+        run = multi_token_attention_reference
     return without_autocast(run)(
         q,
         k,
@@ -76,6 +86,16 @@ def multi_token_attention(
         visibility=visibility,
         scale=scale,
     )
+
+
+def _limit(q: Tensor, v: Tensor, *kernels: Tensor | None) -> str | None:
+    """Which limit of the fused kernels a call exceeds, in one clause, or `None`."""
+    for kernel in kernels:
+        size = None if kernel is None else tuple(kernel.shape[1:])
+        reason = unsupported(q.shape[3], v.shape[3], conv=size, dtype=str(q.dtype))
+        if reason is not None:
+            return reason
+    return None
 
 
 def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:

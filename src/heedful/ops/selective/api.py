@@ -7,7 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
-from heedful.ops.impl import Impl, choose
+from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.selective.fused_launch import unsupported
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
 from heedful.ops.validation import check_qkv, check_visibility
@@ -63,7 +64,7 @@ def selective_attention(
         protect_first: `False` lets first tokens be hidden (an ablation of the paper).
         visibility: who sees whom; `None` is causal. Must be causal.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
 
     Returns:
         `SelectiveOutput(output, state, memory)`.
@@ -92,8 +93,17 @@ def selective_attention(
         raise ValueError(f"tau must be positive, got {tau}; None computes no memory")
     state = _whole_state(state, (batch, selector_q.shape[1], keys), q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    chosen = choose("selective_attention", impl, {"fused": "no fused kernel is built in"})
-    run = selective_attention_reference if chosen == "reference" else selective_attention_tiled
+    chosen = choose(
+        "selective_attention",
+        impl,
+        lambda: no_triton(q) or unsupported(q, v, selector_q, scale),
+    )
+    if chosen == "fused":
+        from heedful.ops.selective.fused import selective_attention_fused as run
+    elif chosen == "tiled":
+        run = selective_attention_tiled
+    else:
+        run = selective_attention_reference
     return SelectiveOutput(
         *without_autocast(run)(
             q,

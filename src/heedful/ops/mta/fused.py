@@ -1,0 +1,246 @@
+"""Multi-token attention with a convolution before the softmax, fused: flash attention, wide heads.
+
+Per chunk of heads, keys are filtered into wide rows and the band's logits computed
+(fused_widen.py); flash kernels run over both, and in the backward their gradients are folded back
+(fused_fold.py). wide.py says why that is the operator. Nothing is T x T, and the wide rows of a
+chunk take a fixed number of bytes, or what q takes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.autocast import without_autocast
+from heedful.ops.mta import launch
+from heedful.ops.mta.fused_backward import (
+    delta_kernel,
+    keys_kernel,
+    map_kernel,
+    queries_kernel,
+)
+from heedful.ops.mta.fused_call import SPLIT, Call, Widened, call, widen_keys
+from heedful.ops.mta.fused_fold import (
+    fold_keys_kernel,
+    fold_queries_kernel,
+    scores_grad_kernel,
+    theta_grad_kernel,
+)
+from heedful.ops.mta.fused_forward import forward_kernel
+from heedful.ops.spans import key_spans, query_spans
+from heedful.ops.visibility import Visibility
+
+
+def multi_token_attention_fused(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    conv: Float[Tensor, "H cq ck"] | None,
+    post_conv: Float[Tensor, "H cq2 ck2"] | None,
+    mix: Float[Tensor, "n g g"] | None,
+    post_mix: Float[Tensor, "n2 g2 g2"] | None,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """The operator of `multi_token_attention` in Triton; `launch.unsupported` names its limits."""
+    reason = launch.unsupported(
+        q.shape[3], v.shape[3], conv=None if conv is None else tuple(conv.shape[1:]),
+        post_conv=post_conv is not None, mix=mix is not None or post_mix is not None,
+        dtype=str(q.dtype),
+    )  # fmt: skip
+    if reason is not None:
+        raise ValueError(f"multi_token_attention_fused cannot serve this call: {reason}")
+    return flash(q, k, v, conv, visibility, scale)
+
+
+def flash(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hv Tk Dv"],
+    conv: Float[Tensor, "H cq ck"] | None,
+    visibility: Visibility,
+    scale: float,
+    *,
+    wide: bool = False,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """softmax(Mask_-inf(Conv(Mask_0(S)))) V; key head m takes value head m modulo Hv.
+
+    The output is in q's dtype, or in fp32 if `wide`.
+    """
+    return _fused(
+        q, k, v, conv, visibility.segments(), visibility.causal, visibility.window, scale, wide
+    )[0]
+
+
+@torch.library.custom_op("heedful::multi_token_attention_fused", mutates_args=())
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, segments: Tensor | None,
+    causal: bool, window: int | None, scale: float, wide: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x = call(q, k, v, conv, segments, causal, window, scale)
+    out = x.q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32 if wide else q.dtype)
+    lse = x.theta.new_empty(q.shape[:3])
+    at = launch.forward_launch(*x.sizes())
+    spans = x.spans(key_spans, at.queries)
+    for first, heads in x.chunks(q.element_size()):
+        widened = widen_keys(x, first, heads)
+        x.launch(
+            forward_kernel, (triton.cdiv(q.shape[2], at.queries), heads), x.q, widened.keys, x.v,
+            widened.band, x.segments, x.parts, spans, out, lse, first_head=first,
+            span_stride=_row_stride(spans), TILES=triton.cdiv(x.width, at.tile), TILE=at.tile,
+            RESIDENT=at.resident, BM=at.queries, BN=at.keys, STAGES=at.stages,
+            num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+    return out, lse
+
+
+@_fused.register_fake
+def _(q, k, v, conv, segments, causal, window, scale, wide):
+    dtype = torch.float32 if wide else q.dtype
+    return (
+        q.new_empty(*q.shape[:3], v.shape[3], dtype=dtype),
+        q.new_empty(q.shape[:3], dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("heedful::multi_token_attention_fused_backward", mutates_args=())
+def _fused_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None,
+    segments: Tensor | None, causal: bool, window: int | None, scale: float,
+) -> list[Tensor]:  # fmt: skip
+    x = call(q, k, v, conv, segments, causal, window, scale)
+    batch, heads, group = q.shape[0], q.shape[1], x.group
+    grad = grad.to(q.dtype).contiguous()
+    dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
+    dv = x.theta.new_empty(batch * k.shape[1], k.shape[2], v.shape[3])
+    dtheta = x.theta.new_empty(batch * heads, *x.theta.shape[1:])
+    for first, count in x.chunks(q.element_size() + 8):  # the rows, and fp32 gradients of both
+        chunk, shared = slice(first, first + count), slice(first // group, (first + count) // group)
+        widened = widen_keys(x, first, count)
+        slopes = _flash_backward(x, widened, grad, out, lse, first, count)
+        dv[shared] = slopes.values.unflatten(0, (-1, group)).sum(1)
+        if conv is None:
+            dq.flatten(0, 1)[chunk] = slopes.queries
+            dk.flatten(0, 1)[shared] = slopes.keys.unflatten(0, (-1, group)).sum(1)
+        else:
+            dtheta[chunk] = _fold(x, widened, slopes, dq, dk, first, count)
+    # Key heads that share a value head stand whole multiples of Hv apart.
+    dv = dv.unflatten(0, (batch, -1, v.shape[1])).sum(1).to(v.dtype)
+    if conv is None:
+        return [dq, dk, dv, q.new_empty(0)]
+    return [dq, dk, dv, dtheta.unflatten(0, (batch, heads)).sum(0).to(conv.dtype)]
+
+
+class _Slopes(NamedTuple):
+    """Gradients of a chunk's wide rows, values and band: fp32, per query head."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    band: Tensor
+
+
+def _flash_backward(
+    x: Call, widened: Widened, grad: Tensor, out: Tensor, lse: Tensor, first: int, heads: int
+) -> _Slopes:
+    queries, keys, like = x.q.shape[2], x.k.shape[2], x.theta
+    slopes = _Slopes(
+        like.new_empty(heads, queries, x.width), like.new_zeros(heads, keys, x.width),
+        like.new_zeros(heads, keys, x.v.shape[3]), like.new_zeros(heads, queries, x.band.width),
+    )  # fmt: skip
+    at = launch.backward_launch(*x.sizes())
+    spans, query_bounds = x.spans(key_spans, at.queries), x.spans(query_spans, at.keys)
+    blocks, key_blocks = triton.cdiv(queries, at.queries), triton.cdiv(keys, at.keys)
+    step = launch.blocks_at_once(blocks, 2 * heads * at.queries * keys * x.q.element_size())
+    p_map, dc_map = (x.q.new_empty(heads, step * at.queries, keys) for _ in range(2))
+    shared = {
+        "first_head": first, "map_rows": step * at.queries, "span_stride": _row_stride(spans),
+        "query_span_stride": _row_stride(query_bounds), "BM": at.queries, "BN": at.keys,
+        "STEP": at.step, "num_warps": at.warps, "num_stages": at.stages,
+    }  # fmt: skip
+    tiles = {"TILE": at.tile, "VALUE_TILES": triton.cdiv(x.v.shape[3], at.tile)}
+    delta = torch.empty_like(lse)
+    x.launch(
+        delta_kernel, (triton.cdiv(queries, 64), heads), grad, out, delta, first_head=first, BM=64,
+        **tiles,
+    )  # fmt: skip
+    columns = triton.cdiv(x.width, at.columns)
+    for block in range(0, blocks, step):
+        shared |= {"first_block": block, "last_block": min(block + step, blocks)}
+        count = shared["last_block"] - block
+        x.launch(
+            map_kernel, (key_blocks, count, heads), x.q, widened.keys, x.v, widened.band,
+            x.segments, x.parts, spans, grad, lse, delta, p_map, dc_map, slopes.band,
+            TILES=triton.cdiv(x.width, at.tile), **tiles, **shared,
+        )  # fmt: skip
+        x.launch(
+            queries_kernel, (columns, count, heads), widened.keys, dc_map, spans, slopes.queries,
+            TILE=at.columns, **shared,
+        )  # fmt: skip
+        x.launch(
+            keys_kernel, (columns, key_blocks, heads), x.q, dc_map, x.parts, spans, query_bounds,
+            slopes.keys, TILE=at.columns, **shared,
+        )  # fmt: skip
+        x.launch(
+            keys_kernel, (triton.cdiv(x.v.shape[3], at.value_columns), key_blocks, heads), grad,
+            p_map, x.parts, spans, query_bounds, slopes.values, TILE=at.value_columns, PARTS=1,
+            DIM=x.v.shape[3], scale=1.0, **shared,
+        )  # fmt: skip
+    return slopes
+
+
+def _row_stride(spans: Tensor) -> int:
+    return spans[0].numel() if len(spans) > 1 else 0
+
+
+def _fold(
+    x: Call, widened: Widened, slopes: _Slopes, dq: Tensor, dk: Tensor, first: int, heads: int
+) -> Float[Tensor, "heads cq ck"]:
+    """Writes the chunk's `dq` and `dk`; returns the gradient of each head's kernel."""
+    of_queries = (triton.cdiv(x.q.shape[2], x.block), heads)
+    of_keys = (triton.cdiv(x.k.shape[2], x.block), heads // x.group)
+    dscores = torch.empty_like(widened.scores)
+    at = {"first_head": first}
+    if x.band.width:
+        x.launch(
+            scores_grad_kernel, of_queries, slopes.band, x.theta, x.parts, dscores, **at
+        )  # fmt: skip
+    x.launch(
+        fold_queries_kernel, of_queries, slopes.queries, dscores, x.k, x.segments, x.parts, dq, **at
+    )
+    x.launch(
+        fold_keys_kernel, of_keys, slopes.keys, dscores, x.q, x.theta, x.segments, dk, **at
+    )  # fmt: skip
+    splits = triton.cdiv(x.k.shape[2], SPLIT)
+    dtheta = x.theta.new_empty(splits, heads, *x.theta.shape[1:])
+    x.launch(
+        theta_grad_kernel, (x.theta.shape[1], heads, splits), slopes.keys, slopes.band, x.k,
+        widened.scores, x.segments, x.parts, dtheta, BN=16, **at,
+    )  # fmt: skip
+    return dtheta.sum(0)
+
+
+@_fused_backward.register_fake
+def _(grad, out, lse, q, k, v, conv, *_):
+    inputs = (q, k, v, conv)
+    return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, conv, segments, causal, window, scale, _ = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(out, lse, q, k, v, conv, segments)
+    ctx.options = (causal, window, scale)
+
+
+def _backward(ctx, grad, _):
+    tensors = ctx.saved_tensors
+    *grads, dconv = without_autocast(_fused_backward)(grad, *tensors, *ctx.options)
+    return *grads, None if tensors[5] is None else dconv, None, None, None, None, None
+
+
+_fused.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,211 @@
+"""Forward kernels of selective attention; the host side is fused.py.
+
+`accumulate` finds F at the first query of every block, one number per key. From there each tile
+of `attend` and `remember` finds its own F, by adding what the earlier queries of its block hide.
+Which tiles a program visits, and in which order, is listed by the host from what `survey` saw.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.ops.selective.fused_tile import (
+    LOG2E,
+    hiding_logits,
+    load_rows,
+    may_hide,
+    product,
+    store_rows,
+    tile_f,
+    tile_penalty,
+    tile_visible,
+    visit,
+)
+
+
+@triton.jit
+def survey(
+    segments, first, row_stride, tiles, queries, keys,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What each tile holds: 0 nothing visible, 1 something, 2 it is clear: no entry to mask.
+
+    Programs (key block, query block, row of `segments`).
+    """
+    batch = tl.program_id(2)
+    i = keys - queries + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
+    allowed = may_hide(visible, i, j, first, row_stride, batch, keys, False)
+    some = tl.max(tl.max(visible.to(tl.int32), 1), 0)
+    every = tl.min(tl.min(allowed.to(tl.int32), 1), 0)
+    at = (batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(tiles + at, (some + every).to(tl.int8))
+
+
+@triton.jit
+def accumulate(
+    selector_q, selector_k, segments, first, row_stride, state, order, count, bases, last,
+    scale, queries, keys,
+    DS: tl.constexpr, WDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One block of keys, all queries: F after the last, and before every STEP of them.
+
+    `bases[step, j] = state[j] + sum of S[p, j] over the queries p before the step`, written for the
+    query blocks that see a key of the block. Programs (key block, selector, batch) visit query
+    blocks from first to last.
+    """
+    batch, selectors = tl.program_id(2), tl.num_programs(1)
+    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    blocks = tl.cdiv(queries, ROWS)
+    j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    keyed = load_rows(selector_k + selector * keys * DS, j, keys, DS, WDS)
+    selector_q += selector * queries * DS
+    STEPS: tl.constexpr = ROWS // STEP
+    bases += selector * blocks * STEPS * keys
+    place = selector * tl.num_programs(0) + tl.program_id(0)
+    order += place * blocks
+    visits = tl.load(count + place)
+
+    f = tl.zeros((COLUMNS,), tl.float32)
+    if state is not None:
+        f += tl.load(state + selector * keys + j, mask=j < keys, other=0.0)
+    within = tl.arange(0, ROWS)
+    for n in range(visits):
+        block, clear = visit(order, visits - 1 - n)
+        row = block * ROWS + within
+        asking = load_rows(selector_q, row, queries, DS, WDS)
+        hiding = hiding_logits(
+            asking, keyed, keys - queries + row, j, clear, segments, first, row_stride, batch,
+            keys, WINDOW, True,
+        )  # fmt: skip
+        s = tl.maximum(hiding, 0.0)
+        at = block.to(tl.int64) * STEPS * keys + j
+        for step in tl.static_range(STEPS):
+            tl.store(bases + at + step * keys, f, mask=j < keys)
+            mine = s if STEPS == 1 else tl.where((within // STEP == step)[None, :], s, 0.0)
+            f += tl.sum(mine, 1) * scale
+    tl.store(last + selector * keys + j, f, mask=j < keys)
+
+
+@triton.jit
+def attend(
+    selector_q, selector_k, segments, first, row_stride, q, k, v, bases, order, count, out, rest,
+    lse,
+    scale, queries, keys, heads,
+    PER_SELECTOR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
+    D: tl.constexpr, WD: tl.constexpr, DV: tl.constexpr, WDV: tl.constexpr, DS: tl.constexpr,
+    WDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Flash attention over `softmax(q k^T scale - F)` for HEADS heads that one selector serves.
+
+    Programs (query block, chunk of HEADS heads, batch). A tile of F is found once and serves all
+    HEADS; SHARE of these share a key head. Keys are visited from the diagonal backwards, so that
+    the maximum of a row is never below the logit of its own key.
+
+    Stores the output; in `rest`, what it lost by rounding, from which the backward takes dO . O;
+    and, in base two, the logarithm of the softmax's denominator (0 for queries that see nothing).
+    """
+    blocks = tl.num_programs(0)
+    block = blocks - 1 - tl.program_id(0)  # the longest rows first
+    head, batch = tl.program_id(1) * HEADS, tl.program_id(2)
+    selector = (batch * (heads // PER_SELECTOR) + head // PER_SELECTOR).to(tl.int64)
+    head_q = (batch * heads + head).to(tl.int64)
+    head_k = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    q += head_q * queries * D
+    k += head_k * keys * D
+    v += head_k * keys * DV
+    out += head_q * queries * DV
+    rest += head_q * queries * DV
+    lse += head_q * queries
+    selector_k += selector * keys * DS
+    place = selector * blocks + block
+    bases += place * keys
+    order += place * tl.cdiv(keys, COLUMNS)
+
+    row = block * ROWS + tl.arange(0, ROWS)
+    i = keys - queries + row
+    asking = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    query, top, total, sums = (), (), (), ()
+    for h in tl.static_range(HEADS):
+        query = query + (load_rows(q + h * queries * D, row, queries, D, WD),)
+        top = top + (tl.full((ROWS,), float("-inf"), tl.float32),)
+        total = total + (tl.zeros((ROWS,), tl.float32),)
+        sums = sums + (tl.zeros((ROWS, WDV), tl.float32),)
+
+    for n in range(tl.load(count + place)):
+        key_block, clear = visit(order, n)
+        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
+        keyed = load_rows(selector_k, j, keys, DS, WDS)
+        hiding = hiding_logits(
+            asking, keyed, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        )  # fmt: skip
+        base = tl.load(bases + j, mask=j < keys, other=0.0)
+        penalty = tile_penalty(
+            hiding, base, scale, asking, i, j, clear, segments, row_stride, batch, keys, WINDOW,
+            False,
+        )  # fmt: skip
+
+        new_top, new_total, new_sums = (), (), ()
+        for h in tl.static_range(HEADS):
+            if h % SHARE == 0:
+                key = load_rows(k + h // SHARE * keys * D, j, keys, D, WD)
+                value = load_rows(v + h // SHARE * keys * DV, j, keys, DV, WDV)
+            logits = product(query[h], tl.trans(key)) * (scale * LOG2E) - penalty
+            highest = tl.maximum(top[h], tl.max(logits, 1))
+            shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
+            p = tl.exp2(logits - shift[:, None])
+            fade = tl.exp2(top[h] - shift)
+            new_top = new_top + (highest,)
+            new_total = new_total + (total[h] * fade + tl.sum(p, 1),)
+            new_sums = new_sums + (product(p.to(value.dtype), value, sums[h] * fade[:, None]),)
+        top, total, sums = new_top, new_total, new_sums
+
+    for h in tl.static_range(HEADS):
+        denominator = tl.where(total[h] == 0, 1.0, total[h])
+        values = sums[h] / denominator[:, None]
+        store_rows(out + h * queries * DV, row, queries, values, DV, WDV)
+        if out.dtype.element_ty != tl.float32:
+            values -= values.to(out.dtype.element_ty).to(tl.float32)
+            store_rows(rest + h * queries * DV, row, queries, values, DV, WDV)
+        logarithm = tl.where(total[h] == 0, 0.0, top[h] + tl.log2(denominator))
+        tl.store(lse + h * queries + row, logarithm, mask=row < queries)
+
+
+@triton.jit
+def remember(
+    selector_q, selector_k, segments, first, row_stride, bases, order, count, memory,
+    tau, scale, queries, keys,
+    DS: tl.constexpr, WDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Sum of min(F, tau) over the visible keys of each query: `[B, Hs, Tq]`.
+
+    Programs (query block, selector, batch).
+    """
+    blocks = tl.num_programs(0)
+    block = blocks - 1 - tl.program_id(0)
+    batch, selectors = tl.program_id(2), tl.num_programs(1)
+    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    place = selector * blocks + block
+    bases += place * keys
+    order += place * tl.cdiv(keys, COLUMNS)
+    selector_k += selector * keys * DS
+    row = block * ROWS + tl.arange(0, ROWS)
+    i = keys - queries + row
+    asking = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    sums = tl.zeros((ROWS,), tl.float32)
+    for n in range(tl.load(count + place)):
+        key_block, clear = visit(order, n)
+        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
+        keyed = load_rows(selector_k, j, keys, DS, WDS)
+        hiding = hiding_logits(
+            asking, keyed, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        )  # fmt: skip
+        base = tl.load(bases + j, mask=j < keys, other=0.0)
+        kept = tl.minimum(tile_f(hiding, base, scale, asking, False), tau)
+        if not clear:
+            visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
+            kept = tl.where(visible, kept, 0.0)
+        sums += tl.sum(kept, 1)
+    tl.store(memory + selector * queries + row, sums, mask=row < queries)

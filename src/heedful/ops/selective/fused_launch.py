@@ -1,0 +1,110 @@
+"""What the fused kernels of selective attention take, and how they are cut; free of Triton."""
+
+from itertools import starmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WIDEST = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Launch(NamedTuple):
+    """One kernel: its tile, how many heads a program serves with one tile of F, warps, stages."""
+
+    heads: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    @property
+    def tile(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "COLUMNS": self.columns} | self.resources
+
+    @property
+    def resources(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class Plan(NamedTuple):
+    """How the kernels of one call are cut.
+
+    All have tiles of the same number of queries but `key_gradients`, which takes a whole fraction.
+    """
+
+    attend: Launch
+    query_gradients: Launch
+    key_gradients: Launch
+    selector: Launch
+
+
+class _Limits(NamedTuple):
+    """A launch with its most heads: `shared` of one key head, `apart` of several."""
+
+    shared: int
+    apart: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# In the order of `Plan`, by element size and widest head dim. Chosen for two programs on a
+# multiprocessor and few spilled registers, as the compiler reports them for sm_90.
+_LIMITS = {
+    (2, 64): ((4, 2, 64, 64, 4, 2), (2, 2, 64, 32, 4, 2), (4, 2, 32, 64, 4, 2), (1, 1, 64, 64, 4, 3)),
+    (2, 128): ((2, 1, 64, 32, 4, 2), (1, 1, 64, 32, 4, 2), (1, 1, 32, 64, 4, 2), (1, 1, 64, 64, 4, 2)),
+    (2, 256): ((1, 1, 64, 32, 8, 2), (1, 1, 64, 32, 8, 1), (1, 1, 32, 64, 8, 1), (1, 1, 64, 32, 8, 2)),
+    # fp32 never sees a tensor core here: for checks, not for speed.
+    (4, 64): ((1, 1, 32, 32, 4, 2), (1, 1, 32, 32, 4, 2), (1, 1, 32, 32, 8, 2), (1, 1, 32, 32, 4, 2)),
+    (4, 128): ((1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 4, 1)),
+    (4, 256): ((1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1)),
+}  # fmt: skip
+
+
+def unsupported(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
+    """The limit that this call exceeds, as one clause, or None."""
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} is not float32, float16 or bfloat16"
+    for name, x in (("head dim", q), ("head dim of v", v), ("head dim of the selector", selector_q)):
+        if x.shape[-1] > WIDEST:
+            return f"{name} {x.shape[-1]} is above {WIDEST}"
+    if scale < 0:
+        return f"scale {scale} is negative"
+    return None
+
+
+def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -> Plan:
+    """By dtype, head counts and dims alone, so that no row depends on its batch.
+
+    `tile` (queries, keys, queries of `key_gradients`) overrides the tiles, if it is not empty.
+    """
+    counts = q.shape[1], k.shape[1], selector_q.shape[1]
+    widest = max(64, *(width(x) for x in (q, v, selector_q)))
+    launches = [
+        Launch(shared_heads(*counts, limits.shared, limits.apart), *limits[2:])
+        for limits in starmap(_Limits, _LIMITS[q.element_size(), widest])
+    ]
+    if tile:
+        rows, columns, step = tile
+        launches = [x._replace(rows=rows, columns=columns) for x in launches]
+        launches[2] = launches[2]._replace(rows=step)
+    return Plan(*launches)
+
+
+def width(x: Tensor) -> int:
+    """Head dim as tensor cores take it: a power of two, 16 at least."""
+    return max(16, 1 << (x.shape[-1] - 1).bit_length())
+
+
+def shared_heads(heads: int, key_heads: int, selectors: int, shared: int, apart: int) -> int:
+    """The most heads that can share a program: all of one selector, so that programs are full.
+
+    At most `shared` of the group of one key head, or at most `apart` in whole groups.
+    """
+    group, served = heads // key_heads, heads // selectors
+    within = [n for n in range(1, shared + 1) if group % n == 0]
+    across = range(group, apart + 1, group)
+    return max(n for n in (*within, *across) if served % n == 0)

@@ -1,0 +1,138 @@
+"""What the fused kernels of selective attention share: one tile of S and F.
+
+A tile is `[queries, keys]`, or `[keys, queries]` where a kernel owns keys (`TRANSPOSED`): then the
+weights leave the first product in the layout that the next one takes, without a turn through
+shared memory.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.ops.triton_tiles import visible_tile
+
+LOG2E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base two
+
+
+@triton.jit
+def load_rows(x, rows, limit, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """`[len(rows), WIDTH]` from a contiguous `[limit, DIM]`, zero beyond either."""
+    d = tl.arange(0, WIDTH)
+    inside = (rows < limit)[:, None] & (d < DIM)[None, :]
+    return tl.load(x + rows[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def store_rows(x, rows, limit, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The reverse of `load_rows`, in the type of `x`."""
+    d = tl.arange(0, WIDTH)
+    inside = (rows < limit)[:, None] & (d < DIM)[None, :]
+    tl.store(x + rows[:, None] * DIM + d[None, :], values.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def product(a, b, added=None):
+    """`a @ b + added`, added up in fp32; fp32 operands are not rounded."""
+    return tl.dot(a, b, added, input_precision="ieee")
+
+
+@triton.jit
+def sum_later(x, like, TRANSPOSED: tl.constexpr):
+    """Per entry the sum of the tile over strictly later queries: from dF to dS."""
+    return _sum_queries(x, like, TRANSPOSED, TRANSPOSED)
+
+
+@triton.jit
+def _sum_queries(x, like, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr):
+    """Product with a strict triangle of ones.
+
+    Tensor cores take half precision, or fp32 rounded to ten bits: too coarse for a running sum. But
+    ones are exact, so it is enough to split x into two terms of bfloat16, which has the range of
+    fp32; the first is x cut off after 16 bits. 2^-15 |x| is lost at most; S is never negative, so
+    that bounds the relative error of F as well.
+    """
+    QUERIES: tl.constexpr = x.shape[1] if TRANSPOSED else x.shape[0]
+    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, QUERIES)[None, :]
+    ones = tl.where(row > column if BELOW else row < column, 1.0, 0.0)
+    if like.dtype == tl.float32:
+        total = product(x, ones) if TRANSPOSED else product(ones, x)
+    else:
+        ones = ones.to(tl.bfloat16)
+        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        if TRANSPOSED:
+            total = tl.dot((x - high).to(tl.bfloat16), ones)
+            total = tl.dot(high.to(tl.bfloat16), ones, total)
+        else:
+            total = tl.dot(ones, (x - high).to(tl.bfloat16))
+            total = tl.dot(ones, high.to(tl.bfloat16), total)
+    return total
+
+
+@triton.jit
+def visit(order, n):
+    """The n-th block to visit, and whether its tile is clear: see `survey`."""
+    entry = tl.load(order + n)
+    return entry // 2, entry % 2 == 1
+
+
+@triton.jit
+def tile_visible(
+    i, j, segments, row_stride, batch, keys, WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Whether the query tokens i see the key tokens j, both counted among the keys."""
+    SEGMENTS: tl.constexpr = segments is not None
+    visible = visible_tile(segments, row_stride, batch, i, j, keys, True, WINDOW, SEGMENTS)
+    return tl.trans(visible) if TRANSPOSED else visible
+
+
+@triton.jit
+def may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
+    """Where i may hide j: it sees j, j is not itself, j is not a protected first token."""
+    if TRANSPOSED:
+        i, j = i[None, :], j[:, None]
+    else:
+        i, j = i[:, None], j[None, :]
+    allowed = visible & (i != j)
+    if first is not None:
+        allowed &= tl.load(first + batch * row_stride + j, mask=j < keys, other=1) == 0
+    return allowed
+
+
+@triton.jit
+def hiding_logits(
+    selector_q, selector_k, i, j, clear, segments, first, row_stride, batch, keys,
+    WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The selector's logits before the scale, -1 where i may not hide j.
+
+    S is `scale` times their positive part, and has a slope where they are not negative: at zero it
+    is taken as one, as in reference.py.
+    """
+    if TRANSPOSED:
+        logits = product(selector_k, tl.trans(selector_q))
+    else:
+        logits = product(selector_q, tl.trans(selector_k))
+    if not clear:
+        visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
+        allowed = may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
+        logits = tl.where(allowed, logits, -1.0)
+    return logits
+
+
+@triton.jit
+def tile_f(hiding, base, unit, like, TRANSPOSED: tl.constexpr):
+    """F of a tile, from F before its first query: `base`, one number per key, in units of `unit`."""
+    earlier = _sum_queries(tl.maximum(hiding, 0.0), like, TRANSPOSED, not TRANSPOSED)
+    return earlier * unit + (base[:, None] if TRANSPOSED else base[None, :])
+
+
+@triton.jit
+def tile_penalty(
+    hiding, base, scale, like, i, j, clear, segments, row_stride, batch, keys,
+    WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """What is taken off the logits, in base two: F, or infinity where nothing is visible."""
+    penalty = tile_f(hiding, base * LOG2E, scale * LOG2E, like, TRANSPOSED)
+    if not clear:
+        visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
+        penalty = tl.where(visible, penalty, float("inf"))
+    return penalty

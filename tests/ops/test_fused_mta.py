@@ -1,0 +1,259 @@
+"""Flash attention with wide heads keeps the laws, under Triton's interpreter.
+
+The interpreter's time goes by operations, whatever their size: few heads, few blocks.
+"""
+
+import pytest
+import torch
+from mechanisms import ragged
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful.ops import Visibility
+from heedful.ops.differential.fused import differential_attention_fused
+from heedful.ops.differential.reference import differential_attention_reference
+from heedful.ops.mta import fused, launch
+from heedful.ops.mta.fused import multi_token_attention_fused
+from heedful.ops.mta.reference import multi_token_attention_reference
+from heedful.testing import assert_matches_oracle
+
+SCALE = 0.3
+
+
+def draw(
+    kernel: tuple[int, int] | None, queries: int, keys: int, *, batch: int = 1, heads: int = 2,
+    key_heads: int = 1, dim: int = 16, value_dim: int = 16,
+) -> dict[str, Tensor]:  # fmt: skip
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=torch.float64)
+
+    tensors = {
+        "q": normal(batch, heads, queries, dim),
+        "k": normal(batch, key_heads, keys, dim),
+        "v": normal(batch, key_heads, keys, value_dim),
+    }
+    if kernel is not None:
+        tensors["conv"] = normal(heads, *kernel) / kernel[1] ** 0.5
+    return tensors
+
+
+def with_steps(function):
+    """The function as one of tensors and visibility, without the steps that are not fused."""
+
+    def run(x: dict[str, Tensor], visibility: Visibility) -> Tensor:
+        rest = dict.fromkeys(("conv", "post_conv", "mix", "post_mix")) | x
+        q, k, v = (rest.pop(name) for name in "qkv")
+        return function(q, k, v, **rest, visibility=visibility, scale=SCALE)
+
+    return run
+
+
+mta, mta_reference = map(with_steps, (multi_token_attention_fused, multi_token_attention_reference))
+
+
+def with_grads(function, tensors: dict[str, Tensor], visibility: Visibility) -> dict[str, Tensor]:
+    """Output and gradients of a fixed functional of it."""
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    out = function(leaves, visibility)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad((out.float() * weight).sum(), list(leaves.values()))
+    return {"output": out.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def against_oracle(
+    tensors: dict[str, Tensor], dtype: torch.dtype, visibility: Visibility,
+    function=mta, reference=mta_reference,
+) -> None:  # fmt: skip
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    actual = with_grads(function, tensors, visibility)
+    plain = with_grads(reference, tensors, visibility)
+    exact = {name: x.double() for name, x in tensors.items()}
+    oracle = with_grads(
+        lambda x, seen: reference(x, seen).double(), exact, visibility
+    )  # fmt: skip
+    for name, x in actual.items():
+        assert_matches_oracle(name, x, plain[name], oracle[name], tensors["k"].shape[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kernel", [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1), None], ids=str
+)
+def test_it_errs_at_most_twice_as_much_as_the_definition(kernel, dtype):
+    against_oracle(draw(kernel, 40, 40), dtype, Visibility())
+
+
+VISIBILITIES = {
+    "window 1": lambda keys: Visibility(window=1),
+    "window 9": lambda keys: Visibility(window=9),
+    "window 70": lambda keys: Visibility(window=70),
+    "ragged documents": lambda keys: ragged(keys)[0],
+    "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
+    "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
+    "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
+    "both ways": lambda keys: Visibility(causal=False),
+    "ragged, both ways": lambda keys: Visibility(
+        causal=False, documents=ragged(keys)[1], padding=ragged(keys)[2]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("visible", "queries"),
+    [(visible, 150) for visible in VISIBILITIES]
+    + [(visible, 70) for visible in ("window 9", "window 70", "ragged documents")]
+    + [(visible, 1) for visible in ("window 9", "ragged documents", "both ways")],
+)
+def test_visibilities_and_cross_lengths(visible, queries):
+    tensors = draw((3, 5), queries, 150, batch=2, heads=1)
+    against_oracle(tensors, torch.float16, VISIBILITIES[visible](150))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
+def test_odd_lengths(tokens):
+    dtype = torch.float16 if tokens > 64 else torch.float32
+    against_oracle(draw((3, 5), tokens, tokens, heads=1), dtype, Visibility())
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (96, 40), (24, 80), (256, 256)], ids=str)
+def test_head_dims(dims):
+    tensors = draw((2, 3), 40, 40, heads=1, dim=dims[0], value_dim=dims[1])
+    against_oracle(tensors, torch.float16, Visibility())
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    """Small tiles and little room: every loop turns, queries stay, heads and rows go in pieces."""
+    forward, backward = launch.Forward(32, 16, 16, True, 4, 2), launch.Backward(*[16] * 6, 4, 1)
+    monkeypatch.setattr(launch, "forward_launch", lambda *_: forward)
+    monkeypatch.setattr(launch, "backward_launch", lambda *_: backward)
+    monkeypatch.setattr(launch, "SCRATCH", 8 * 2**10)
+
+
+@pytest.mark.parametrize("visible", ["window 9", "ragged documents"])
+def test_many_pieces(small, visible):
+    tensors = draw((3, 5), 40, 48, batch=2, heads=2)
+    against_oracle(tensors, torch.float32, VISIBILITIES[visible](48))
+
+
+@pytest.mark.parametrize("kernel", [(6, 11), None], ids=str)
+def test_identity_kernels_are_standard_attention(kernel):
+    tensors = draw(kernel, 70, 70)
+    if kernel is not None:
+        tensors["conv"].zero_()[:, -1, kernel[1] // 2] = 1
+
+    def standard(x: dict[str, Tensor]) -> Tensor:
+        return scaled_dot_product_attention(
+            x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True, scale=SCALE
+        )
+
+    single = {name: x.float() for name, x in tensors.items()}
+    out = mta(single, Visibility())
+    exact = {name: x.double() for name, x in single.items()}
+    assert_matches_oracle("output", out, standard(single), standard(exact), 70)
+
+
+@pytest.mark.parametrize("visible", ["causal", "window 9", "ragged documents"])
+def test_no_token_changes_an_earlier_output_by_a_bit(visible):
+    visibility = VISIBILITIES[visible](70) if visible in VISIBILITIES else Visibility()
+    tensors = {name: x.float() for name, x in draw((3, 5), 70, 70, batch=2, heads=1).items()}
+    before = mta(tensors, visibility)
+    for token in (1, 30, 32, 33, 69):
+        changed = {name: x.clone() for name, x in tensors.items()}
+        for name in ("q", "k", "v"):
+            changed[name][:, :, token:] += 100
+        after = mta(changed, visibility)
+        assert torch.equal(after[:, :, :token], before[:, :, :token]), token
+        assert not torch.equal(after[:, :, token:], before[:, :, token:])
+
+
+def test_packed_documents_are_separate_documents():
+    lengths = [1, 40, 3, 66, 30]
+    tensors = {name: x.float() for name, x in draw((3, 5), 140, 140, heads=1).items()}
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    packed = mta(tensors, Visibility.packed(offsets))
+    for start, length in zip(offsets.tolist(), lengths, strict=False):
+        rows = slice(start, start + length)
+        alone = {name: x if name == "conv" else x[:, :, rows] for name, x in tensors.items()}
+        exact = mta_reference({name: x.double() for name, x in alone.items()}, Visibility())
+        plain = mta_reference(alone, Visibility())
+        assert_matches_oracle("packed", packed[:, :, rows], plain, exact, length)
+        assert_matches_oracle("alone", mta(alone, Visibility()), plain, exact, length)
+
+
+def test_padding_gives_zero_and_no_gradient():
+    padding = ragged(70)[2]
+    tensors = {name: x.half() for name, x in draw((3, 5), 70, 70, batch=2).items()}
+    found = with_grads(mta, tensors, Visibility(padding=padding))
+    for name in ("output", "q", "k", "v"):
+        assert bool((found[name].transpose(1, 2)[~padding] == 0).all()), name
+
+
+def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit():
+    tensors = {name: x.half() for name, x in draw((3, 5), 70, 70, batch=3, heads=1).items()}
+    whole, again = (with_grads(mta, tensors, Visibility()) for _ in range(2))
+    for name, x in whole.items():
+        assert torch.equal(x, again[name]), name
+    for row in range(3):
+        alone = {n: x if n == "conv" else x[row : row + 1] for n, x in tensors.items()}
+        assert torch.equal(mta(alone, Visibility())[0], whole["output"][row])
+
+
+def test_registered_operators():
+    tensors = {name: x.float() for name, x in draw((2, 3), 9, 11).items()}
+    q, k, v = (
+        tensors[name].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        for name in "qkv"
+    )
+    segments = ragged(11)[0].segments()[:1]
+    for options in (
+        (tensors["conv"].requires_grad_(), segments, True, 7, SCALE, False),
+        (None, None, False, None, SCALE, True),
+    ):
+        torch.library.opcheck(fused._fused, (q, k, v, *options))
+        fixed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, v, *options)]
+        out, lse = fused._fused(*fixed)
+        backward = (torch.randn_like(out), out, lse, *fixed[:-1])
+        torch.library.opcheck(fused._fused_backward, backward)
+
+
+def test_what_is_not_served_is_named():
+    tensors = draw((3, 5), 4, 4)
+    with pytest.raises(ValueError, match="fp64 has no fused kernel"):
+        mta(tensors, Visibility())
+    with pytest.raises(ValueError, match="head mixing has no fused kernel"):
+        mta(tensors | {"mix": torch.eye(2)[None]}, Visibility())
+    assert launch.unsupported(300, 64) == "head dim 300 is above 256"
+    assert launch.unsupported(64, 300) == "value head dim 300 is above 256"
+    assert launch.unsupported(64, 64, conv=(9, 5)) == "c_q 9 is above 8"
+    assert launch.unsupported(64, 64, conv=(2, 17)) == "c_k 17 is above 15"
+    assert launch.unsupported(64, 64, conv=(6, 11), post_conv=True).startswith(
+        "a convolution after"
+    )
+
+
+def differential(function):
+    def run(x: dict[str, Tensor], visibility: Visibility) -> Tensor:
+        return function(x["q"], x["k"], x["v"], x["lam"], visibility=visibility, scale=SCALE)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("queries", "visible", "dtype"),
+    [
+        (70, "causal", torch.float16),
+        (70, "ragged documents", torch.float32),
+        (33, "window 9", torch.float16),
+        (70, "both ways", torch.float16),
+        (1, "causal", torch.float32),
+    ],
+)
+def test_differential_attention(queries, visible, dtype):
+    visibility = VISIBILITIES[visible](70) if visible in VISIBILITIES else Visibility()
+    tensors = draw(None, queries, 70, batch=2, heads=8, key_heads=4, value_dim=32)
+    tensors["v"], tensors["lam"] = tensors["v"][:, :2], torch.rand(4, dtype=torch.float64)
+    against_oracle(
+        tensors, dtype, visibility, differential(differential_attention_fused),
+        differential(differential_attention_reference),
+    )  # fmt: skip
