@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from heedful.bench_cases import PEERS
 from heedful.report import findings, read_records, summarise, table
 from heedful.summary import RULE
 
@@ -26,6 +27,8 @@ def blocks() -> dict[str, Callable[[], str]]:
         "corpora": corpora,
         "bench": lambda: bench("forward+backward"),
         "bench-forward": lambda: bench("forward"),
+        "bench-decode": lambda: bench("decode"),
+        "bench-peers": peers,
     }
 
 
@@ -88,17 +91,46 @@ def bench(passed: str) -> str:
                 _number(tiled, "peak_mib"),
                 _number(plain, "peak_mib"),
             ])  # fmt: skip
+    measured = any(case["peak_mib"] for case in cases.values())
+    if not measured:
+        head, lines = head[:-2], [line[:-2] for line in lines]
     parts = [_markdown(head, lines)]
-    if len(lengths) > 1:
+    if measured and len(lengths) > 1:
         parts.append(_growth(cases, names, lengths[0], lengths[-1]))
-    config = records[0]["config"]
-    parts.append(
-        f"Pass: {passed}. Batch {config['batch']}, {config['heads']} heads of {config['dim']}, "
-        f"{config['dtype']}; median of {config['rounds']} rounds taken in turn; MiB: growth of "
-        "the process's peak, inputs not counted."
-    )
-    parts.append(origin([record["environment"] for record in records]))
+    memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
+    parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", _origin(records)]
     return "\n\n".join(parts)
+
+
+def peers() -> str:
+    """Other people's implementations beside ours, where they exist and can run."""
+    if not OPERATORS.is_file():
+        return _missing(OPERATORS)
+    records = [json.loads(line) for line in OPERATORS.read_text().splitlines()]
+    foreign = {(r["mechanism"], r["pass"]) for r in records if r["impl"] in PEERS}
+    shown = [r for r in records if (r["mechanism"], r["pass"]) in foreign]
+    shown.sort(key=lambda r: (r["mechanism"], r["pass"], r["tokens"]))
+    head = ["mechanism", "pass", "T", "implementation", "ms", "/ SDPA", "MiB"]
+    lines = [
+        [
+            r["mechanism"], r["pass"], f"{r['tokens']:,}", r["impl"], _number(r, "ms"),
+            _number(r, "sdpa_ratio", " ×"), _number(r, "peak_mib"),
+        ]
+        for r in shown
+    ]  # fmt: skip
+    return f"{_markdown(head, lines)}\n\n{_sizes(records)}.\n\n{_origin(records)}"
+
+
+def _sizes(records: Sequence[dict]) -> str:
+    config = records[0]["config"]
+    return (
+        f"Batch {config['batch']}, {config['heads']} heads of {config['dim']}, {config['dtype']}; "
+        f"median of {config['rounds']} rounds taken in turn"
+    )
+
+
+def _origin(records: Sequence[dict]) -> str:
+    return origin([record["environment"] for record in records])
 
 
 def origin(environments: Sequence[dict]) -> str:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from heedful.bench import Bench
 
 MECHANISMS = (
-    "mta-pre", "mta-identity", "mta-post", "mta", "talking-heads", "selective", "differential",
+    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
+    "differential",
 )  # fmt: skip
 OURS = ("reference", "tiled", "fused")
 PEERS = ("x-transformers", "flex", "liger")
@@ -46,6 +47,8 @@ def draw(config: "Bench", mechanism: str, tokens: int, passed: str) -> Leaves:
     if mechanism == "mta-identity":
         leaves["conv"] = torch.zeros(heads, 6, 11, dtype=torch.float64)
         leaves["conv"][:, -1, 5] = 1
+    if mechanism == "mta-rank-one":
+        leaves["conv"] = normal(heads, 6, 1) * normal(heads, 1, 11) / 6
     if mechanism in ("mta-pre", "mta"):
         leaves["conv"] = normal(heads, 6, 11) / 6
     if mechanism in ("mta-post", "mta"):

@@ -42,7 +42,8 @@ class Bench:
     """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
 
     mechanisms: tuple[str, ...] = ("mta-pre", "mta", "talking-heads", "selective", "differential")
-    """Among mta-pre, mta-identity, mta-post, mta, talking-heads, selective, differential."""
+    """Among mta-pre, mta-rank-one, mta-identity, mta-post, mta, talking-heads, selective,
+    differential."""
     impls: tuple[str, ...] = ("reference", "tiled", "fused", "x-transformers", "flex", "liger")
     """Among these; what cannot run here is left out, and said."""
     lengths: tuple[int, ...] = (1024, 2048)
