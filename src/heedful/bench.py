@@ -26,9 +26,10 @@ class Bench:
     """What to measure.
 
     Arguments:
-        mechanisms: among `MECHANISMS`; SDPA is always measured beside them. `mta-pre` has random
-            6x11 kernels before the softmax, `mta-rank-one` random ones of rank one,
-            `mta-identity` identity ones, `mta-post` random ones after it, `mta` both convolutions and full mixing before and after.
+        mechanisms: among `MECHANISMS`; SDPA is always measured beside them. Before the softmax,
+            `mta-pre` has random 6x11 kernels, `mta-rank-one` such of rank one, `mta-identity`
+            identity ones; `mta-post` has random ones after it; `mta` has both convolutions and full
+            mixing before and after.
         impls: `"reference"` (dense), `"tiled"`, `"fused"` (GPU), and by others, where installed:
             `"x-transformers"`, `"flex"` (FlexAttention), `"liger"`.
         lengths: tokens T.

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
 from heedful.ops.mta import launch
-from heedful.ops.mta.fused_backward import (
-    delta_kernel,
-    keys_kernel,
-    map_kernel,
-    queries_kernel,
-)
+from heedful.ops.mta.fused_backward import keys_kernel, map_kernel, queries_kernel
 from heedful.ops.mta.fused_call import SPLIT, Call, Widened, call, widen_keys
 from heedful.ops.mta.fused_fold import (
     fold_keys_kernel,
@@ -114,13 +109,16 @@ def _fused_backward(
     x = call(q, k, v, conv, segments, causal, window, scale)
     batch, heads, group = q.shape[0], q.shape[1], x.group
     grad = grad.to(q.dtype).contiguous()
+    delta = torch.empty_like(lse)
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     dv = x.theta.new_empty(batch * k.shape[1], k.shape[2], v.shape[3])
     dtheta = x.theta.new_empty(batch * heads, *x.theta.shape[1:])
     for first, count in x.chunks(q.element_size() + 8):  # the rows, and fp32 gradients of both
         chunk, shared = slice(first, first + count), slice(first // group, (first + count) // group)
+        products = grad.flatten(0, 1)[chunk].to(torch.float32) * out.flatten(0, 1)[chunk]
+        delta.flatten(0, 1)[chunk] = products.sum(-1)
         widened = widen_keys(x, first, count)
-        slopes = _flash_backward(x, widened, grad, out, lse, first, count)
+        slopes = _flash_backward(x, widened, grad, lse, delta, first, count)
         dv[shared] = slopes.values.unflatten(0, (-1, group)).sum(1)
         if conv is None:
             dq.flatten(0, 1)[chunk] = slopes.queries
@@ -144,7 +142,7 @@ class _Slopes(NamedTuple):
 
 
 def _flash_backward(
-    x: Call, widened: Widened, grad: Tensor, out: Tensor, lse: Tensor, first: int, heads: int
+    x: Call, widened: Widened, grad: Tensor, lse: Tensor, delta: Tensor, first: int, heads: int
 ) -> _Slopes:
     queries, keys, like = x.q.shape[2], x.k.shape[2], x.theta
     slopes = _Slopes(
@@ -161,12 +159,6 @@ def _flash_backward(
         "query_span_stride": _row_stride(query_bounds), "BM": at.queries, "BN": at.keys,
         "STEP": at.step, "num_warps": at.warps, "num_stages": at.stages,
     }  # fmt: skip
-    tiles = {"TILE": at.tile, "VALUE_TILES": triton.cdiv(x.v.shape[3], at.tile)}
-    delta = torch.empty_like(lse)
-    x.launch(
-        delta_kernel, (triton.cdiv(queries, 64), heads), grad, out, delta, first_head=first, BM=64,
-        **tiles,
-    )  # fmt: skip
     columns = triton.cdiv(x.width, at.columns)
     for block in range(0, blocks, step):
         shared |= {"first_block": block, "last_block": min(block + step, blocks)}
@@ -174,7 +166,8 @@ def _flash_backward(
         x.launch(
             map_kernel, (key_blocks, count, heads), x.q, widened.keys, x.v, widened.band,
             x.segments, x.parts, spans, grad, lse, delta, p_map, dc_map, slopes.band,
-            TILES=triton.cdiv(x.width, at.tile), **tiles, **shared,
+            TILES=triton.cdiv(x.width, at.tile), TILE=at.tile,
+            VALUE_TILES=triton.cdiv(x.v.shape[3], at.tile), **shared,
         )  # fmt: skip
         x.launch(
             queries_kernel, (columns, count, heads), widened.keys, dc_map, spans, slopes.queries,

@@ -34,33 +34,6 @@ def tiles_of(low, high, BN: tl.constexpr):
 
 
 @kernel
-def delta_kernel(
-    grad, out, delta, first_head, queries,
-    VALUE_DIM: tl.constexpr, VALUE_TILES: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(dO O) of `BM` queries, fp32, as the diagonal of dO O^T.
-
-    In the very arithmetic of dP = dO V^T: where a query sees one key alone, O is that value and
-    dP - delta is zero exactly, as it should be. An output in fp32 is split in two summands.
-    """
-    head = first_head + tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BM + tl.arange(0, BM)
-    grad += head * queries * VALUE_DIM
-    out += head * queries * VALUE_DIM
-    product = tl.zeros([BM, BM], tl.float32)
-    for t in range(VALUE_TILES):
-        x = rows_of(grad, n, n < queries, VALUE_DIM, t * TILE, TILE)
-        y = rows_of(out, n, n < queries, VALUE_DIM, t * TILE, TILE)
-        high = y.to(x.dtype)
-        product = tl.dot(x, tl.trans(high), product, input_precision="ieee")
-        if out.dtype != grad.dtype:
-            low = (y - high.to(tl.float32)).to(x.dtype)
-            product = tl.dot(x, tl.trans(low), product, input_precision="ieee")
-    same = tl.arange(0, BM)[:, None] == tl.arange(0, BM)[None, :]
-    tl.store(delta + head * queries + n, tl.sum(tl.where(same, product, 0.0), 1), n < queries)
-
-
-@kernel
 def map_kernel(
     q, k, v, band, segments, rows, spans, grad, lse, delta, p_map, dc_map, dband,
     first_head, heads, group, value_heads, queries, keys, segment_stride, row_stride, span_stride,
@@ -122,7 +95,8 @@ def map_kernel(
         one = tl.where(n < queries, 1, 0)
         dc = wide_product(grad, n, one, v, j, keys, 1, VALUE_DIM, VALUE_TILES, TILE, BM, BN)
         row_delta = tl.load(delta + head * queries + n, mask=n < queries, other=0.0)
-        dc = p * (dc - row_delta[:, None])
+        # With all weight on one key there is no slope, where rounding would leave one.
+        dc = tl.where(p == 1.0, 0.0, p * (dc - row_delta[:, None]))
         if BAND > 0:
             distance = i[:, None] - j[None, :]
             at = tl.where(distance < NEAR, distance, distance - FAR + NEAR)

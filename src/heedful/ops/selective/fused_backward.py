@@ -75,10 +75,13 @@ def query_gradients(
         query = query + (load_rows(q + h * queries * D, row, queries, D, WD),)
         dout = load_rows(grad + h * queries * DV, row, queries, DV, WDV)
         given = given + (dout,)
-        result = load_rows(out + h * queries * DV, row, queries, DV, WDV).to(tl.float32)
+        result = load_rows(out + h * queries * DV, row, queries, DV, WDV)
+        # Added up as dP is, so that G is exactly zero where a query sees a single key.
+        dots = product(dout, tl.trans(result))
         if out.dtype.element_ty != tl.float32:
-            result += load_rows(rest + h * queries * DV, row, queries, DV, WDV).to(tl.float32)
-        average = tl.sum(dout.to(tl.float32) * result, 1)
+            result = load_rows(rest + h * queries * DV, row, queries, DV, WDV)
+            dots = product(dout, tl.trans(result), dots)
+        average = tl.sum(tl.where(row[:, None] == row[None, :], dots, 0.0), 1)
         tl.store(delta + h * queries + row, average, mask=row < queries)
         mean = mean + (average,)
         logarithm = logarithm + (tl.load(lse + h * queries + row, mask=row < queries, other=0.0),)
