@@ -14,6 +14,7 @@ from heedful.ops.mta.wide import Band, band_logits, band_of, wide_keys, wide_que
 from heedful.ops.tiles import Sight
 
 _RANK = 2  # up to here the product is cheaper than the convolution of a tile
+_QUERIES = 64  # fewer do not repay that every key is filtered
 
 
 class LowRank(NamedTuple):
@@ -48,8 +49,8 @@ def low_rank(
     sight: Sight,
     scale: float,
 ) -> LowRank | None:
-    """The wide form of these kernels, or `None` where their rank is too high for it to pay."""
-    factors = _factors(conv)
+    """The wide form of these kernels, or `None` where it does not pay: high rank, few queries."""
+    factors = _factors(conv) if q.shape[2] >= _QUERIES else None
     if factors is None:
         return None
     left, right = factors
