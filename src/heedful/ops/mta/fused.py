@@ -152,10 +152,12 @@ def _flash_backward(
     at = launch.backward_launch(*x.sizes())
     spans, query_bounds = x.spans(key_spans, at.queries), x.spans(query_spans, at.keys)
     blocks, key_blocks = triton.cdiv(queries, at.queries), triton.cdiv(keys, at.keys)
-    step = launch.blocks_at_once(blocks, 2 * heads * at.queries * keys * x.q.element_size())
-    p_map, dc_map = (x.q.new_empty(heads, step * at.queries, keys) for _ in range(2))
+    map_keys = key_blocks * at.keys
+    step = launch.blocks_at_once(blocks, 2 * heads * at.queries * map_keys * x.q.element_size())
+    p_map, dc_map = (x.q.new_empty(heads, step * at.queries, map_keys) for _ in range(2))
     shared = {
-        "first_head": first, "map_rows": step * at.queries, "span_stride": _row_stride(spans),
+        "first_head": first, "map_rows": step * at.queries, "map_keys": map_keys,
+        "span_stride": _row_stride(spans),
         "query_span_stride": _row_stride(query_bounds), "BM": at.queries, "BN": at.keys,
         "STEP": at.step, "num_warps": at.warps, "num_stages": at.stages,
     }  # fmt: skip

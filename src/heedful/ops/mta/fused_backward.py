@@ -6,8 +6,8 @@ dV = P^T dO, dK = dC^T Q and dQ = dC K, with wide rows, are plain matrix product
 heads six times as wide, that takes a fifth fewer operations than recomputing P for dK and for dQ,
 as FlashAttention does for narrow ones, and no sums of wide rows have to fit into registers.
 
-The map's rows lie as `[heads, ROWS_AT_ONCE, keys]`. Of a row block only the tiles that meet its
-span of keys are written, and only they are read.
+These rows lie as `[heads, map_rows, map_keys]`. Of a row block only the tiles that meet its span of
+keys are written, and only they are read.
 """
 
 import triton
@@ -15,9 +15,10 @@ import triton.language as tl
 
 from heedful.ops.mta.fused_tiles import (
     LOG2E,
-    edge_logits,
+    band_of,
     kernel,
     key_span,
+    mask_logits,
     parts_of,
     query_span,
     rows_of,
@@ -35,9 +36,9 @@ def tiles_of(low, high, BN: tl.constexpr):
 
 @kernel
 def map_kernel(
-    q, k, v, band, segments, rows, spans, grad, lse, delta, p_map, dc_map, dband,
-    first_head, heads, group, value_heads, queries, keys, segment_stride, row_stride, span_stride,
-    scale, first_block, map_rows,
+    q, k, v, band, segments, parts, spans, grad, lse, delta, p_map, dc_map, dband,
+    first_head, heads, group, value_heads, queries, keys, segment_stride, part_stride, span_stride,
+    scale, first_block, map_rows, map_keys,
     OWN_KEYS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
     TILE: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_TILES: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
@@ -46,8 +47,8 @@ def map_kernel(
 ):  # fmt: skip
     """One tile of P and of dC without the band (there 0); dC on the band goes to `dband`.
 
-    `dband` is fp32 `[head, queries, BAND]`, of which only visible entries are written. The map's
-    rows start at row block `first_block`. Other arguments as in `forward_kernel`.
+    `dband` is fp32 `[head, queries, BAND]`; entries with a weight are written. The map's rows start
+    at row block `first_block`. Other arguments as in `forward_kernel`.
     """
     block = first_block + tl.program_id(1)
     local = tl.program_id(2).to(tl.int64)
@@ -66,10 +67,9 @@ def map_kernel(
         k += (local if OWN_KEYS else head // group) * keys * PARTS * DIM
         v += (batch * value_heads + head % heads // group % value_heads) * keys * VALUE_DIM
         band += local * queries * BAND
-        bits = parts_of(rows + batch * row_stride, n, queries, PARTS, SEGMENTS)
+        bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
         x = wide_product(q, n, bits, k, j, keys, PARTS, DIM, TILES, TILE, BM, BN)
         x *= scale * LOG2E
-
         segment_i = segments_of(segments, i, n < queries, SEGMENTS)
         segment_j = segments_of(segments, j, j < keys, SEGMENTS)
         inside = key + BN <= keys
@@ -77,36 +77,32 @@ def map_kernel(
             inside &= key + BN - 1 <= first - NEAR
         if WINDOW > 0:
             inside &= first + BM - 1 - key < FAR
-        replaced = (i < 0)[:, None] & (j < 0)[None, :]
         if inside:
-            x, _ = edge_logits(
-                x, i, j, segment_i, segment_j, band, offset, keys,
-                CAUSAL, WINDOW, SEGMENTS, NEAR, FAR, BAND, False,
-            )  # fmt: skip
+            x = mask_logits(x, i, j, segment_i, segment_j, keys, CAUSAL, WINDOW, SEGMENTS, False)
         else:
-            x, replaced = edge_logits(
-                x, i, j, segment_i, segment_j, band, offset, keys,
-                CAUSAL, WINDOW, SEGMENTS, NEAR, FAR, BAND, True,
-            )  # fmt: skip
+            if BAND > 0:
+                on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                x = tl.where(on_band, tl.load(band + at, mask=on_band, other=0.0) * LOG2E, x)
+            x = mask_logits(x, i, j, segment_i, segment_j, keys, CAUSAL, WINDOW, SEGMENTS, True)
         row_lse = tl.load(lse + head * queries + n, mask=n < queries, other=float("inf"))
         p = tl.exp2(x - row_lse[:, None])
 
         grad += head * queries * VALUE_DIM
         one = tl.where(n < queries, 1, 0)
-        dc = wide_product(grad, n, one, v, j, keys, 1, VALUE_DIM, VALUE_TILES, TILE, BM, BN)
+        dp = wide_product(grad, n, one, v, j, keys, 1, VALUE_DIM, VALUE_TILES, TILE, BM, BN)
         row_delta = tl.load(delta + head * queries + n, mask=n < queries, other=0.0)
         # With all weight on one key there is no slope, where rounding would leave one.
-        dc = tl.where(p == 1.0, 0.0, p * (dc - row_delta[:, None]))
-        if BAND > 0:
-            distance = i[:, None] - j[None, :]
-            at = tl.where(distance < NEAR, distance, distance - FAR + NEAR)
-            at += n[:, None] * BAND
-            tl.store(dband + local * queries * BAND + at, dc, replaced)
-            dc = tl.where(replaced, 0.0, dc)
+        dc = tl.where(p == 1.0, 0.0, p * (dp - row_delta[:, None]))
+        if BAND > 0:  # noqa: SIM102 (one is known to the compiler, the other is not)
+            if not inside:
+                on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                on_band &= p > 0
+                tl.store(dband + local * queries * BAND + at, dc, on_band)
+                dc = tl.where(on_band, 0.0, dc)
 
-        row = (local * map_rows + tl.program_id(1) * BM + tl.arange(0, BM)) * keys
+        row = (local * map_rows + tl.program_id(1) * BM + tl.arange(0, BM)) * map_keys
         at = row[:, None] + j[None, :]
-        kept = (n < queries)[:, None] & (j < keys)[None, :]
+        kept = (n < queries)[:, None]
         tl.store(p_map + at, p.to(p_map.dtype.element_ty), kept)
         tl.store(dc_map + at, dc.to(dc_map.dtype.element_ty), kept)
 
@@ -114,7 +110,7 @@ def map_kernel(
 @kernel
 def queries_kernel(
     k, dc_map, spans, dq,
-    first_head, heads, group, queries, keys, span_stride, scale, first_block, map_rows,
+    first_head, heads, group, queries, keys, span_stride, scale, first_block, map_rows, map_keys,
     OWN_KEYS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
@@ -130,16 +126,14 @@ def queries_kernel(
         SEGMENTS,
     )  # fmt: skip
     low, high = tiles_of(low, high, BN)
-    high = tl.minimum(high, keys)
     k += (local if OWN_KEYS else head // group) * keys * WIDTH
     n = block * BM + tl.arange(0, BM)
-    row = (local * map_rows + tl.program_id(1) * BM + tl.arange(0, BM)) * keys
+    row = (local * map_rows + tl.program_id(1) * BM + tl.arange(0, BM)) * map_keys
     total = tl.zeros([BM, TILE], tl.float32)
     for key in range(low, high, STEP):
         j = key + tl.arange(0, STEP)
-        inside = (n < queries)[:, None] & (j < high)[None, :]
-        dc = tl.load(dc_map + row[:, None] + j[None, :], mask=inside, other=0.0)
-        rows_k = rows_of(k, j, j < high, WIDTH, tl.program_id(0) * TILE, TILE)
+        dc = tl.load(dc_map + row[:, None] + j[None, :], mask=(n < queries)[:, None], other=0.0)
+        rows_k = rows_of(k, j, j < keys, WIDTH, tl.program_id(0) * TILE, TILE)
         total = tl.dot(dc, rows_k, total, input_precision="ieee")
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = (local * queries + n[:, None]) * WIDTH + column[None, :]
@@ -148,9 +142,9 @@ def queries_kernel(
 
 @kernel
 def keys_kernel(
-    x, x_map, rows, spans, query_spans, total,
-    first_head, heads, queries, keys, row_stride, span_stride, query_span_stride, scale,
-    first_block, last_block, map_rows,
+    x, x_map, parts, spans, query_spans, total,
+    first_head, heads, queries, keys, part_stride, span_stride, query_span_stride, scale,
+    first_block, last_block, map_rows, map_keys,
     PARTS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr,
@@ -183,13 +177,13 @@ def keys_kernel(
             SEGMENTS,
         )  # fmt: skip
         from_key, to_key = tiles_of(from_key, to_key, BN)
-        written = (n < queries)[:, None] & ((j >= from_key) & (j < to_key) & (j < keys))[None, :]
-        row = (local * map_rows + n - first_block * BM) * keys
+        written = (n < queries)[:, None] & ((j >= from_key) & (j < to_key))[None, :]
+        row = (local * map_rows + n - first_block * BM) * map_keys
         weights = tl.load(x_map + row[:, None] + j[None, :], mask=written, other=0.0)
         if PARTS == 1:
             rows_x = rows_of(x, n, n < queries, DIM, tl.program_id(0) * TILE, TILE)
         else:
-            bits = parts_of(rows + batch * row_stride, n, queries, PARTS, SEGMENTS)
+            bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
             rows_x = wide_queries(x, n, bits, PARTS, DIM, tl.program_id(0) * TILE, TILE)
         product = tl.dot(tl.trans(weights), rows_x, product, input_precision="ieee")
     at = total + (local * keys + j[:, None]) * WIDTH + column[None, :]

@@ -59,7 +59,7 @@ class Call(NamedTuple):
     def spans(self, of: Any, block: int) -> Tensor:
         """Bounds per block where segments make them; kernels work out the others themselves."""
         if self.sight.segments is None:
-            return self.segments
+            return self.segments[:1]
         return of(self.sight, self.q.shape[2], self.k.shape[2], block, self.q.device)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *tensors: Tensor, **more: Any) -> None:
@@ -69,7 +69,7 @@ class Call(NamedTuple):
         known = {
             "heads": self.q.shape[1], "group": self.group, "value_heads": self.v.shape[1],
             "queries": self.q.shape[2], "keys": self.k.shape[2], "scale": self.scale,
-            "segment_stride": several * self.k.shape[2], "row_stride": several * self.q.shape[2],
+            "segment_stride": several * self.k.shape[2], "part_stride": several * self.q.shape[2],
             "OWN_KEYS": self.own_keys, "PARTS": self.theta.shape[1], "DIM": self.q.shape[3],
             "VALUE_DIM": self.v.shape[3], "DV": launch.padded(self.v.shape[3]),
             "CAUSAL": self.sight.causal, "WINDOW": window,

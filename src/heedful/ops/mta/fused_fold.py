@@ -11,8 +11,8 @@ from heedful.ops.mta.fused_widen import band_weights, distance_of
 
 @kernel
 def scores_grad_kernel(
-    dband, theta, rows, dscores,
-    first_head, heads, queries, row_stride,
+    dband, theta, parts, dscores,
+    first_head, heads, queries, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr, BAND: tl.constexpr, BAND_PADDED: tl.constexpr, NEAR_SCORES: tl.constexpr,
     FAR_SCORES: tl.constexpr, SCORES: tl.constexpr, SCORES_PADDED: tl.constexpr, BM: tl.constexpr,
@@ -24,13 +24,13 @@ def scores_grad_kernel(
     local = tl.program_id(1).to(tl.int64)
     head = first_head + local
     n = tl.program_id(0) * BM + tl.arange(0, BM)
-    rows += head // heads * row_stride
+    parts += head // heads * part_stride
     theta += head % heads * ROWS * COLUMNS
     e, d = tl.arange(0, SCORES_PADDED), tl.arange(0, BAND_PADDED)
     total = tl.zeros([BM, SCORES_PADDED], tl.float32)
     for r in range(ROWS):
         on = n + ROWS - 1 - r
-        exists = ((parts_of(rows, on, queries, ROWS, SEGMENTS) >> r) & 1) != 0
+        exists = ((parts_of(parts, on, queries, ROWS, SEGMENTS) >> r) & 1) != 0
         slope = tl.load(
             dband + (local * queries + on[:, None]) * BAND + d[None, :],
             mask=exists[:, None] & (d < BAND)[None, :], other=0.0,
@@ -46,8 +46,8 @@ def scores_grad_kernel(
 
 @kernel
 def fold_queries_kernel(
-    wide, dscores, k, segments, rows, dq,
-    first_head, heads, group, queries, keys, segment_stride, row_stride, scale,
+    wide, dscores, k, segments, parts, dq,
+    first_head, heads, group, queries, keys, segment_stride, part_stride, scale,
     ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, SEGMENTS: tl.constexpr,
     NEAR_SCORES: tl.constexpr, FAR_SCORES: tl.constexpr, SCORES: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def fold_queries_kernel(
     local = tl.program_id(1).to(tl.int64)
     head = first_head + local
     segments += head // heads * segment_stride
-    rows += head // heads * row_stride
+    parts += head // heads * part_stride
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     i = n + keys - queries
     own = segments_of(segments, i, n < queries, SEGMENTS)
@@ -72,7 +72,7 @@ def fold_queries_kernel(
     total *= scale
     for r in range(ROWS):
         on = n + ROWS - 1 - r
-        exists = (parts_of(rows, on, queries, ROWS, SEGMENTS) >> r) & 1
+        exists = (parts_of(parts, on, queries, ROWS, SEGMENTS) >> r) & 1
         total += rows_of(wide, on * ROWS + r, exists != 0, DIM, 0, D)
     column = tl.arange(0, D)
     tl.store(
@@ -128,8 +128,8 @@ def fold_keys_kernel(
 
 @kernel
 def theta_grad_kernel(
-    wide, dband, k, scores, segments, rows, dtheta,
-    first_head, heads, group, queries, keys, segment_stride, row_stride,
+    wide, dband, k, scores, segments, parts, dtheta,
+    first_head, heads, group, queries, keys, segment_stride, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
     SEGMENTS: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, BAND: tl.constexpr,
     BAND_PADDED: tl.constexpr, NEAR_SCORES: tl.constexpr, FAR_SCORES: tl.constexpr,
@@ -147,7 +147,7 @@ def theta_grad_kernel(
     head = first_head + local
     back, offset = ROWS - 1 - r, keys - queries
     segments += head // heads * segment_stride
-    rows += head // heads * row_stride
+    parts += head // heads * part_stride
     k += head // group * keys * DIM
     wide += local * keys * ROWS * DIM
     dband += local * queries * BAND
@@ -179,7 +179,7 @@ def theta_grad_kernel(
         for token in range(tl.maximum(from_token, offset), to_token, BN):
             i = token + tl.arange(0, BN)
             n = i - offset
-            exists = ((parts_of(rows, n, to_token - offset, ROWS, SEGMENTS) >> r) & 1) != 0
+            exists = ((parts_of(parts, n, to_token - offset, ROWS, SEGMENTS) >> r) & 1) != 0
             z = tl.load(
                 scores + e[:, None] * queries + (n - back)[None, :],
                 mask=exists[None, :] & (e < SCORES)[:, None], other=0.0,

@@ -1,14 +1,14 @@
 """Flash attention with wide heads and a band of given logits: the forward kernel."""
-# ruff: noqa: RUF005 (Triton adds tuples, it does not unpack them)
 
 import triton.language as tl
 
 from heedful.ops.mta.fused_tiles import (
     LOG2E,
-    edge_logits,
+    band_of,
     inner_keys,
     kernel,
     key_span,
+    mask_logits,
     parts_of,
     rows_of,
     segments_of,
@@ -19,8 +19,8 @@ from heedful.ops.mta.fused_tiles import (
 
 @kernel
 def forward_kernel(
-    q, k, v, band, segments, rows, spans, out, lse,
-    first_head, heads, group, value_heads, queries, keys, segment_stride, row_stride, span_stride,
+    q, k, v, band, segments, parts, spans, out, lse,
+    first_head, heads, group, value_heads, queries, keys, segment_stride, part_stride, span_stride,
     scale,
     OWN_KEYS: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, TILES: tl.constexpr,
     TILE: tl.constexpr, RESIDENT: tl.constexpr, VALUE_DIM: tl.constexpr, DV: tl.constexpr,
@@ -50,7 +50,7 @@ def forward_kernel(
     v += (batch * value_heads + head % heads // group % value_heads) * keys * VALUE_DIM
     band += local * queries * BAND
 
-    bits = parts_of(rows + batch * row_stride, n, queries, PARTS, SEGMENTS)
+    bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
     q_tiles = ()
     if RESIDENT:
         for t in tl.static_range(TILES):
@@ -77,11 +77,12 @@ def forward_kernel(
                         x = tl.dot(q_tiles[t], tl.trans(tile), x, input_precision="ieee")
                 else:
                     x = wide_product(q, n, bits, k, j, keys, PARTS, DIM, TILES, TILE, BM, BN)
-                x, _ = edge_logits(
-                    x * (scale * LOG2E), i, j, segment,
-                    segments_of(segments, j, j < keys, SEGMENTS), band, offset, keys,
-                    CAUSAL, WINDOW, SEGMENTS, NEAR, FAR, BAND, run != 1,
-                )  # fmt: skip
+                x *= scale * LOG2E
+                of_keys = segments_of(segments, j, j < keys, SEGMENTS)
+                if BAND > 0 and run != 1:
+                    on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                    x = tl.where(on_band, tl.load(band + at, mask=on_band, other=0.0) * LOG2E, x)
+                x = mask_logits(x, i, j, segment, of_keys, keys, CAUSAL, WINDOW, SEGMENTS, run != 1)
                 highest = tl.maximum(top, tl.max(x, 1))
                 base = tl.where(highest == float("-inf"), 0.0, highest)
                 p = tl.exp2(x - base[:, None])

@@ -5,7 +5,7 @@ query n is the run of rows n-PARTS+1 .. n of q, which overlap in memory; that of
 filtered keys, one after the other (wide.py). A program takes TILE columns of them at a time.
 
 `n` counts queries, `i` and `j` count tokens (keys); query n is token n + keys - queries. What
-depends on segments (`spans`, `rows`) the host works out; without segments it is plain arithmetic.
+depends on segments (`spans`, `parts`) the host works out; without segments it is plain arithmetic.
 Capital names are compile-time constants.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 # Compiled once, whatever the numbers that change from launch to launch of one call.
-kernel = triton.jit(do_not_specialize=["first_head", "first_block", "last_block", "map_rows"])
+kernel = triton.jit(do_not_specialize=["first_head", "first_block", "last_block"])
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in units of log 2, for exp2
 
 
@@ -38,11 +38,11 @@ def segments_of(segments, tokens, valid, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def parts_of(rows, n, queries, PARTS: tl.constexpr, SEGMENTS: tl.constexpr):
+def parts_of(parts, n, queries, PARTS: tl.constexpr, SEGMENTS: tl.constexpr):
     """Per query n a number with bit r set where its part r exists: a row of n's own segment."""
     inside = n < queries
     if SEGMENTS:
-        bits = tl.load(rows + n, mask=inside, other=0)
+        bits = tl.load(parts + n, mask=inside, other=0)
     else:
         bits = tl.where(inside, -1, 0) << tl.maximum(PARTS - 1 - n, 0)
     return bits
@@ -75,35 +75,35 @@ def wide_product(
 
 
 @triton.jit
-def edge_logits(
-    x, i, j, segment_i, segment_j, band, offset, keys,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
-    NEAR: tl.constexpr, FAR: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr,
+def mask_logits(
+    x, i, j, segment_i, segment_j, keys,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Mask_-inf of a tile of logits with the band written over it; and where the band is.
-
-    Only a tile at an edge of visibility (`EDGE`) holds more than segments to mask. Distances below
-    `NEAR` and from `FAR` on have their logits in `band`, `[query, BAND]`.
-    """
-    i, j = i[:, None], j[None, :]
-    replaced = (i < 0) & (j < 0)
-    visible = (i < keys) & (j < keys)
-    if SEGMENTS:
-        visible &= (segment_i[:, None] == segment_j[None, :]) & (segment_i >= 0)[:, None]
-    if EDGE:
-        if CAUSAL:
-            visible &= j <= i
-        if WINDOW > 0:
-            visible &= i - j < WINDOW
-        if BAND > 0:
-            distance = i - j
-            replaced = visible & ((distance < NEAR) | (distance >= FAR))
-            at = (i - offset) * BAND + tl.where(distance < NEAR, distance, distance - FAR + NEAR)
-            exact = tl.load(band + at, mask=replaced, other=0.0)
-            x = tl.where(replaced, exact * LOG2E, x)
+    """Mask_-inf of a tile; if it is not at an `EDGE` of visibility, only segments hide anything."""
     if EDGE or SEGMENTS:
+        visible = (i < keys)[:, None] & (j < keys)[None, :]
+        if SEGMENTS:
+            visible &= (segment_i[:, None] == segment_j[None, :]) & (segment_i >= 0)[:, None]
+        if EDGE and CAUSAL:
+            visible &= j[None, :] <= i[:, None]
+        if EDGE and WINDOW > 0:
+            visible &= i[:, None] - j[None, :] < WINDOW
         x = tl.where(visible, x, float("-inf"))
-    return x, replaced
+    return x
+
+
+@triton.jit
+def band_of(
+    i, j, offset, keys, NEAR: tl.constexpr, FAR: tl.constexpr, BAND: tl.constexpr
+):  # fmt: skip
+    """Where a tile is on the band, and the place of its entries in a band `[queries, BAND]`.
+
+    The band's distances are those below `NEAR`, then those from `FAR` on.
+    """
+    distance = i[:, None] - j[None, :]
+    column = tl.where(distance < NEAR, distance, distance - FAR + NEAR)
+    on = (column >= 0) & (column < BAND) & ((distance < NEAR) | (distance >= FAR))
+    return on & (i < keys)[:, None], (i - offset)[:, None] * BAND + column
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 Definitions as in wide.py, with one part per kernel row: part r of key j is sum_c theta[r, c]
 k_{j-h+c}, and meets query i-(cq-1)+r. Everything here is linear in T. `theta` is fp32 `[heads,
-ROWS, COLUMNS]`; the heads of a launch start at `first_head`. `rows` as in fused_tiles.py.
+ROWS, COLUMNS]`; the heads of a launch start at `first_head`.
 """
 
 import triton
@@ -50,7 +50,7 @@ def filter_kernel(
     theta += head % heads * ROWS * COLUMNS
     parts = ()
     for _ in tl.static_range(ROWS):
-        parts = parts + (tl.zeros([BN, D], tl.float32),)  # noqa: RUF005 (Triton unpacks no tuples)
+        parts = parts + (tl.zeros([BN, D], tl.float32),)
     for c in range(COLUMNS):
         source = j - COLUMNS // 2 + c
         valid = (source >= 0) & (source < keys)
@@ -58,7 +58,7 @@ def filter_kernel(
         x = rows_of(k, source, valid, DIM, 0, D).to(tl.float32)
         more = ()
         for r in tl.static_range(ROWS):
-            more = more + (parts[r] + tl.load(theta + r * COLUMNS + c) * x,)  # noqa: RUF005
+            more = more + (parts[r] + tl.load(theta + r * COLUMNS + c) * x,)
         parts = more
     column = tl.arange(0, D)
     wide += local * keys * ROWS * DIM
@@ -96,8 +96,8 @@ def scores_kernel(
 
 @kernel
 def band_kernel(
-    scores, theta, rows, band,
-    first_head, heads, queries, row_stride,
+    scores, theta, parts, band,
+    first_head, heads, queries, part_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SEGMENTS: tl.constexpr, NEAR: tl.constexpr,
     FAR: tl.constexpr, BAND: tl.constexpr, BAND_PADDED: tl.constexpr, NEAR_SCORES: tl.constexpr,
     FAR_SCORES: tl.constexpr, SCORES: tl.constexpr, SCORES_PADDED: tl.constexpr, BM: tl.constexpr,
@@ -109,7 +109,7 @@ def band_kernel(
     local = tl.program_id(1).to(tl.int64)
     head = first_head + local
     n = tl.program_id(0) * BM + tl.arange(0, BM)
-    bits = parts_of(rows + head // heads * row_stride, n, queries, ROWS, SEGMENTS)
+    bits = parts_of(parts + head // heads * part_stride, n, queries, ROWS, SEGMENTS)
     theta += head % heads * ROWS * COLUMNS
     scores += local * SCORES * queries
     e, d = tl.arange(0, SCORES_PADDED), tl.arange(0, BAND_PADDED)

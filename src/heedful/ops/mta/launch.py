@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 MAX_DIM, MAX_ROWS, MAX_COLUMNS = 256, 8, 15
 SHARED = 208 * 1024  # bytes of a block's operands on an H100 or H200, less what reductions need
-SCRATCH = 256 * 2**20  # bytes of wide rows, and of rows of the map, that are held at once
+SCRATCH = 512 * 2**20  # bytes of wide rows, and of rows of the map, that are held at once
 
 
 class Forward(NamedTuple):

@@ -59,7 +59,7 @@ def accumulate(
     selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
     blocks = tl.cdiv(queries, ROWS)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    keyed = load_rows(selector_k + selector * keys * DS, j, keys, DS, WDS)
+    sel_k = load_rows(selector_k + selector * keys * DS, j, keys, DS, WDS)
     selector_q += selector * queries * DS
     STEPS: tl.constexpr = ROWS // STEP
     bases += selector * blocks * STEPS * keys
@@ -74,9 +74,9 @@ def accumulate(
     for n in range(visits):
         block, clear = visit(order, visits - 1 - n)
         row = block * ROWS + within
-        asking = load_rows(selector_q, row, queries, DS, WDS)
+        sel_q = load_rows(selector_q, row, queries, DS, WDS)
         hiding = hiding_logits(
-            asking, keyed, keys - queries + row, j, clear, segments, first, row_stride, batch,
+            sel_q, sel_k, keys - queries + row, j, clear, segments, first, row_stride, batch,
             keys, WINDOW, True,
         )  # fmt: skip
         s = tl.maximum(hiding, 0.0)
@@ -90,8 +90,8 @@ def accumulate(
 
 @triton.jit
 def attend(
-    selector_q, selector_k, segments, first, row_stride, q, k, v, bases, order, count, out, rest,
-    lse,
+    selector_q, selector_k, segments, first, row_stride, q, k, v, bases, order, count, out,
+    remainder, lse,
     scale, queries, keys, heads,
     PER_SELECTOR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     D: tl.constexpr, WD: tl.constexpr, DV: tl.constexpr, WDV: tl.constexpr, DS: tl.constexpr,
@@ -103,8 +103,8 @@ def attend(
     HEADS; SHARE of these share a key head. Keys are visited from the diagonal backwards, so that
     the maximum of a row is never below the logit of its own key.
 
-    Stores the output; in `rest`, what it lost by rounding, from which the backward takes dO . O;
-    and, in base two, the logarithm of the softmax's denominator (0 for queries that see nothing).
+    Stores the output, what it lost by rounding (`remainder`, for dO . O in the backward), and the
+    softmax's log-sum-exp in base two (0 for queries that see nothing).
     """
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)  # the longest rows first
@@ -116,7 +116,7 @@ def attend(
     k += head_k * keys * D
     v += head_k * keys * DV
     out += head_q * queries * DV
-    rest += head_q * queries * DV
+    remainder += head_q * queries * DV
     lse += head_q * queries
     selector_k += selector * keys * DS
     place = selector * blocks + block
@@ -125,51 +125,51 @@ def attend(
 
     row = block * ROWS + tl.arange(0, ROWS)
     i = keys - queries + row
-    asking = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
-    query, top, total, sums = (), (), (), ()
+    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    qs, tops, totals, accs = (), (), (), ()
     for h in tl.static_range(HEADS):
-        query = query + (load_rows(q + h * queries * D, row, queries, D, WD),)
-        top = top + (tl.full((ROWS,), float("-inf"), tl.float32),)
-        total = total + (tl.zeros((ROWS,), tl.float32),)
-        sums = sums + (tl.zeros((ROWS, WDV), tl.float32),)
+        qs += (load_rows(q + h * queries * D, row, queries, D, WD),)
+        tops += (tl.full((ROWS,), float("-inf"), tl.float32),)
+        totals += (tl.zeros((ROWS,), tl.float32),)
+        accs += (tl.zeros((ROWS, WDV), tl.float32),)
 
     for n in range(tl.load(count + place)):
         key_block, clear = visit(order, n)
         j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        keyed = load_rows(selector_k, j, keys, DS, WDS)
+        sel_k = load_rows(selector_k, j, keys, DS, WDS)
         hiding = hiding_logits(
-            asking, keyed, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
-            hiding, base, scale, asking, i, j, clear, segments, row_stride, batch, keys, WINDOW,
+            hiding, base, scale, sel_q, i, j, clear, segments, row_stride, batch, keys, WINDOW,
             False,
         )  # fmt: skip
 
-        new_top, new_total, new_sums = (), (), ()
+        new_tops, new_totals, new_accs = (), (), ()
         for h in tl.static_range(HEADS):
             if h % SHARE == 0:
                 key = load_rows(k + h // SHARE * keys * D, j, keys, D, WD)
                 value = load_rows(v + h // SHARE * keys * DV, j, keys, DV, WDV)
-            logits = product(query[h], tl.trans(key)) * (scale * LOG2E) - penalty
-            highest = tl.maximum(top[h], tl.max(logits, 1))
-            shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
+            logits = product(qs[h], tl.trans(key)) * (scale * LOG2E) - penalty
+            top = tl.maximum(tops[h], tl.max(logits, 1))
+            shift = tl.where(top == float("-inf"), 0.0, top)  # nothing seen so far
             p = tl.exp2(logits - shift[:, None])
-            fade = tl.exp2(top[h] - shift)
-            new_top = new_top + (highest,)
-            new_total = new_total + (total[h] * fade + tl.sum(p, 1),)
-            new_sums = new_sums + (product(p.to(value.dtype), value, sums[h] * fade[:, None]),)
-        top, total, sums = new_top, new_total, new_sums
+            fade = tl.exp2(tops[h] - shift)
+            new_tops += (top,)
+            new_totals += (totals[h] * fade + tl.sum(p, 1),)
+            new_accs += (product(p.to(value.dtype), value, accs[h] * fade[:, None]),)
+        tops, totals, accs = new_tops, new_totals, new_accs
 
     for h in tl.static_range(HEADS):
-        denominator = tl.where(total[h] == 0, 1.0, total[h])
-        values = sums[h] / denominator[:, None]
-        store_rows(out + h * queries * DV, row, queries, values, DV, WDV)
+        denominator = tl.where(totals[h] == 0, 1.0, totals[h])
+        result = accs[h] / denominator[:, None]
+        store_rows(out + h * queries * DV, row, queries, result, DV, WDV)
         if out.dtype.element_ty != tl.float32:
-            values -= values.to(out.dtype.element_ty).to(tl.float32)
-            store_rows(rest + h * queries * DV, row, queries, values, DV, WDV)
-        logarithm = tl.where(total[h] == 0, 0.0, top[h] + tl.log2(denominator))
-        tl.store(lse + h * queries + row, logarithm, mask=row < queries)
+            result -= result.to(out.dtype.element_ty).to(tl.float32)
+            store_rows(remainder + h * queries * DV, row, queries, result, DV, WDV)
+        log_sum = tl.where(totals[h] == 0, 0.0, tops[h] + tl.log2(denominator))
+        tl.store(lse + h * queries + row, log_sum, mask=row < queries)
 
 
 @triton.jit
@@ -193,17 +193,17 @@ def remember(
     selector_k += selector * keys * DS
     row = block * ROWS + tl.arange(0, ROWS)
     i = keys - queries + row
-    asking = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
     sums = tl.zeros((ROWS,), tl.float32)
     for n in range(tl.load(count + place)):
         key_block, clear = visit(order, n)
         j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        keyed = load_rows(selector_k, j, keys, DS, WDS)
+        sel_k = load_rows(selector_k, j, keys, DS, WDS)
         hiding = hiding_logits(
-            asking, keyed, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
-        kept = tl.minimum(tile_f(hiding, base, scale, asking, False), tau)
+        kept = tl.minimum(tile_f(hiding, base, scale, sel_q, False), tau)
         if not clear:
             visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
             kept = tl.where(visible, kept, 0.0)

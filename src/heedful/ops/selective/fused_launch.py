@@ -1,6 +1,5 @@
 """What the fused kernels of selective attention take, and how they are cut; free of Triton."""
 
-from itertools import starmap
 from typing import NamedTuple
 
 import torch
@@ -51,24 +50,50 @@ class _Limits(NamedTuple):
     stages: int
 
 
-# In the order of `Plan`, by element size and widest head dim. Chosen for two programs on a
-# multiprocessor and few spilled registers, as the compiler reports them for sm_90.
+# By element size and widest head dim, in the order of `Plan`. Chosen for two programs on each
+# multiprocessor of sm_90 and few spilled registers, by what the compiler reports.
 _LIMITS = {
-    (2, 64): ((4, 2, 64, 64, 4, 2), (2, 2, 64, 32, 4, 2), (4, 2, 32, 64, 4, 2), (1, 1, 64, 64, 4, 3)),
-    (2, 128): ((2, 1, 64, 32, 4, 2), (1, 1, 64, 32, 4, 2), (1, 1, 32, 64, 4, 2), (1, 1, 64, 64, 4, 2)),
-    (2, 256): ((1, 1, 64, 32, 8, 2), (1, 1, 64, 32, 8, 1), (1, 1, 32, 64, 8, 1), (1, 1, 64, 32, 8, 2)),
+    (2, 64): [
+        _Limits(4, 2, 64, 64, 4, 2),
+        _Limits(2, 2, 64, 32, 4, 2),
+        _Limits(4, 2, 32, 64, 4, 2),
+        _Limits(1, 1, 64, 64, 4, 3),
+    ],
+    (2, 128): [
+        _Limits(2, 1, 64, 32, 4, 2),
+        _Limits(1, 1, 64, 32, 4, 2),
+        _Limits(1, 1, 32, 64, 4, 2),
+        _Limits(1, 1, 64, 64, 4, 2),
+    ],
+    (2, 256): [
+        _Limits(1, 1, 64, 32, 8, 2),
+        _Limits(1, 1, 64, 32, 8, 1),
+        _Limits(1, 1, 32, 64, 8, 1),
+        _Limits(1, 1, 64, 32, 8, 2),
+    ],
     # fp32 never sees a tensor core here: for checks, not for speed.
-    (4, 64): ((1, 1, 32, 32, 4, 2), (1, 1, 32, 32, 4, 2), (1, 1, 32, 32, 8, 2), (1, 1, 32, 32, 4, 2)),
-    (4, 128): ((1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 8, 1), (1, 1, 32, 32, 4, 1)),
-    (4, 256): ((1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1), (1, 1, 16, 16, 8, 1)),
-}  # fmt: skip
+    (4, 64): [
+        _Limits(1, 1, 32, 32, 4, 2),
+        _Limits(1, 1, 32, 32, 4, 2),
+        _Limits(1, 1, 32, 32, 8, 2),
+        _Limits(1, 1, 32, 32, 4, 2),
+    ],
+    (4, 128): [
+        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 32, 4, 1),
+    ],
+    (4, 256): [_Limits(1, 1, 16, 16, 8, 1)] * 4,
+}
 
 
 def unsupported(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
     """The limit that this call exceeds, as one clause, or None."""
     if q.dtype not in DTYPES:
         return f"{q.dtype} is not float32, float16 or bfloat16"
-    for name, x in (("head dim", q), ("head dim of v", v), ("head dim of the selector", selector_q)):
+    parts = (("head dim", q), ("head dim of v", v), ("head dim of the selector", selector_q))
+    for name, x in parts:
         if x.shape[-1] > WIDEST:
             return f"{name} {x.shape[-1]} is above {WIDEST}"
     if scale < 0:
@@ -85,7 +110,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -
     widest = max(64, *(width(x) for x in (q, v, selector_q)))
     launches = [
         Launch(shared_heads(*counts, limits.shared, limits.apart), *limits[2:])
-        for limits in starmap(_Limits, _LIMITS[q.element_size(), widest])
+        for limits in _LIMITS[q.element_size(), widest]
     ]
     if tile:
         rows, columns, step = tile

@@ -1,8 +1,7 @@
 """What the fused kernels of selective attention share: one tile of S and F.
 
-A tile is `[queries, keys]`, or `[keys, queries]` where a kernel owns keys (`TRANSPOSED`): then the
-weights leave the first product in the layout that the next one takes, without a turn through
-shared memory.
+A tile is `[queries, keys]`, or `[keys, queries]` in the kernels that own keys (`TRANSPOSED`): there
+the weights leave one product in the layout in which the next one takes them.
 """
 
 import triton
@@ -11,13 +10,16 @@ import triton.language as tl
 from heedful.ops.triton_tiles import visible_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base two
+UPPER_HALF = tl.constexpr(-65536)  # the bits of an fp32 number that bfloat16 keeps
 
 
 @triton.jit
 def load_rows(x, rows, limit, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """`[len(rows), WIDTH]` from a contiguous `[limit, DIM]`, zero beyond either."""
     d = tl.arange(0, WIDTH)
-    inside = (rows < limit)[:, None] & (d < DIM)[None, :]
+    inside = (rows < limit)[:, None]
+    if DIM != WIDTH:
+        inside = inside & (d < DIM)[None, :]
     return tl.load(x + rows[:, None] * DIM + d[None, :], mask=inside, other=0.0)
 
 
@@ -36,40 +38,8 @@ def product(a, b, added=None):
 
 
 @triton.jit
-def sum_later(x, like, TRANSPOSED: tl.constexpr):
-    """Per entry the sum of the tile over strictly later queries: from dF to dS."""
-    return _sum_queries(x, like, TRANSPOSED, TRANSPOSED)
-
-
-@triton.jit
-def _sum_queries(x, like, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr):
-    """Product with a strict triangle of ones.
-
-    Tensor cores take half precision, or fp32 rounded to ten bits: too coarse for a running sum. But
-    ones are exact, so it is enough to split x into two terms of bfloat16, which has the range of
-    fp32; the first is x cut off after 16 bits. 2^-15 |x| is lost at most; S is never negative, so
-    that bounds the relative error of F as well.
-    """
-    QUERIES: tl.constexpr = x.shape[1] if TRANSPOSED else x.shape[0]
-    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, QUERIES)[None, :]
-    ones = tl.where(row > column if BELOW else row < column, 1.0, 0.0)
-    if like.dtype == tl.float32:
-        total = product(x, ones) if TRANSPOSED else product(ones, x)
-    else:
-        ones = ones.to(tl.bfloat16)
-        high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-        if TRANSPOSED:
-            total = tl.dot((x - high).to(tl.bfloat16), ones)
-            total = tl.dot(high.to(tl.bfloat16), ones, total)
-        else:
-            total = tl.dot(ones, (x - high).to(tl.bfloat16))
-            total = tl.dot(ones, high.to(tl.bfloat16), total)
-    return total
-
-
-@triton.jit
 def visit(order, n):
-    """The n-th block to visit, and whether its tile is clear: see `survey`."""
+    """The n-th block to visit, and whether nothing of its tile is masked; see `visits`."""
     entry = tl.load(order + n)
     return entry // 2, entry % 2 == 1
 
@@ -99,7 +69,7 @@ def may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.const
 
 @triton.jit
 def hiding_logits(
-    selector_q, selector_k, i, j, clear, segments, first, row_stride, batch, keys,
+    sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys,
     WINDOW: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The selector's logits before the scale, -1 where i may not hide j.
@@ -107,10 +77,7 @@ def hiding_logits(
     S is `scale` times their positive part, and has a slope where they are not negative: at zero it
     is taken as one, as in reference.py.
     """
-    if TRANSPOSED:
-        logits = product(selector_k, tl.trans(selector_q))
-    else:
-        logits = product(selector_q, tl.trans(selector_k))
+    logits = product(sel_k, tl.trans(sel_q)) if TRANSPOSED else product(sel_q, tl.trans(sel_k))
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
         allowed = may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
@@ -119,10 +86,13 @@ def hiding_logits(
 
 
 @triton.jit
-def tile_f(hiding, base, unit, like, TRANSPOSED: tl.constexpr):
-    """F of a tile, from F before its first query: `base`, one number per key, in units of `unit`."""
+def tile_f(hiding, base, scale, like, TRANSPOSED: tl.constexpr):
+    """F of a tile from its hiding logits and F at its first query: `base`, one number per key.
+
+    F[i, j] = base[j] + sum of S[p, j] over the queries p < i of the tile.
+    """
     earlier = _sum_queries(tl.maximum(hiding, 0.0), like, TRANSPOSED, not TRANSPOSED)
-    return earlier * unit + (base[:, None] if TRANSPOSED else base[None, :])
+    return earlier * scale + (base[:, None] if TRANSPOSED else base[None, :])
 
 
 @triton.jit
@@ -136,3 +106,35 @@ def tile_penalty(
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
         penalty = tl.where(visible, penalty, float("inf"))
     return penalty
+
+
+@triton.jit
+def sum_later(x, like, TRANSPOSED: tl.constexpr):
+    """Per entry the sum of the tile over strictly later queries: what takes dF to dS."""
+    return _sum_queries(x, like, TRANSPOSED, TRANSPOSED)
+
+
+@triton.jit
+def _sum_queries(x, like, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr):
+    """Product with a strict triangle of ones.
+
+    Tensor cores take half precision, or fp32 rounded to ten bits: too coarse for a running sum. But
+    ones are exact, so it is enough to split x into two terms of bfloat16, which has the range of
+    fp32. The first is x cut off after 16 bits, the second rounds what is left: 2^-15 |x| is lost at
+    most. S is never negative, so that bounds the relative error of F too, and no sum falls below 0.
+    """
+    QUERIES: tl.constexpr = x.shape[1] if TRANSPOSED else x.shape[0]
+    row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, QUERIES)[None, :]
+    ones = tl.where(row > column if BELOW else row < column, 1.0, 0.0)
+    if like.dtype == tl.float32:
+        total = product(x, ones) if TRANSPOSED else product(ones, x)
+    else:
+        ones = ones.to(tl.bfloat16)
+        high = (x.to(tl.int32, bitcast=True) & UPPER_HALF).to(tl.float32, bitcast=True)
+        if TRANSPOSED:
+            total = tl.dot((x - high).to(tl.bfloat16), ones)
+            total = tl.dot(high.to(tl.bfloat16), ones, total)
+        else:
+            total = tl.dot(ones, (x - high).to(tl.bfloat16))
+            total = tl.dot(ones, high.to(tl.bfloat16), total)
+    return total

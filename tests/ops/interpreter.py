@@ -1,0 +1,22 @@
+"""What Triton's interpreter lacks."""
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def teach_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bfloat16, which the interpreter keeps as bits and would multiply as integers."""
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        bits = x.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return original(self, wide(a), wide(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
