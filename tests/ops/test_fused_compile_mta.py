@@ -13,6 +13,9 @@ AROUND = [
 ]  # fmt: skip
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
     return compile_all(str(Path(__file__).with_name("flash_compiled.py")))

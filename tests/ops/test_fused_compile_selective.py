@@ -14,6 +14,9 @@ RESERVED = 1_024  # of them, for each block
 SPILLED = {"64": 400, "64 grouped": 400, "96": 500, "128": 460}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict]:
     return compile_all(str(Path(__file__).with_name("selective_compiled.py")))
