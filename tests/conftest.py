@@ -16,6 +16,7 @@ CHECKED = [
     "heedful.ops.tiles",
     "heedful.ops.spans",
     "heedful.ops.standard",
+    "heedful.ops.mta.block_operator",
     "heedful.ops.mta.blocks",
     "heedful.ops.mta.identity",
     "heedful.ops.mta.low_rank",

@@ -13,7 +13,6 @@ from mechanisms import MECHANISMS, Mechanism, Shape, ragged
 from torch import Tensor
 
 from heedful.ops import Visibility
-from heedful.ops.mta import tiled as mta
 from heedful.ops.selective import tiled as selective
 
 SHAPE = Shape(batch=2, heads=4, key_heads=2, queries=9, keys=11, dim=4)
@@ -53,14 +52,16 @@ def operator_mta() -> None:
     segments = ragged(SHAPE.keys)[0].segments()
     steps = (x["conv"], x["post_conv"], x["mix"], x["post_mix"])
     qkv = (x["q"], x["k"], x["v"])
+    operator = torch.ops.heedful.multi_token_attention_tiled.default
+    backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
         (*qkv, *steps, segments, True, True, 7, 0.5),
         (*qkv, None, None, None, None, None, False, False, None, 0.5),
     ):
-        torch.library.opcheck(mta._tiled, arguments)
+        torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-        grad = torch.randn_like(mta._tiled(*fixed))
-        torch.library.opcheck(mta._tiled_backward, (grad, *fixed))
+        grad = torch.randn_like(operator(*fixed))
+        torch.library.opcheck(backward, (grad, *fixed))
 
 
 def operator_selective() -> None:

@@ -220,19 +220,17 @@ def test_registered_operators():
         torch.library.opcheck(fused._fused_backward, backward)
 
 
-def test_what_is_not_served_is_named():
-    tensors = draw((3, 5), 4, 4)
-    with pytest.raises(ValueError, match="fp64 has no fused kernel"):
-        mta(tensors, Visibility())
-    with pytest.raises(ValueError, match="head mixing has no fused kernel"):
-        mta(tensors | {"mix": torch.eye(2)[None]}, Visibility())
-    assert launch.unsupported(300, 64) == "head dim 300 is above 256"
-    assert launch.unsupported(64, 300) == "value head dim 300 is above 256"
-    assert launch.unsupported(64, 64, conv=(9, 5)) == "c_q 9 is above 8"
-    assert launch.unsupported(64, 64, conv=(2, 17)) == "c_k 17 is above 15"
-    assert launch.unsupported(64, 64, conv=(6, 11), post_conv=True).startswith(
-        "a convolution after"
-    )
+def test_the_message_names_the_limit():
+    def ask(*kernels, dtype=torch.float16, dims=(64, 64)):
+        q, v = (torch.empty(1, 2, 1, dim, dtype=dtype) for dim in dims)
+        return launch.unsupported(q, v, *(torch.empty(2, *size) for size in kernels))
+
+    assert ask((8, 15), (6, 11)) is None
+    assert ask(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
+    assert ask(dims=(300, 64)) == "q has head dim 300, above 256"
+    assert ask(dims=(64, 300)) == "v has head dim 300, above 256"
+    assert ask((9, 5)) == "c_q 9 is above 8"
+    assert ask((2, 3), (2, 17)) == "c_k 17 is above 15"
 
 
 def differential(function):

@@ -304,8 +304,8 @@ def test_the_message_names_the_limit():
 
     assert ask() is None
     assert ask(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
-    assert ask(dims=(300, 64, 64)) == "head dim 300 is above 256"
-    assert ask(dims=(64, 64, 300)) == "head dim of the selector 300 is above 256"
+    assert ask(dims=(300, 64, 64)) == "q has head dim 300, above 256"
+    assert ask(dims=(64, 64, 300)) == "selector_q has head dim 300, above 256"
     assert ask(scale=-0.1) == "scale -0.1 is negative"
 
 

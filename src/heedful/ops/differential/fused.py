@@ -3,7 +3,6 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.mta import launch
 from heedful.ops.mta.fused import flash
 from heedful.ops.visibility import Visibility
 
@@ -18,9 +17,6 @@ def differential_attention_fused(
     scale: float,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention` in Triton; the difference follows the values."""
-    reason = launch.unsupported(q.shape[3], v.shape[3], dtype=str(q.dtype))
-    if reason is not None:
-        raise ValueError(f"differential_attention_fused cannot serve this call: {reason}")
     # Heads in the order (map, pair): the heads of a map stand beside their key heads, and both
     # key heads of a pair meet its values, which are never copied.
     q = q.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -65,7 +65,7 @@ def multi_token_attention(
         _check_mix(name, weights, heads, q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     chosen = choose(
-        "multi_token_attention", impl, lambda: no_triton(q) or _limit(q, v, conv, post_conv)
+        "multi_token_attention", impl, lambda: no_triton(q) or unsupported(q, v, conv, post_conv)
     )
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused import multi_token_attention_fused as run
@@ -86,16 +86,6 @@ def multi_token_attention(
         visibility=visibility,
         scale=scale,
     )
-
-
-def _limit(q: Tensor, v: Tensor, *kernels: Tensor | None) -> str | None:
-    """Which limit of the fused kernels a call exceeds, in one clause, or `None`."""
-    for kernel in kernels:
-        size = None if kernel is None else tuple(kernel.shape[1:])
-        reason = unsupported(q.shape[3], v.shape[3], conv=size, dtype=str(q.dtype))
-        if reason is not None:
-            return reason
-    return None
 
 
 def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:

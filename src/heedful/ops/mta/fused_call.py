@@ -8,6 +8,7 @@ import triton
 from jaxtyping import Int
 from torch import Tensor
 
+from heedful.ops.limits import padded
 from heedful.ops.mta import launch
 from heedful.ops.mta.fused_widen import band_kernel, filter_kernel, scores_kernel
 from heedful.ops.mta.wide import Band, band_of
@@ -71,15 +72,15 @@ class Call(NamedTuple):
             "queries": self.q.shape[2], "keys": self.k.shape[2], "scale": self.scale,
             "segment_stride": several * self.k.shape[2], "part_stride": several * self.q.shape[2],
             "OWN_KEYS": self.own_keys, "PARTS": self.theta.shape[1], "DIM": self.q.shape[3],
-            "VALUE_DIM": self.v.shape[3], "DV": launch.padded(self.v.shape[3]),
+            "VALUE_DIM": self.v.shape[3], "DV": padded(self.v.shape[3]),
             "CAUSAL": self.sight.causal, "WINDOW": window,
             "SEGMENTS": self.sight.segments is not None,
             "ROWS": self.theta.shape[1], "COLUMNS": self.theta.shape[2],
-            "D": launch.padded(self.q.shape[3]), "NEAR": len(band.near),
+            "D": padded(self.q.shape[3]), "NEAR": len(band.near),
             "FAR": band.far.start if band.far else window or _NEVER, "BAND": band.width,
-            "BAND_PADDED": launch.padded(max(1, band.width)),
+            "BAND_PADDED": padded(max(1, band.width)),
             "NEAR_SCORES": len(band.near_scores), "FAR_SCORES": band.far_scores.start,
-            "SCORES": len(band.scores), "SCORES_PADDED": launch.padded(max(1, len(band.scores))),
+            "SCORES": len(band.scores), "SCORES_PADDED": padded(max(1, len(band.scores))),
             "BM": self.block, "BN": self.block, "TOKENS": SPLIT,
         } | more  # fmt: skip
         told = {name: x for name, x in known.items() if name in kernel.arg_names}

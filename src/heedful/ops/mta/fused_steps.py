@@ -43,6 +43,9 @@ class TritonSteps:
         segments = field.sight.segments
         self._segments = None if segments is None else segments.to(torch.int32).contiguous()
 
+    def operand(self, x: Tensor) -> Tensor:
+        return x
+
     def rows_per_block(self, heads: int) -> int:
         """16 to 128 rows, by the size of a tile; the batch has no say."""
         rows = TILE // (heads * min(self.field.keys, self.field.sight.window or self.field.keys))

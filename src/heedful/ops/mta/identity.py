@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.mta.blocks import Parameters
 from heedful.ops.standard import standard_attention
 from heedful.ops.tiles import Sight
 
@@ -12,8 +13,7 @@ def identity_attention(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    kernels: tuple[Tensor | None, ...],
-    mixings: tuple[Tensor | None, ...],
+    parameters: Parameters,
     sight: Sight,
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"] | None:
@@ -27,9 +27,10 @@ def identity_attention(
         return None
     if v.shape[3] != q.shape[3]:  # torch would take its dense path
         return None
-    if not all(x is None or _is_identity_kernel(x) for x in kernels):
+    conv, post_conv, mix, post_mix = parameters
+    if not all(x is None or _is_identity_kernel(x) for x in (conv, post_conv)):
         return None
-    if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in mixings):
+    if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in (mix, post_mix)):
         return None
     out = standard_attention(q, k, v, causal=sight.causal, scale=scale)
     return None if out is None else out.contiguous()

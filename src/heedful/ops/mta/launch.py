@@ -5,7 +5,11 @@ Free of Triton, so that a caller can ask before anything is imported.
 
 from typing import NamedTuple
 
-MAX_DIM, MAX_ROWS, MAX_COLUMNS = 256, 8, 15
+from torch import Tensor
+
+from heedful.ops.limits import over_limit, padded
+
+MAX_ROWS, MAX_COLUMNS = 8, 15
 SHARED = 208 * 1024  # bytes of a block's operands on an H100 or H200, less what reductions need
 SCRATCH = 512 * 2**20  # bytes of wide rows, and of rows of the map, that are held at once
 
@@ -36,38 +40,16 @@ class Backward(NamedTuple):
     stages: int
 
 
-def unsupported(
-    dim: int,
-    value_dim: int,
-    *,
-    conv: tuple[int, int] | None = None,
-    post_conv: bool = False,
-    mix: bool = False,
-    dtype: str = "torch.float32",
-) -> str | None:
-    """What the fused kernels cannot serve in a call with these sizes, in one clause, or `None`.
-
-    `conv` is `(c_q, c_k)`; `post_conv` and `mix` say whether these steps are present at all.
-    """
-    if mix:
-        return "head mixing has no fused kernel yet"
-    if post_conv:
-        return "a convolution after the softmax has no fused kernel yet"
-    if dtype == "torch.float64":
-        return "fp64 has no fused kernel"
-    for name, size in (("head dim", dim), ("value head dim", value_dim)):
-        if size > MAX_DIM:
-            return f"{name} {size} is above {MAX_DIM}"
-    if conv is not None:
-        for name, size, most in (("c_q", conv[0], MAX_ROWS), ("c_k", conv[1], MAX_COLUMNS)):
+def unsupported(q: Tensor, v: Tensor, *kernels: Tensor | None) -> str | None:
+    """The limit that a call with these kernels exceeds, as one clause, or `None`."""
+    for kernel in kernels:
+        if kernel is None:
+            continue
+        _, rows, columns = kernel.shape
+        for name, size, most in (("c_q", rows, MAX_ROWS), ("c_k", columns, MAX_COLUMNS)):
             if size > most:
                 return f"{name} {size} is above {most}"
-    return None
-
-
-def padded(size: int) -> int:
-    """The power of two at which a dimension is computed; a tensor core takes 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())
+    return over_limit(q, q=q.shape[3], v=v.shape[3])
 
 
 def forward_launch(width: int, value_dim: int, itemsize: int) -> Forward:

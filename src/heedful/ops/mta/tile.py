@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.tiles import Field, softmax_
+from heedful.ops.tiles import Field, softmax_, widen
 
 
 class TorchSteps:
@@ -13,6 +13,9 @@ class TorchSteps:
 
     def __init__(self, field: Field) -> None:
         self.field = field
+
+    def operand(self, x: Tensor) -> Tensor:
+        return widen(x)
 
     def rows_per_block(self, heads: int) -> int:
         return self.field.rows_per_block(heads)

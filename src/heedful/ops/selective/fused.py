@@ -4,9 +4,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.limits import padded
 from heedful.ops.selective import fused_backward, fused_forward, fused_selector
 from heedful.ops.selective.fused_field import Field, visits, weight_limit, weightless
-from heedful.ops.selective.fused_launch import Launch, plan, width
+from heedful.ops.selective.fused_launch import Launch, plan
 from heedful.ops.visibility import Visibility
 
 PROGRAMS = 1024  # that fill a GPU; what more of them would hold at a time grows as T^2
@@ -46,7 +47,7 @@ def _head_sizes(q: Tensor, k: Tensor, v: Tensor, selectors: int, launch: Launch)
     return {
         "heads": q.shape[1], "PER_SELECTOR": q.shape[1] // selectors, "GROUP": group,
         "HEADS": launch.heads, "SHARE": min(launch.heads, group),
-        "D": q.shape[3], "WD": width(q), "DV": v.shape[3], "WDV": width(v),
+        "D": q.shape[3], "WD": padded(q.shape[3]), "DV": v.shape[3], "WDV": padded(v.shape[3]),
     } | launch.tile  # fmt: skip
 
 

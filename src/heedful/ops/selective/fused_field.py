@@ -5,8 +5,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heedful.ops.limits import padded
 from heedful.ops.selective.fused_forward import survey
-from heedful.ops.selective.fused_launch import width
 
 
 class Field:
@@ -22,7 +22,7 @@ class Field:
         self.cut = {"queries": self.queries, "keys": self.keys, "WINDOW": window or 0}
         # The first arguments of every kernel that forms a tile of S, and names that all know.
         self.tensors = selector_q.contiguous(), selector_k.contiguous(), *self.sight
-        self.sizes = {"scale": scale, "DS": dim, "WDS": width(selector_q)} | self.cut
+        self.sizes = {"scale": scale, "DS": dim, "WDS": padded(dim)} | self.cut
         self._tiles: dict[tuple[int, int], Tensor] = {}
 
     def tiles(self, rows: int, columns: int) -> Int[Tensor, "B Hs blocks key_blocks"]:

@@ -2,11 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-WIDEST = 256
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from heedful.ops.limits import over_limit, padded
 
 
 class Launch(NamedTuple):
@@ -89,16 +87,10 @@ _LIMITS = {
 
 
 def unsupported(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
-    """The limit that this call exceeds, as one clause, or None."""
-    if q.dtype not in DTYPES:
-        return f"{q.dtype} is not float32, float16 or bfloat16"
-    parts = (("head dim", q), ("head dim of v", v), ("head dim of the selector", selector_q))
-    for name, x in parts:
-        if x.shape[-1] > WIDEST:
-            return f"{name} {x.shape[-1]} is above {WIDEST}"
+    """The limit that a call exceeds, as one clause, or `None`."""
     if scale < 0:
         return f"scale {scale} is negative"
-    return None
+    return over_limit(q, q=q.shape[3], v=v.shape[3], selector_q=selector_q.shape[3])
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -> Plan:
@@ -107,7 +99,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -
     `tile` (queries, keys, queries of `key_gradients`) overrides the tiles, if it is not empty.
     """
     counts = q.shape[1], k.shape[1], selector_q.shape[1]
-    widest = max(64, *(width(x) for x in (q, v, selector_q)))
+    widest = max(64, *(padded(x.shape[3]) for x in (q, v, selector_q)))
     launches = [
         Launch(shared_heads(*counts, limits.shared, limits.apart), *limits[2:])
         for limits in _LIMITS[q.element_size(), widest]
@@ -117,11 +109,6 @@ def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -
         launches = [x._replace(rows=rows, columns=columns) for x in launches]
         launches[2] = launches[2]._replace(rows=step)
     return Plan(*launches)
-
-
-def width(x: Tensor) -> int:
-    """Head dim as tensor cores take it: a power of two, 16 at least."""
-    return max(16, 1 << (x.shape[-1] - 1).bit_length())
 
 
 def shared_heads(heads: int, key_heads: int, selectors: int, shared: int, apart: int) -> int:

@@ -1,0 +1,25 @@
+"""What the fused kernels of every mechanism serve, and at which width; free of Triton.
+
+So a caller can ask before anything is imported.
+"""
+
+import torch
+from torch import Tensor
+
+WIDEST = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def over_limit(q: Tensor, /, **head_dims: int) -> str | None:
+    """The limit that q's dtype or one of the named head dims exceeds, as one clause, or `None`."""
+    if q.dtype not in DTYPES:
+        return f"{q.dtype} is not float32, float16 or bfloat16"
+    for name, size in head_dims.items():
+        if size > WIDEST:
+            return f"{name} has head dim {size}, above {WIDEST}"
+    return None
+
+
+def padded(size: int) -> int:
+    """The power of two at which a dimension is computed; a tensor core takes 16 at least."""
+    return max(16, 1 << (size - 1).bit_length())
