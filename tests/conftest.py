@@ -4,6 +4,8 @@ import os
 import socket
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import: its kernels run on any machine
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ CHECKED = [
     "heedful.ops.tiles",
     "heedful.ops.spans",
     "heedful.ops.standard",
+    "heedful.ops.products",
     "heedful.ops.mta.block_operator",
     "heedful.ops.mta.blocks",
     "heedful.ops.mta.identity",

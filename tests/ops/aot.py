@@ -1,4 +1,8 @@
-"""Compile Triton kernels for an H200 without one, and read what they would take of it."""
+"""Compiles what a fused operator launches, for an H200 without one; a program for `compile_case`.
+
+The host code runs on the CPU. Each launch is compiled for the arguments that it would get,
+alignment included, and prints one line of JSON instead of running.
+"""
 
 import json
 import os
@@ -8,26 +12,89 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 SHARED_LIMIT = 232_448  # bytes per block on compute capability 9.0
+KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
+# Of each operator, cases by name: options of the functions below.
+CASES = {
+    "flash": {
+        "64": {"dim": 64},
+        "96": {"dim": 96},
+        "128": {"dim": 128},
+        "documents in a window": {"dim": 64, "window": 512, "documents": True},
+        "standard": {"dim": 64, "value_dim": 128, "kernel": None},
+        "fp32, one query": {"dim": 64, "dtype": torch.float32, "queries": 1},
+    },
+    "blocks": {
+        "6x11": {"kernel": (6, 11)},
+        "8x15": {"kernel": (8, 15), "window": 64, "documents": True},
+        "fp32": {"kernel": (6, 11), "dtype": torch.float32},
+    },
+    "selective": {
+        "64": {"dim": 64, "key_heads": 4, "everything": True},
+        "64 grouped": {"dim": 64, "key_heads": 1, "everything": False},
+        "96": {"dim": 96, "key_heads": 4, "everything": True},
+        "128": {"dim": 128, "key_heads": 4, "everything": False},
+    },
+}
 
 
-def resources(kernel, pointers: dict, constants: dict, warps: int, stages: int = 3) -> dict:
-    """Shared bytes, registers per thread and bytes of spills; every other argument is an int.
+def compile_case(operator: str, case: str) -> dict[str, dict]:
+    """Resources of each kernel's forms; in a process of its own, without Triton's interpreter."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, operator, case], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line.pop("kernel"): line for line in lines}
 
-    Needs a process in which `TRITON_INTERPRET` is not set.
-    """
+
+class Compiler:
+    """Takes the place of `JITFunction.run`: compiles each form of a kernel once."""
+
+    def __init__(self) -> None:
+        self.forms, self.count = set(), {}
+
+    def run(self, kernel, *args: object, grid, warmup, **options: object) -> None:
+        names = [parameter.name for parameter in kernel.params]
+        given = dict(zip(names, args, strict=False))
+        given |= {name: options.pop(name) for name in names if name in options}
+        signature, constants, aligned = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            name, x = parameter.name, given[parameter.name]
+            fixed = type(x) is int and not parameter.do_not_specialize
+            if parameter.is_constexpr or x is None or (fixed and x == 1):
+                signature[name], constants[name] = "constexpr", x
+            elif isinstance(x, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = KINDS[x.dtype] if isinstance(x, Tensor) else "i32"
+                if isinstance(x, Tensor) or (fixed and x % 16 == 0):
+                    aligned[(place,)] = [["tt.divisibility", 16]]
+        form = f"{kernel.__name__} {signature} {constants} {aligned} {options}"
+        if form not in self.forms:
+            self.forms.add(form)
+            found = resources(kernel, signature, constants, aligned, options)
+            self._show(kernel.__name__, found | options | {"heads": given.get("HEADS")})
+
+    def _show(self, name: str, found: dict) -> None:
+        self.count[name] = count = self.count.get(name, 0) + 1
+        label = name + (f" {count}" if count > 1 else "")
+        print(json.dumps({"kernel": label, **found}), flush=True)
+
+
+def resources(kernel, signature: dict, constants: dict, aligned: dict, options: dict) -> dict:
+    """Shared bytes, registers per thread, bytes of spills, and use of the tensor cores."""
     import triton
     from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kinds = {name: "constexpr" for name in constants} | pointers
-    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
-    compiled = triton.compile(
-        ASTSource(fn=kernel, signature=signature, constexprs=constants),
-        target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+    source = ASTSource(kernel, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -38,15 +105,62 @@ def resources(kernel, pointers: dict, constants: dict, warps: int, stages: int =
         "shared": compiled.metadata.shared,
         "registers": int(re.search(r"REG:(\d+)", told)[1]),
         "spilled": int(re.search(r"STACK:(\d+)", told)[1]),
+        "tensor_cores": bool(re.search(r"\b(mma\.sync|wgmma)", compiled.asm["ptx"])),
     }
 
 
-def compile_all(program: str) -> dict[str, dict]:
-    """Run a program that prints one JSON object per kernel, in a process without interpreter."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {line.pop("kernel"): line for line in lines}
+def flash(
+    dim: int, value_dim: int | None = None, kernel: tuple[int, int] | None = (6, 11), *,
+    window: int | None = None, documents: bool = False, dtype=torch.bfloat16, queries: int = 2048,
+) -> None:  # fmt: skip
+    """Forward and backward of 2 x 4 heads on 2 key heads, 2048 keys."""
+    from heedful.ops.mta.fused import _fused, _fused_backward
+
+    q = torch.zeros(2, 4, queries, dim, dtype=dtype)
+    k, v = (torch.zeros(2, 2, 2048, size or dim, dtype=dtype) for size in (dim, value_dim))
+    conv = None if kernel is None else torch.zeros(4, *kernel)
+    segments = torch.zeros(2, 2048, dtype=torch.int64) if documents else None
+    out, lse = _fused(q, k, v, conv, segments, True, window, 0.1, False)
+    _fused_backward(out, out, lse, q, k, v, conv, segments, True, window, 0.1)
+
+
+def blocks(
+    kernel: tuple[int, int], *, window: int | None = None, documents: bool = False,
+    dtype=torch.bfloat16,
+) -> None:  # fmt: skip
+    """Forward and backward of 2 x 4 heads, 128 tokens, with everything before and after."""
+    import heedful.ops.mta.fused_blocks  # noqa: F401
+
+    q = torch.zeros(2, 4, 128, 16, dtype=dtype)
+    conv, mix = torch.zeros(4, *kernel), torch.zeros(1, 4, 4)
+    segments = torch.zeros(2, 128, dtype=torch.int64) if documents else None
+    call = (q, q, q, conv, conv, mix, mix, segments, documents, True, window, 0.1, False)
+    out = torch.ops.heedful.multi_token_attention_fused_blocks(*call)
+    torch.ops.heedful.multi_token_attention_fused_blocks_backward(out, *call)
+
+
+def selective(dim: int, key_heads: int, everything: bool) -> None:
+    """Forward and backward of 4 heads, 128 tokens; documents, state and memory too."""
+    from heedful.ops.selective.fused import _fused, _fused_backward
+
+    q = torch.zeros(2, 4, 128, dim, dtype=torch.bfloat16)
+    k = v = q[:, :key_heads]
+    segments = torch.zeros(2, 128, dtype=torch.int64) if everything else None
+    first = torch.zeros(2 if everything else 1, 128, dtype=torch.bool)
+    state = torch.zeros(2, 1, 128) if everything else None
+    tau, window = (1.0, 100) if everything else (None, None)
+    arguments = (q, k, v, q[:, :1], k[:, :1], state, segments, first, window, tau, 0.1, True, [])
+    out, last, memory, remainder, lse = _fused(*arguments)
+    _fused_backward(out, last, memory, out, remainder, lse, *arguments)
+
+
+def main(operator: str, case: str) -> None:
+    from triton.runtime.jit import JITFunction
+
+    compiler = Compiler()
+    JITFunction.run = lambda kernel, *args, **rest: compiler.run(kernel, *args, **rest)
+    {"flash": flash, "blocks": blocks, "selective": selective}[operator](**CASES[operator][case])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

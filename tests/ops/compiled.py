@@ -55,8 +55,8 @@ def operator_mta() -> None:
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, segments, True, True, 7, 0.5),
-        (*qkv, None, None, None, None, None, False, False, None, 0.5),
+        (*qkv, *steps, segments, True, True, 7, 0.5, False),
+        (*qkv, None, None, None, None, None, False, False, None, 0.5, True),
     ):
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]

@@ -10,11 +10,13 @@ from heedful.ops.mta.reference import multi_token_attention_reference as referen
 from heedful.testing import assert_causal, assert_matches_oracle
 
 # The interpreter's time goes by operations, whatever their size: larger blocks than on a GPU.
-LARGE = fused_steps.Launch(64, 128, 4)
+LARGE = fused_steps.Launch(64, 128, 4, 64)
 SHAPE = Shape(batch=2, heads=4, key_heads=2, dim=16)
 POST = {"post_conv": (4, 3, 5)}
 FULL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (2, 2, 2), "post_mix": (1, 4, 4)}
 TALKING = {"mix": (1, 4, 4), "post_mix": (2, 2, 2)}
+
+pytestmark = pytest.mark.usefixtures("bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def against_oracle(parameters, queries, keys, dtype, visibility, dim=16) -> None
 
 
 @pytest.mark.parametrize("parameters", [POST, FULL, TALKING], ids=["post", "full", "talking"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_it_errs_at_most_twice_as_much_as_the_definition(parameters, dtype):
     against_oracle(parameters, 71, 71, dtype, Visibility())
 
@@ -111,5 +113,5 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 def test_registered_operators():
     tensors = {name: x.float().requires_grad_() for name, x in draw(FULL, 20, 20).items()}
     parameters = [tensors[name] for name in FULL]
-    args = (*(tensors[name] for name in "qkv"), *parameters, None, False, True, None, 0.25)
+    args = (*(tensors[name] for name in "qkv"), *parameters, None, False, True, None, 0.25, False)
     torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused_blocks.default, args)

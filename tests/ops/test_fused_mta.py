@@ -79,9 +79,10 @@ KERNELS = [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1), None]
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
     [(kernel, torch.float16) for kernel in KERNELS]
-    + [(kernel, torch.float32) for kernel in ((3, 5), (6, 11), None)],
+    + [(kernel, dtype) for kernel in ((6, 11), None) for dtype in (torch.bfloat16, torch.float32)],
     ids=str,
 )
+@pytest.mark.usefixtures("bfloat16")
 def test_it_errs_at_most_twice_as_much_as_the_definition(kernel, dtype):
     against_oracle(draw(kernel, 40, 40), dtype, Visibility())
 

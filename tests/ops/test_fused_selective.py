@@ -5,7 +5,6 @@ The interpreter's time goes by operations, whatever their size: few heads, few b
 
 import pytest
 import torch
-from interpreter import teach_bfloat16
 from mechanisms import ragged
 from torch import Tensor
 
@@ -19,10 +18,7 @@ from heedful.testing import assert_causal, assert_matches_oracle
 SCALE = 0.3
 SMALL = (32, 16, 16)  # several tiles in few tokens, and steps that are half a tile
 
-
-@pytest.fixture(autouse=True)
-def bfloat16(monkeypatch):
-    teach_bfloat16(monkeypatch)
+pytestmark = pytest.mark.usefixtures("bfloat16")
 
 
 def draw(

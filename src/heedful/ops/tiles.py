@@ -169,11 +169,6 @@ def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, 
     return logits.div_(total.masked_fill_(total == 0, 1))
 
 
-def widen(x: Tensor) -> Tensor:
-    """fp32 for half precision; fp32 and fp64 as they are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def spread_heads(x: Float[Tensor, "B Hk T D"], heads: int) -> Float[Tensor, "B H T D"]:
     """Repeat key heads for their group of query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -4,7 +4,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.mta.tiled import multi_token_attention_tiled
-from heedful.ops.tiles import widen
 from heedful.ops.visibility import Visibility
 
 
@@ -26,8 +25,8 @@ def differential_attention_tiled(
     v = v.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1)
     # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
     both = multi_token_attention_tiled(
-        widen(q), widen(k), widen(v), conv=None, post_conv=None, mix=None, post_mix=None,
-        visibility=visibility, scale=scale,
+        q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
+        visibility=visibility, scale=scale, wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)

@@ -22,6 +22,7 @@ class Call(NamedTuple):
     parameters: Parameters
     sight: Sight
     scale: float
+    wide: bool  # the output in the precision of the sums, not in q's
 
     def field(self) -> Field:
         return Field(self.sight, self.q.shape[2], self.k.shape[2], self.q.device)
@@ -43,6 +44,10 @@ def operands(call: Call, steps: Steps) -> Operands:
     return Operands(q, spread_heads(k, heads), spread_heads(v, heads), parameters)
 
 
+def _output_dtype(q: Tensor, wide: bool) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
+
+
 def define(
     name: str,
     forward: Callable[[Call], Float[Tensor, "B H Tq Dv"]],
@@ -51,7 +56,7 @@ def define(
     """The custom operator `heedful::name` with its gradients, as the function that calls it.
 
     Arguments:
-        forward: the output in q's dtype, contiguous.
+        forward: the output, contiguous.
         steps_of: the steps by which the backward recomputes the blocks.
     """
 
@@ -59,22 +64,25 @@ def define(
     def operator(
         q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
         mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, documents: bool,
-        causal: bool, window: int | None, scale: float,
+        causal: bool, window: int | None, scale: float, wide: bool,
     ) -> Tensor:  # fmt: skip
         parameters = Parameters(conv, post_conv, mix, post_mix)
-        return forward(Call(q, k, v, parameters, Sight(segments, documents, causal, window), scale))
+        sight = Sight(segments, documents, causal, window)
+        out = forward(Call(q, k, v, parameters, sight, scale, wide))
+        return out.to(_output_dtype(q, wide))
 
     @torch.library.custom_op(f"heedful::{name}_backward", mutates_args=())
     def backward_operator(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None,
         post_conv: Tensor | None, mix: Tensor | None, post_mix: Tensor | None,
         segments: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+        wide: bool,
     ) -> list[Tensor]:  # fmt: skip
         parameters = Parameters(conv, post_conv, mix, post_mix)
-        call = Call(q, k, v, parameters, Sight(segments, documents, causal, window), scale)
+        call = Call(q, k, v, parameters, Sight(segments, documents, causal, window), scale, wide)
         steps = steps_of(call)
         x = operands(call, steps)
-        dq, dk, dv, sums = attend_backward(steps.operand(grad), *x, steps, scale)
+        dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), *x, steps, scale)
         grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
         inputs = (q, k, v, *parameters)
         return [
@@ -83,8 +91,8 @@ def define(
         ]
 
     @operator.register_fake
-    def _(q, k, v, *_):
-        return q.new_empty(*q.shape[:3], v.shape[3])
+    def _(q, k, v, *rest):
+        return q.new_empty(*q.shape[:3], v.shape[3], dtype=_output_dtype(q, rest[-1]))
 
     @backward_operator.register_fake
     def _(grad, *inputs):
@@ -99,7 +107,7 @@ def define(
         tensors = ctx.saved_tensors
         grads = without_autocast(backward_operator)(grad, *tensors, *ctx.options)
         given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
-        return *given, None, None, None, None, None
+        return *given, *[None] * 6
 
     operator.register_autograd(backward, setup_context=save)
 
@@ -114,11 +122,13 @@ def define(
         post_mix: Float[Tensor, "n2 g2 g2"] | None,
         visibility: Visibility,
         scale: float,
+        wide: bool = False,
     ) -> Float[Tensor, "B H Tq Dv"]:
         """The operator of `multi_token_attention`; peak memory O(B H T (D + rows per block))."""
         return operator(
             q, k, v, conv, post_conv, mix, post_mix, visibility.segments(),
             visibility.documents is not None, visibility.causal, visibility.window, scale,
+            wide,
         )  # fmt: skip
 
     return run

@@ -154,11 +154,10 @@ def attend_backward(
             d, dkernel = steps.convolve_backward(d, tile.z, conv, block.missing, 0, owned)
             d = steps.blank(d, block.tokens(block.read), block.columns)
             sums.conv.add_(dkernel)
-        d = d.mul_(scale)
         read = _cut(block.read)
         dq[:, :, read] += steps.product(d, k[:, :, block.cut])
         dk[:, :, block.cut] += steps.product(d.mT, q[:, :, read])
-    return dq, dk, dv, sums
+    return dq.mul_(scale), dk.mul_(scale), dv, sums
 
 
 def _blocks(q: Tensor, parameters: Parameters, steps: Steps) -> Iterator[_Block]:

@@ -14,12 +14,12 @@ from heedful.ops.mta.fused_steps import TritonSteps
 
 
 def _steps(call: Call) -> TritonSteps:
-    return TritonSteps(call.field(), call.q.dtype)
+    return TritonSteps(call.field())
 
 
 def _forward(call: Call) -> Float[Tensor, "B H Tq Dv"]:
     steps = _steps(call)
-    return attend(*operands(call, steps), steps, call.scale).to(call.q.dtype)
+    return attend(*operands(call, steps), steps, call.scale)
 
 
 multi_token_attention_blocks = define("multi_token_attention_fused_blocks", _forward, _steps)

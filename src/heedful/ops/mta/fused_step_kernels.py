@@ -1,13 +1,21 @@
-"""Convolution, its gradients and the softmax on a tile in memory, in Triton.
+"""Mask, convolution, its gradients and the softmax on a tile in memory, in Triton.
 
-A tile of one head is `[rows, columns]`, fp32. Token numbers count keys: output row n of a
-convolution is token `first + n`, and row m of its input stands `above` rows further up in them.
+A tile of one head is `[rows, columns]`, in the inputs' precision; sums are fp32. Token numbers
+count keys: output row n of a convolution is token `first + n`, and row m of its input stands
+`above` rows further up in them.
+
+A row of the convolution's kernel, written as a band matrix, makes its part of the convolution a
+matrix product: 16 outputs of a row of the tile come from 16 + C - 1 <= 32 inputs. A tensor core is
+faster at the zeros between than anything else at the rest.
 """
 
 import triton
 import triton.language as tl
 
 from heedful.ops.triton_tiles import visible_tile
+
+WIDTH = tl.constexpr(16)  # columns of an output block
+REACH = tl.constexpr(32)  # columns of the input that it comes from
 
 
 @triton.jit
@@ -19,10 +27,41 @@ def segment_of(segments, token, tokens, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(x, row, valid, first_column, columns, COUNT: tl.constexpr):
+    """`[len(row), COUNT]` of the tile from `first_column`, zero outside of it."""
+    column = first_column + tl.arange(0, COUNT)
+    inside = valid[:, None] & ((column >= 0) & (column < columns))[None, :]
+    return tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def blank_kernel(
+    x, segments, heads, rows, columns, first_row, first_column, tokens, row_stride,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Zero where a row cannot see a column, in place.
+
+    Programs (block of columns, block of rows, batch x head); a block that sees all is left alone.
+    """
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.program_id(1) * BM + tl.arange(0, BM)
+    tile = tl.program_id(2).to(tl.int64)
+    x += tile * rows * columns
+    visible = visible_tile(
+        segments, row_stride, tile // heads, first_row + n, first_column + j, tokens, CAUSAL,
+        WINDOW, SEGMENTS,
+    )  # fmt: skip
+    inside = (n < rows)[:, None] & (j < columns)[None, :]
+    at = x + n[:, None] * columns + j[None, :]
+    tl.store(at, tl.zeros((BM, BN), x.dtype.element_ty), mask=inside & ~visible)
+
+
+@triton.jit
 def convolve_kernel(
     x, y, kernel, segments, heads, inputs, outputs, columns, above, first, tokens, row_stride,
     TRANSPOSED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, SEGMENTS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """y[n, j] = sum_{r, c} kernel[r, c] x[n + r - above, j + c - C//2], or the transpose of it.
 
@@ -31,7 +70,7 @@ def convolve_kernel(
     `x` is a gradient of the outputs and `y` one of the inputs:
     y[m, j] = sum_{r, c} kernel[r, c] x[m - r + above, j - c + C//2].
     """
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    start = tl.program_id(0) * WIDTH
     n = tl.program_id(1) * BM + tl.arange(0, BM)
     tile = tl.program_id(2).to(tl.int64)
     x += tile * inputs * columns
@@ -42,20 +81,21 @@ def convolve_kernel(
     # Row n of y is an output row, or transposed an input row, which is token first + n + shift.
     shift = R - 1 - above if TRANSPOSED else 0
     own = segment_of(segments, first + n - shift, tokens, SEGMENTS)
-    total = tl.zeros((BM, BN), tl.float32)
+    lag = tl.arange(0, REACH)[:, None] - tl.arange(0, WIDTH)[None, :]
+    c = C - 1 - lag if TRANSPOSED else lag
+    total = tl.zeros((BM, WIDTH), tl.float32)
     for r in range(R):  # not unrolled: hoisted loads would spill
         row = n - r + above if TRANSPOSED else n + r - above
         valid = (row >= 0) & (row < inputs)
         if SEGMENTS:
             token = first + row if TRANSPOSED else first + n + r - (R - 1)
             valid &= segment_of(segments, token, tokens, SEGMENTS) == own
-        for c in tl.static_range(C):
-            column = j - c + C // 2 if TRANSPOSED else j + c - C // 2
-            inside = valid[:, None] & (column >= 0)[None, :] & (column < columns)[None, :]
-            entry = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-            total += tl.load(kernel + r * C + c) * entry
+        band = tl.load(kernel + r * C + c, mask=(c >= 0) & (c < C), other=0.0)
+        entries = rows_of(x, row, valid, start - C // 2, columns, REACH)
+        total = tl.dot(entries, band.to(entries.dtype), total, input_precision="ieee")
+    j = start + tl.arange(0, WIDTH)
     kept = (n < outputs)[:, None] & (j < columns)[None, :]
-    tl.store(y + n[:, None] * columns + j[None, :], total, mask=kept)
+    tl.store(y + n[:, None] * columns + j[None, :], total.to(y.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -65,31 +105,34 @@ def kernel_gradient_kernel(
 ):  # fmt: skip
     """parts[r, c] = sum_{n, j} grad[n, j] x[n + r - above, j + c - C//2] over one block.
 
-    Programs (block of columns, block of rows, batch x head); the host adds the parts, so that two
-    runs agree to the last bit.
+    Programs (block of BN columns, block of rows, batch x head); the host adds the parts, so that
+    two runs agree to the last bit.
     """
     across, down = tl.num_programs(0), tl.num_programs(1)
-    j = tl.program_id(0) * BN + tl.arange(0, BN)
+    begin = tl.program_id(0) * BN
     n = tl.program_id(1) * BM + tl.arange(0, BM)
     tile = tl.program_id(2).to(tl.int64)
     x += tile * inputs * columns
+    grad += tile * outputs * columns
     if SEGMENTS:
         segments += (tile // heads) * row_stride
     parts += ((tile * down + tl.program_id(1)) * across + tl.program_id(0)) * R * C
-    kept = (n < outputs)[:, None] & (j < columns)[None, :]
-    at = grad + tile * outputs * columns + n[:, None] * columns + j[None, :]
-    given = tl.load(at, mask=kept, other=0.0)
     own = segment_of(segments, first + n, tokens, SEGMENTS)
+    lag = tl.arange(0, REACH)[None, :] - tl.arange(0, WIDTH)[:, None]
     for r in range(R):  # not unrolled: hoisted loads would spill
         row = n + r - above
         valid = (row >= 0) & (row < inputs)
         if SEGMENTS:
             valid &= segment_of(segments, first + n + r - (R - 1), tokens, SEGMENTS) == own
+        # Products of every output column with every input column in its reach; the sums over
+        # equal distances are the gradient.
+        total = tl.zeros((WIDTH, REACH), tl.float32)
+        for start in range(begin, tl.minimum(begin + BN, columns), WIDTH):
+            given = rows_of(grad, n, n < outputs, start, columns, WIDTH)
+            entries = rows_of(x, row, valid, start - C // 2, columns, REACH)
+            total = tl.dot(tl.trans(given), entries, total, input_precision="ieee")
         for c in tl.static_range(C):
-            column = j + c - C // 2
-            inside = valid[:, None] & (column >= 0)[None, :] & (column < columns)[None, :]
-            entry = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-            tl.store(parts + r * C + c, tl.sum(tl.sum(given * entry, 1), 0))
+            tl.store(parts + r * C + c, tl.sum(tl.sum(tl.where(lag == c, total, 0.0), 1), 0))
 
 
 @triton.jit
@@ -115,7 +158,7 @@ def softmax_kernel(
             WINDOW, SEGMENTS,
         )  # fmt: skip
         at = logits + n[:, None] * columns + j[None, :]
-        x = tl.load(at, mask=kept, other=float("-inf"))
+        x = tl.load(at, mask=kept, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(top, tl.max(x, 1))
         level = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - level) + tl.sum(tl.exp(x - level[:, None]), 1)
@@ -130,8 +173,9 @@ def softmax_kernel(
             WINDOW, SEGMENTS,
         )  # fmt: skip
         at = logits + n[:, None] * columns + j[None, :]
-        x = tl.load(at, mask=kept, other=float("-inf"))
-        tl.store(at, tl.exp(x - level[:, None]) / total[:, None], mask=inside)
+        x = tl.load(at, mask=kept, other=float("-inf")).to(tl.float32)
+        p = tl.exp(x - level[:, None]) / total[:, None]
+        tl.store(at, p.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -147,12 +191,12 @@ def softmax_backward_kernel(grad, p, rows, columns, BM: tl.constexpr, BN: tl.con
         j = start + tl.arange(0, BN)
         inside = (n < rows)[:, None] & (j < columns)[None, :]
         at = tile + n[:, None] * columns + j[None, :]
-        weight = tl.load(p + at, mask=inside, other=0.0)
-        delta += tl.sum(weight * tl.load(grad + at, mask=inside, other=0.0), 1)
+        weight = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
+        delta += tl.sum(weight * tl.load(grad + at, mask=inside, other=0.0).to(tl.float32), 1)
     for start in range(0, columns, BN):
         j = start + tl.arange(0, BN)
         inside = (n < rows)[:, None] & (j < columns)[None, :]
         at = tile + n[:, None] * columns + j[None, :]
-        weight = tl.load(p + at, mask=inside, other=0.0)
-        d = tl.load(grad + at, mask=inside, other=0.0)
-        tl.store(grad + at, weight * (d - delta[:, None]), mask=inside)
+        weight = tl.load(p + at, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad + at, (weight * (d - delta[:, None])).to(p.dtype.element_ty), mask=inside)

@@ -1,16 +1,19 @@
 """The steps of `blocks.Steps` on a GPU: library matrix products, Triton between them.
 
-Tiles are fp32 `[B, H, rows, columns]`, contiguous; only the products run in the inputs' precision.
-Every kernel reads and writes its tile once, whatever is around it: mask, halo, documents.
+Tiles are `[B, H, rows, columns]`, contiguous, in the inputs' precision: what the published code
+rounds to between its steps, and half the memory of fp32. Sums are fp32. Every kernel reads and
+writes its tile once, whatever is around it: mask, halo, documents.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from heedful.ops.mta.fused_step_kernels import (
+    WIDTH,
+    blank_kernel,
     convolve_kernel,
     kernel_gradient_kernel,
     softmax_backward_kernel,
@@ -19,46 +22,62 @@ from heedful.ops.mta.fused_step_kernels import (
 from heedful.ops.mta.tile import mix_heads, mix_heads_backward
 from heedful.ops.tiles import Field
 
-TILE = 2**20  # entries per batch row: several tiles of 4 MiB stay in a GPU's second-level cache
+TILE = 2**22  # entries per batch row; fewer would leave a GPU waiting for its launches
+LEAST, MOST = 32, 64  # rows: fewer would mostly be halo, more would not fit beside q, k and v
 
 
 class Launch(NamedTuple):
-    """Block of a tile per program, and its warps."""
+    """Block of a tile per program, its warps, and rows of a convolution's block."""
 
     rows: int
     columns: int
     warps: int
+    convolved: int
 
 
 def steps_launch() -> Launch:
     """Blocks of 8 x 128: wide enough for whole cache lines, small enough for registers."""
-    return Launch(8, 128, 4)
+    return Launch(8, 128, 4, 64)
 
 
 class TritonSteps:
-    """The steps with products in `dtype` and everything between them in fp32."""
+    """The steps with tiles in the inputs' precision."""
 
-    def __init__(self, field: Field, dtype: torch.dtype) -> None:
-        self.field, self.dtype = field, dtype
-        segments = field.sight.segments
+    def __init__(self, field: Field) -> None:
+        self.field = field
+        segments, sight = field.sight.segments, field.sight
         self._segments = None if segments is None else segments.to(torch.int32).contiguous()
+        several = segments is not None and len(segments) > 1
+        self._tokens = {"tokens": field.keys, "row_stride": field.keys if several else 0}
+        self._seen = {"CAUSAL": sight.causal, "WINDOW": sight.window or 0}
+        self._seen |= {"SEGMENTS": segments is not None} | self._tokens
 
     def operand(self, x: Tensor) -> Tensor:
         return x
 
     def rows_per_block(self, heads: int) -> int:
-        """16 to 128 rows, by the size of a tile; the batch has no say."""
-        rows = TILE // (heads * min(self.field.keys, self.field.sight.window or self.field.keys))
-        return max(16, min(128, 2 ** (max(rows, 1).bit_length() - 1)))
+        """32 or 64, by the size of a tile; the batch has no say."""
+        entries = heads * min(self.field.keys, self.field.sight.window or self.field.keys)
+        return MOST if MOST * entries <= TILE else LEAST
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a.to(self.dtype) @ b.to(self.dtype)).to(torch.float32)
+        return a @ b
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return self.product(q, k.mT).mul_(scale)
+        x = q.new_empty(*q.shape[:3], k.shape[2])
+        flat = x.flatten(0, 1)  # the factor costs nothing inside the product
+        torch.baddbmm(flat, q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=scale, out=flat)
+        return x
 
     def blank(self, x: Tensor, rows: range, columns: range) -> Tensor:
-        return self.field.hidden(rows, columns).fill(x, 0.0)
+        at = steps_launch()
+        batch, heads, count, width = x.shape
+        grid = (triton.cdiv(width, at.columns), triton.cdiv(count, at.rows), batch * heads)
+        blank_kernel[grid](
+            x, self._segments, heads, count, width, rows.start, columns.start, **self._seen,
+            BM=at.rows, BN=at.columns, num_warps=at.warps,
+        )  # fmt: skip
+        return x
 
     def convolve(self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range) -> Tensor:
         outputs = above + x.shape[2] + below - kernel.shape[1] + 1
@@ -69,43 +88,39 @@ class TritonSteps:
     def convolve_backward(
         self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
     ) -> tuple[Tensor, Tensor]:
-        grad, dx = grad.contiguous(), torch.empty_like(x)
+        dx = torch.empty_like(x)
         self._convolve(grad, dx, kernel, above, rows, transposed=True)
         (batch, heads, inputs, columns), outputs = x.shape, grad.shape[2]
         at = steps_launch()
-        across, down = triton.cdiv(columns, at.columns), triton.cdiv(outputs, at.rows)
-        parts = x.new_empty(batch, heads, down, across, *kernel.shape[1:])
+        across, down = triton.cdiv(columns, at.columns), triton.cdiv(outputs, at.convolved)
+        parts = kernel.new_empty(batch, heads, down, across, *kernel.shape[1:])
         kernel_gradient_kernel[(across, down, batch * heads)](
             grad, x, parts, self._segments, heads, inputs, outputs, columns, above, rows.start,
-            *self._documents(), R=kernel.shape[1], C=kernel.shape[2], BM=at.rows, BN=at.columns,
-            SEGMENTS=self.field.sight.documents, num_warps=at.warps,
+            **self._inside(kernel), BM=at.convolved, BN=at.columns, num_warps=at.warps,
         )  # fmt: skip
         return dx, parts.sum((0, 2, 3))
 
     def mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        return mix_heads(x, weights)
+        return mix_heads(x, weights.to(x.dtype))
 
     def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return mix_heads_backward(grad, x, weights)
+        return mix_heads_backward(grad, x, weights.to(x.dtype))
 
     def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
-        logits = logits.contiguous()
         batch, heads, count, width = logits.shape
-        at, sight = steps_launch(), self.field.sight
+        at = steps_launch()
         softmax_kernel[(triton.cdiv(count, at.rows), batch * heads)](
-            logits, self._segments, heads, count, width, rows.start, columns.start,
-            *self._documents(), CAUSAL=sight.causal, WINDOW=sight.window or 0,
-            SEGMENTS=self._segments is not None, BM=at.rows, BN=at.columns, num_warps=at.warps,
+            logits, self._segments, heads, count, width, rows.start, columns.start, **self._seen,
+            BM=at.rows, BN=at.columns, num_warps=at.warps,
         )  # fmt: skip
         return logits
 
     def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
-        grad = grad.contiguous()
         batch, heads, count, width = p.shape
         at = steps_launch()
         softmax_backward_kernel[(triton.cdiv(count, at.rows), batch * heads)](
-            grad, p, count, width, BM=at.rows, BN=at.columns, num_warps=at.warps,
-        )  # fmt: skip
+            grad, p, count, width, BM=at.rows, BN=at.columns, num_warps=at.warps
+        )
         return grad
 
     def _convolve(
@@ -113,16 +128,19 @@ class TritonSteps:
     ) -> None:
         (batch, heads, inputs, columns), outputs = x.shape, y.shape[2]
         at = steps_launch()
-        grid = (triton.cdiv(columns, at.columns), triton.cdiv(outputs, at.rows), batch * heads)
+        grid = (
+            triton.cdiv(columns, WIDTH.value),
+            triton.cdiv(outputs, at.convolved),
+            batch * heads,
+        )
         convolve_kernel[grid](
             x, y, kernel.contiguous(), self._segments, heads, inputs, outputs, columns, above,
-            rows.start, *self._documents(), TRANSPOSED=transposed, R=kernel.shape[1],
-            C=kernel.shape[2], BM=at.rows, BN=at.columns, SEGMENTS=self.field.sight.documents,
+            rows.start, **self._inside(kernel), TRANSPOSED=transposed, BM=at.convolved,
             num_warps=at.warps,
         )  # fmt: skip
 
-    def _documents(self) -> tuple[int, int]:
-        """Number of tokens, and the stride between the segments of batch rows (0: one for all)."""
-        if self._segments is None or len(self._segments) == 1:
-            return self.field.keys, 0
-        return self.field.keys, self.field.keys
+    def _inside(self, kernel: Tensor) -> dict[str, Any]:
+        """What a convolution is told about itself; padding alone does not cut it."""
+        _, rows, columns = kernel.shape
+        documents = self.field.sight.documents
+        return self._tokens | {"R": rows, "C": columns, "SEGMENTS": documents}

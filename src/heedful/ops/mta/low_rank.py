@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.mta.wide import Band, band_logits, band_of, wide_keys, wide_queries
+from heedful.ops.products import scores
 from heedful.ops.tiles import Sight
 
 _RANK = 2  # up to here the product is cheaper than the convolution of a tile
@@ -24,11 +25,12 @@ class LowRank(NamedTuple):
     k: Float[Tensor, "B H Tk W"]
     band: Band
     band_logits: Float[Tensor, "B H Tq n"]
+    scale: float
 
     def logits(self, rows: range, columns: range, offset: int) -> Float[Tensor, "B H R C"]:
         """Conv(Mask_0(S)) of the tile; `rows` count queries, query i is token i + offset."""
         cut = slice(rows.start, rows.stop)
-        x = self.q[:, :, cut] @ self.k[:, :, columns.start : columns.stop].mT
+        x = scores(self.q[:, :, cut], self.k[:, :, columns.start : columns.stop], self.scale)
         if self.band.width == 0:
             return x
         distances = torch.tensor(self.band.logits, device=x.device)
@@ -54,10 +56,10 @@ def low_rank(
     if factors is None:
         return None
     left, right = factors
-    wide_q = wide_queries(q, left * scale, sight).transpose(2, 3).flatten(3)
+    wide_q = wide_queries(q, left, sight).transpose(2, 3).flatten(3)
     wide_k = wide_keys(k, right, sight).transpose(2, 3).flatten(3)
     band = band_of(conv.shape[1], conv.shape[2], sight)
-    return LowRank(wide_q, wide_k, band, band_logits(q, k, conv, sight, scale))
+    return LowRank(wide_q, wide_k, band, band_logits(q, k, conv, sight, scale), scale)
 
 
 def _factors(

@@ -5,7 +5,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.tiles import Field, softmax_, widen
+from heedful.ops.products import operand, product, scores
+from heedful.ops.tiles import Field, softmax_
+
+_COLUMNS = 8  # output columns of a product in the kernel's gradient
 
 
 class TorchSteps:
@@ -15,16 +18,16 @@ class TorchSteps:
         self.field = field
 
     def operand(self, x: Tensor) -> Tensor:
-        return widen(x)
+        return operand(x)
 
     def rows_per_block(self, heads: int) -> int:
         return self.field.rows_per_block(heads)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
+        return product(a, b)
 
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        return (q * scale) @ k.mT
+        return scores(q, k, scale)
 
     def blank(self, x: Tensor, rows: range, columns: range) -> Tensor:
         """Zero where rows cannot see columns, in place."""
@@ -82,12 +85,13 @@ def correlate_backward(
     documents: Int[Tensor, "#B M"] | None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `correlate` in `x` and `kernel`."""
+    dkernel = _kernel_gradient(grad, x, kernel, documents)
     operand, weight = _operands(x, kernel, documents)
     grad = grad.contiguous(memory_format=torch.channels_last)
     padding = [0, kernel.shape[2] // 2]
-    dx, dweight, _ = torch.ops.aten.convolution_backward(
+    dx, _, _ = torch.ops.aten.convolution_backward(
         grad, operand, weight, None, [1, 1], padding, [1, 1], False, [0, 0], len(kernel),
-        [True, True, False],
+        [True, False, False],
     )  # fmt: skip
     if documents is not None:
         rows, outputs = kernel.shape[1], grad.shape[2]
@@ -97,7 +101,38 @@ def correlate_backward(
             same = _same(documents, r, outputs, rows)
             total[:, :, r : r + outputs] += dx[:, :, r] * same
         dx = total
-    return dx.contiguous(), dweight.reshape(kernel.shape)
+    return dx.contiguous(), dkernel
+
+
+def _kernel_gradient(
+    grad: Float[Tensor, "B H N C"],
+    x: Float[Tensor, "B H M C"],
+    kernel: Float[Tensor, "H cq ck"],
+    documents: Int[Tensor, "#B M"] | None,
+) -> Float[Tensor, "H cq ck"]:
+    """sum_{n, j} grad[n, j] x[n + r, j + c - ck//2]: three times as fast as torch's own.
+
+    A product pairs each of a few output columns with every input column in their reach; the sums
+    over equal distances are the gradient.
+    """
+    heads, rows, columns = kernel.shape
+    batch, _, outputs, width = grad.shape
+    count, reach = -(-width // _COLUMNS), _COLUMNS + columns - 1
+    fill = count * _COLUMNS - width
+    grad = pad(grad, (0, fill)).reshape(batch, heads, outputs * count, _COLUMNS)
+    around = pad(x, (columns // 2, columns // 2 + fill)).unfold(3, reach, _COLUMNS)
+    around = around.flatten(2, 3)  # b h (m block) reach: the only copy
+    pairs = x.new_empty(heads, rows, _COLUMNS, reach)
+    for r in range(rows):
+        part = around[:, :, r * count : (r + outputs) * count]
+        if documents is not None:
+            same = _same(documents, r, outputs, rows)
+            part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
+        pairs[:, r] = torch.matmul(grad.mT, part).sum(0)
+    # Entry (c, t) of this view is pairs[t, t + c].
+    return pairs.as_strided(
+        (heads, rows, columns, _COLUMNS), (*pairs.stride()[:2], 1, reach + 1)
+    ).sum(-1)
 
 
 def mix_heads(
@@ -114,9 +149,10 @@ def mix_heads_backward(
 ) -> tuple[Float[Tensor, "B H N C"], Float[Tensor, "n g g"]]:
     """Gradients of `mix_heads` in `x` and `weights`."""
     groups, size, _ = weights.shape
+    wide = torch.promote_types(x.dtype, torch.float32)
     grouped_grad = grad.unflatten(1, (groups, size)).flatten(3)
     grouped = x.unflatten(1, (groups, size)).flatten(3)
-    return mix_heads(grad, weights.mT), torch.matmul(grouped_grad, grouped.mT).sum(0)
+    return mix_heads(grad, weights.mT), torch.matmul(grouped_grad, grouped.mT).sum(0, dtype=wide)
 
 
 def _operands(x: Tensor, kernel: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from heedful.ops.mta.blocks import attend
 from heedful.ops.mta.identity import identity_attention
 from heedful.ops.mta.low_rank import low_rank
 from heedful.ops.mta.tile import TorchSteps
+from heedful.ops.products import widen
 
 
 def _steps(call: Call) -> TorchSteps:
@@ -15,7 +16,8 @@ def _steps(call: Call) -> TorchSteps:
 
 
 def _forward(call: Call) -> Float[Tensor, "B H Tq Dv"]:
-    out = identity_attention(*call)
+    qkv = (widen(x) if call.wide else x for x in call[:3])
+    out = identity_attention(*qkv, call.parameters, call.sight, call.scale)
     if out is not None:
         return out
     steps = _steps(call)
@@ -23,7 +25,7 @@ def _forward(call: Call) -> Float[Tensor, "B H Tq Dv"]:
     wide = None
     if x.parameters.conv is not None:
         wide = low_rank(x.q, x.k, x.parameters.conv, call.sight, call.scale)
-    return attend(*x, steps, call.scale, wide).to(call.q.dtype)
+    return attend(*x, steps, call.scale, wide)
 
 
 multi_token_attention_tiled = define("multi_token_attention_tiled", _forward, _steps)

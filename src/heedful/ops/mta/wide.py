@@ -23,7 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from heedful.ops.tiles import Sight, widen
+from heedful.ops.products import widen
+from heedful.ops.tiles import Sight
 
 _BLOCK = 32  # tokens per small matrix product
 

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
+from heedful.ops.products import operand, product, scores
 from heedful.ops.standard import standard_attention
 from heedful.ops.tiles import (
     ROWS,
@@ -23,7 +24,6 @@ from heedful.ops.tiles import (
     row_blocks,
     softmax_,
     spread_heads,
-    widen,
 )
 from heedful.ops.visibility import Visibility
 
@@ -78,8 +78,8 @@ def _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale) ->
     heads = q.shape[1]
     field = Field(Sight(segments, False, True, window), q.shape[2], k.shape[2], q.device)
     return _Inputs(
-        widen(q), spread_heads(widen(k), heads), spread_heads(widen(v), heads), widen(selector_q),
-        widen(selector_k), field, first, scale,
+        operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
+        operand(selector_q), operand(selector_k), field, first, scale,
     )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
     cut = slice(columns.start, columns.stop)
     hidden = x.field.hidden(owned, columns)
 
-    queries = x.selector_q[:, :, rows.start : rows.stop] * x.scale
-    logits = queries @ x.selector_k[:, :, cut].mT
+    own = slice(rows.start, rows.stop)
+    logits = scores(x.selector_q[:, :, own], x.selector_k[:, :, cut], x.scale)
     active = hidden.fill(logits >= 0, False)
     active.diagonal(owned.start - columns.start, 2, 3).fill_(False)
     if x.first is not None:
@@ -98,7 +98,7 @@ def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
     s = logits.masked_fill_(~active, 0.0)
     f = base[:, :, None, cut] + _earlier(len(rows), s) @ s
 
-    logits = (x.q[:, :, rows.start : rows.stop] * x.scale) @ x.k[:, :, cut].mT
+    logits = scores(x.q[:, :, own], x.k[:, :, cut], x.scale)
     return _Tile(columns, hidden, active, s, f, softmax_(logits.sub_(f), hidden))
 
 
@@ -123,22 +123,23 @@ def _tiled(
             blocks = len(range(0, queries, ROWS))
             return out, base, base.new_zeros(batch, 0), base.expand(blocks, -1, -1, -1).clone()
     x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
-    base = x.q.new_zeros(batch, selectors, k.shape[2])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
     if state is not None:
         base += state
-    out = x.q.new_empty(*q.shape[:3], v.shape[3])
-    memory = x.q.new_zeros(batch, queries if tau is not None else 0)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    memory = base.new_zeros(batch, queries if tau is not None else 0)
     bases = []
     for start, stop in row_blocks(queries, ascending=True):
         bases.append(base.clone())
         tile = _tile(x, base, range(start, stop))
         cut = slice(tile.columns.start, tile.columns.stop)
-        out[:, :, start:stop] = tile.p @ x.v[:, :, cut]
+        out[:, :, start:stop] = product(tile.p, x.v[:, :, cut])
         base[:, :, cut] += tile.s.sum(2)
         if tau is not None:
             kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
-    return out.to(q.dtype), base, memory, torch.stack(bases)
+    return out, base, memory, torch.stack(bases)
 
 
 def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor | None:
@@ -174,10 +175,11 @@ def _tiled_backward(
     first: Tensor | None, window: int | None, tau: float | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
     x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
-    grad, selectors = widen(grad), selector_q.shape[1]
+    grad, selectors = operand(grad), selector_q.shape[1]
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     dq, dk, dv, dsq, dsk = (
-        t.new_zeros(t.shape) for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
+        torch.zeros(t.shape, dtype=bases.dtype, device=t.device)
+        for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
     )
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
@@ -185,8 +187,8 @@ def _tiled_backward(
         tile = _tile(x, bases[start // ROWS], range(start, stop))
         cut = slice(tile.columns.start, tile.columns.stop)
         out_grad = grad[:, :, start:stop]
-        dv[:, :, cut] += tile.p.mT @ out_grad
-        dp = out_grad @ x.v[:, :, cut].mT
+        dv[:, :, cut] += product(tile.p.mT, out_grad)
+        dp = product(out_grad, x.v[:, :, cut].mT)
         dlogits = torch._softmax_backward_data(dp, tile.p, -1, dp.dtype)
         del dp  # tiles are what the peak is made of
 
@@ -197,12 +199,12 @@ def _tiled_backward(
         ds = later[:, :, None, cut] + _earlier(stop - start, df).mT @ df
         later[:, :, cut] += df.sum(2)
         ds = ds.masked_fill_(~tile.active, 0.0).mul_(scale)
-        dsq[:, :, start:stop] = ds @ x.selector_k[:, :, cut]
-        dsk[:, :, cut] += ds.mT @ x.selector_q[:, :, start:stop]
+        dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
+        dsk[:, :, cut] += product(ds.mT, x.selector_q[:, :, start:stop])
 
         dlogits.mul_(scale)
-        dq[:, :, start:stop] = dlogits @ x.k[:, :, cut]
-        dk[:, :, cut] += dlogits.mT @ x.q[:, :, start:stop]
+        dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
+        dk[:, :, cut] += product(dlogits.mT, x.q[:, :, start:stop])
     dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
     inputs = (q, k, v, selector_q, selector_k)
     grads = [g.to(i.dtype) for g, i in zip((dq, dk, dv, dsq, dsk), inputs, strict=True)]

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-import triton.language as tl
-from triton.runtime import interpreter
 
 
-def teach_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of bfloat16, which the interpreter keeps as bits and would multiply as integers."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
     original = interpreter.InterpreterBuilder.create_dot
 
     def wide(x):

@@ -1,0 +1,41 @@
+"""Matrix products of the tiled operators: inputs in their precision or fp32, results in fp32.
+
+What is between two products (softmax, convolution, sums over tokens) is fp32 or fp64 always.
+"""
+
+import functools
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """fp32 for half precision; fp32 and fp64 as they are."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def operand(x: Tensor) -> Tensor:
+    """An input as products take it: as it is where the device has units for it, else widened."""
+    narrow = x.dtype == torch.bfloat16 and (x.is_cuda or (x.device.type == "cpu" and _bf16_cpu()))
+    return x if narrow else widen(x)
+
+
+def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:
+    """`a @ b` in the precision of `b`, an operand; widened."""
+    return widen(a.to(b.dtype) @ b)
+
+
+def scores(
+    q: Float[Tensor, "*lead n d"], k: Float[Tensor, "*lead m d"], scale: float
+) -> Float[Tensor, "*lead n m"]:
+    """`scale q k^T` of operands, widened."""
+    if q.dtype == torch.bfloat16:
+        return widen(q @ k.mT).mul_(scale)  # a scaled query would be rounded once more
+    return (q * scale) @ k.mT
+
+
+@functools.cache
+def _bf16_cpu() -> bool:
+    """This CPU multiplies bf16 faster than fp32; others emulate it, several times slower."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,58 @@
+"""The fused kernels compile for an H200 without one, fit, and keep to its registers."""
+
+import pytest
+from aot import CASES, SHARED_LIMIT, compile_case
+
+FLASH = ["forward_kernel", "map_kernel", "queries_kernel", "keys_kernel", "keys_kernel 2"]
+AROUND = [
+    "filter_kernel", "scores_kernel", "band_kernel", "scores_grad_kernel", "fold_queries_kernel",
+    "fold_keys_kernel", "theta_grad_kernel",
+]  # fmt: skip
+SELECTOR = ["survey", "accumulate", "selector_key_gradients", "selector_query_gradients"]
+HEADS = ["attend", "query_gradients", "key_gradients"]
+SHARED_TOTAL = 233_472  # bytes on a multiprocessor of compute capability 9.0
+RESERVED = 1_024  # of them, for each block
+# Spilled bytes per thread. With documents the masks take registers at the edges of visibility.
+SPILLED = {"64": 400, "64 grouped": 400, "96": 500, "128": 460}
+
+
+def check(name: str, kernel: dict, spilled: int) -> None:
+    assert kernel["shared"] <= SHARED_LIMIT and kernel["registers"] <= 255, (name, kernel)
+    assert kernel["spilled"] <= spilled, (name, kernel)
+
+
+@pytest.mark.parametrize(
+    "case", ["6x11", *(pytest.param(x, marks=pytest.mark.slow) for x in ("8x15", "fp32"))]
+)
+def test_between_the_products_of_blocks(case):
+    found = compile_case("blocks", case)
+    kinds = {name.split()[0] for name in found}
+    convolutions = {"convolve_kernel", "kernel_gradient_kernel"}
+    assert kinds == convolutions | {"blank_kernel", "softmax_kernel", "softmax_backward_kernel"}
+    for name, kernel in found.items():
+        check(name, kernel, 0)
+        on_tensor_cores = case != "fp32" and name.split()[0] in convolutions
+        assert kernel["tensor_cores"] == on_tensor_cores, (name, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES["flash"])
+def test_flash_with_wide_heads(case):
+    found = compile_case("flash", case)
+    assert sorted(found) == sorted(FLASH + ([] if case == "standard" else AROUND))
+    for name, kernel in found.items():
+        # The tiles at an edge of visibility spill, for their masks; the loops inside do not.
+        check(name, kernel, 512 if name in ("forward_kernel", "map_kernel") else 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES["selective"])
+def test_selective(case):
+    found = compile_case("selective", case)
+    memory = ["remember"] if case in ("64", "96") else []
+    assert {name.split()[0] for name in found} == {*SELECTOR, *HEADS, *memory}
+    for name, kernel in found.items():
+        check(name, kernel, SPILLED[case])
+        if name.split()[0] in HEADS:  # two programs fit a multiprocessor
+            assert 2 * (kernel["shared"] + RESERVED) <= SHARED_TOTAL
+            assert 2 * 32 * kernel["num_warps"] * kernel["registers"] <= 65_536
