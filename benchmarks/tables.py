@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
 TEXT = RESULTS / "text-cpu.jsonl"
+HALF = RESULTS / "operators-cpu-bf16.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -28,6 +29,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "bench": lambda: bench("forward+backward"),
         "bench-forward": lambda: bench("forward"),
         "bench-decode": lambda: bench("decode"),
+        "bench-bf16": half,
         "bench-peers": peers,
     }
 
@@ -100,6 +102,25 @@ def bench(passed: str) -> str:
     memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
     parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", _origin(records)]
     return "\n\n".join(parts)
+
+
+def half() -> str:
+    """bf16 beside the fp32 of the main table: what a CPU's units for it are worth."""
+    if not HALF.is_file():
+        return _missing(HALF)
+    records = [json.loads(line) for line in HALF.read_text().splitlines()]
+    cases = {(r["mechanism"], r["pass"], r["tokens"], r["config"]["dtype"]): r for r in records}
+    head = ["mechanism", "pass", "T", "fp32 ms", "bf16 ms", "fp32 / bf16", "bf16 / SDPA in bf16"]
+    lines = []
+    for (name, passed, tokens, dtype), narrow in cases.items():
+        wide = cases.get((name, passed, tokens, "float32"))
+        if dtype == "bfloat16" and wide:
+            lines.append([
+                name, passed, f"{tokens:,}", _number(wide, "ms"), _number(narrow, "ms"),
+                f"{wide['ms'] / narrow['ms']:.2f} ×", _number(narrow, "sdpa_ratio", " ×"),
+            ])  # fmt: skip
+    sizes = _sizes(records).replace(f", {records[0]['config']['dtype']};", ";")
+    return f"{_markdown(head, lines)}\n\n{sizes}.\n\n{_origin(records)}"
 
 
 def peers() -> str:
