@@ -39,7 +39,7 @@ def model_of(options: argparse.Namespace, mechanism: str) -> torch.nn.Module:
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config)
     if mechanism != "unconverted":
-        heedful.convert(model, mechanism)
+        heedful.convert(model, mechanism, impl=options.impl)
     return model.train()
 
 
@@ -79,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mechanisms", nargs="+", default=["unconverted", "mta-published"],
                         choices=["unconverted", *NAMES])  # fmt: skip
+    parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
     sizes = {"layers": 24, "hidden": 1536, "heads": 16, "feed-forward": 4096, "vocabulary": 128256,
              "batch": 4, "tokens": 2048, "steps": 10}  # fmt: skip
     for name, value in sizes.items():
@@ -89,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     records = []
     for mechanism in options.mechanisms:
         about = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in sizes}
+        about |= {"impl": options.impl}
         records.append(measure(options, mechanism) | {"config": about})
         r, first = records[-1], records[0]
         print(

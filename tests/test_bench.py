@@ -12,7 +12,7 @@ from heedful.bench_cases import OURS, PASSES, call, draw
 from heedful.cli import main
 from heedful.ops import selective_attention
 
-STEP = Path(__file__).parent.parent / "benchmarks" / "training_step.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def test_bench_writes_records_and_a_table(tmp_path, capsys):
@@ -93,10 +93,29 @@ def test_bench_refuses_wrong_options(options, message):
         Bench(**options)
 
 
-def test_training_steps_of_a_small_model(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("training_step", STEP)
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_where_the_time_of_a_small_call_goes(tmp_path, capsys):
+    out = tmp_path / "parts.jsonl"
+    arguments = ["--mechanisms", "mta", "--impl", "tiled", "--tokens", "70", "--dtype", "float32"]
+    assert script("where_time_goes").main([*arguments, "--out", str(out)]) == 0
+    (record,) = map(json.loads, out.read_text().splitlines())
+    times = [part["ms"] for part in record["parts"]]
+    assert times == sorted(times, reverse=True) and sum(times) == pytest.approx(record["total_ms"])
+    # Of each block: scores, mixings and values; backward all but the last again, its own eight,
+    # and one per row of both kernels.
+    products = {part["name"]: part["calls"] for part in record["parts"]}["aten::bmm"]
+    assert products == 2 * (4 + 3 + 8 + 2 * 6)
+    assert "aten::bmm" in capsys.readouterr().out
+
+
+def test_training_steps_of_a_small_model(tmp_path, capsys):
+    module = script("training_step")
     out = tmp_path / "steps.jsonl"
     sizes = "--layers 3 --hidden 32 --heads 4 --feed-forward 48 --vocabulary 50 --batch 2"
     arguments = [*sizes.split(), "--tokens", "40", "--steps", "2", "--device", "cpu"]

@@ -247,12 +247,28 @@ REFUSED = {
     "layers must name at least one layer, got none; None converts all": {"layers": []},
     "mix groups of 3 heads do not divide the model's 4 heads": {"mechanism": TalkingHeads(3)},
     "head must be below the model's 4 heads, got 9": {"mechanism": Selective(head=9)},
+    "impl must be one of auto, reference, tiled, fused, got 'flash'": {"impl": "flash"},
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_wrong_arguments(message):
     refuse(tiny(), message, **REFUSED[message])
+
+
+@every
+def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path):
+    model, ids = tiny(), tokens()
+    heedful.convert(model, EVERYWHERE[name], impl="reference")
+    stir(model, 0.1, only="heedful")
+    model.save_pretrained(tmp_path)
+    assert '"impl"' not in (tmp_path / "config.json").read_text()
+    tiled = heedful.load(tmp_path, impl="tiled", dtype=torch.float64)
+    torch.testing.assert_close(logits(tiled, ids), logits(model, ids), rtol=0, atol=1e-10)
+    if name != "standard":
+        fused = heedful.load(tmp_path, impl="fused", dtype=torch.float64)
+        with pytest.raises(ValueError, match=r"impl='fused' cannot serve this .* need a GPU"):
+            logits(fused, ids)
 
 
 def test_a_refusal_leaves_a_working_model():

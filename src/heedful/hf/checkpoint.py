@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.nn import to_json
+from heedful.ops.impl import Impl
 
 FORMAT = 1
 
@@ -73,11 +74,12 @@ def save_converted(
                 path.unlink()
 
 
-def load(folder: str | os.PathLike, **options) -> PreTrainedModel:
+def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTrainedModel:
     """Load a converted model that `save_pretrained` wrote.
 
     Arguments:
         folder: the checkpoint's folder.
+        impl: which implementation of the operators runs, as for `convert`.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
@@ -107,7 +109,7 @@ def load(folder: str | os.PathLike, **options) -> PreTrainedModel:
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
-    restore(model, about["mechanism"], about["layers"], tensors)
+    restore(model, about["mechanism"], about["layers"], tensors, impl)
     return model
 
 

@@ -20,6 +20,7 @@ from heedful.hf.attention import (
 )
 from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
 from heedful.nn import Mechanism, StandardAttention, from_json, mechanism, to_json
+from heedful.ops.impl import Impl, check_impl
 
 
 @dataclass
@@ -78,7 +79,11 @@ def _converted_model(base: type) -> type:
 
 
 def convert(
-    model: PreTrainedModel, mechanism: Mechanism | str, layers: Iterable[int] | None = None
+    model: PreTrainedModel,
+    mechanism: Mechanism | str,
+    layers: Iterable[int] | None = None,
+    *,
+    impl: Impl = "auto",
 ) -> Conversion:
     """Replace the attention of a transformers causal language model, in place.
 
@@ -93,6 +98,7 @@ def convert(
         mechanism: a configuration (`MultiToken`, `TalkingHeads`, `Selective`, `Differential`,
             `Standard`) or a name of `heedful.nn.NAMES`.
         layers: indices of the layers to convert; default all. The others keep standard attention.
+        impl: which implementation of the operators runs; not saved with the model.
 
     Returns:
         The `Conversion`; its `model` is the given model, its `revert()` undoes it.
@@ -111,6 +117,7 @@ def convert(
             f"model is converted already ({model._heedful.mechanism}); call heedful.revert(model) "
             "before converting it again"
         )
+    check_impl(impl)
     config = _mechanism(mechanism)
     found = find_attention(model)
     chosen = _layers(layers, found)
@@ -118,6 +125,7 @@ def convert(
     for index, layer in built.items():
         layer.to_empty(device=parameter_device(found[index]))
         layer.reset_parameters()
+        layer.impl = impl
 
     scaled = [
         (find_mlp(model, found[index]), factor)
@@ -176,9 +184,11 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
     return model._heedful
 
 
-def restore(model: PreTrainedModel, data: dict, layers: list[int], tensors: dict) -> Conversion:
+def restore(
+    model: PreTrainedModel, data: dict, layers: list[int], tensors: dict, impl: Impl
+) -> Conversion:
     """Convert a freshly loaded model to a saved mechanism and give it the saved parameters."""
-    conversion = convert(model, from_json(data), layers)
+    conversion = convert(model, from_json(data), layers, impl=impl)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]

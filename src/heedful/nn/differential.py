@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadNorm, HeadShape
 from heedful.ops import Visibility, differential_attention
+from heedful.ops.impl import Impl
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class DifferentialAttention(nn.Module):
     """Lambda vectors and norm of one differential layer."""
 
     needs_past_queries = False
+    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -69,6 +71,8 @@ class DifferentialAttention(nn.Module):
     ) -> Float[Tensor, "B H Tq D"]:
         """H / 2 heads of twice the width, in the shape of H heads; `hidden` is not used."""
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
-        out = differential_attention(q, k, joined, lam=self.lam, visibility=visibility, scale=scale)
+        out = differential_attention(
+            q, k, joined, lam=self.lam, visibility=visibility, scale=scale, impl=self.impl
+        )
         out = self.norm(out)
         return out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadNorm, HeadShape, check_choice, project
 from heedful.ops import Visibility, multi_token_attention
+from heedful.ops.impl import Impl
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ class TalkingHeads:
 class MultiTokenAttention(nn.Module):
     """The parameters of multi-token attention for one layer, identity-initialised."""
 
+    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
+
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__()
         self.config = config
@@ -210,6 +213,7 @@ class MultiTokenAttention(nn.Module):
             post_mix=self.post_mix,
             visibility=visibility,
             scale=scale,
+            impl=self.impl,
         )
         if self.norm is not None:
             out = self.norm(out)

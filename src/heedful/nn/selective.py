@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadShape, check_choice, project
 from heedful.ops import Visibility, selective_attention
+from heedful.ops.impl import Impl
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class SelectiveAttention(nn.Module):
     """Selective attention for one layer; has parameters only with an own selector."""
 
     needs_past_queries = True
+    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
 
     def __init__(self, config: Selective, shape: HeadShape) -> None:
         super().__init__()
@@ -92,6 +94,7 @@ class SelectiveAttention(nn.Module):
             protect_first=self.config.protect_first,
             visibility=visibility,
             scale=scale,
+            impl=self.impl,
         ).output
 
     def selectors(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:

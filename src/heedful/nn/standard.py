@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
+from heedful.ops.impl import Impl
 from heedful.ops.standard import standard_attention
 
 
@@ -24,6 +25,7 @@ class StandardAttention(nn.Module):
     """SDPA under a `Visibility`."""
 
     needs_past_queries = False
+    impl: Impl = "auto"  # all are SDPA
 
     def reset_parameters(self) -> None:
         """Nothing to reset."""

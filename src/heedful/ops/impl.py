@@ -28,8 +28,7 @@ def choose(operator: str, impl: str, unfused: Callable[[], str | None]) -> str:
             once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; asked only if need be.
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+    check_impl(impl)
     if impl == "fused" and (reason := unfused()) is not None:
         raise ValueError(
             f"impl='fused' cannot serve this {operator} call: {reason}; use auto, tiled or "
@@ -41,6 +40,12 @@ def choose(operator: str, impl: str, unfused: Callable[[], str | None]) -> str:
         _logged.add(operator)
         _log.info("%s: impl=auto runs tiled (%s)", operator, UNTRIED)
     return "tiled"
+
+
+def check_impl(impl: str) -> None:
+    """Raises for an unknown name."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
 
 
 def no_triton(x: Tensor) -> str | None:
