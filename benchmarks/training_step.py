@@ -6,8 +6,6 @@ configuration with random weights: forward, backward and AdamW on random tokens.
 """
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
@@ -18,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.environment import environment
+from heedful.files import write_lines
 from heedful.nn import NAMES
 from heedful.testing import process_peak_mib
 
@@ -100,11 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
     if options.out:
-        about = environment()
-        lines = [json.dumps(record | {"environment": about}) + "\n" for record in records]
-        temporary = options.out.with_suffix(f".{os.getpid()}")
-        temporary.write_text("".join(lines))
-        os.replace(temporary, options.out)
+        about = environment(["python", "benchmarks/training_step.py", *(arguments or sys.argv[1:])])
+        write_lines(options.out, (record | {"environment": about} for record in records))
     return 0
 
 

@@ -4,8 +4,6 @@ On a GPU these are its kernels; on a CPU torch's operations, each without those 
 """
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from heedful.bench import Bench
 from heedful.bench_cases import MECHANISMS, call, device, draw
 from heedful.environment import environment
+from heedful.files import write_lines
 
 SHOWN = 12
 
@@ -75,11 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
             share = part["ms"] / found["total_ms"]
             print(f"  {share:6.1%} {part['ms']:9.2f} ms {part['calls']:7,} x {part['name'][:60]}")
     if options.out:
-        about = environment()
-        lines = [json.dumps(record | {"environment": about}) + "\n" for record in records]
-        temporary = options.out.with_suffix(f".{os.getpid()}")
-        temporary.write_text("".join(lines))
-        os.replace(temporary, options.out)
+        about = environment(
+            ["python", "benchmarks/where_time_goes.py", *(arguments or sys.argv[1:])]
+        )
+        write_lines(options.out, (record | {"environment": about} for record in records))
     return 0
 
 

@@ -1,7 +1,5 @@
 """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
 
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from heedful.bench_cases import MECHANISMS, OURS, PASSES, PEERS, call, draw, exists, obstacle
 from heedful.environment import environment
+from heedful.files import write_lines
 from heedful.testing import assert_matches_oracle, peak_memory_mib
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -104,10 +103,7 @@ def bench(config: Bench, out: Path | None = None) -> list[dict]:
             for record in _measure(config, tokens, these):
                 records.append(record | {"config": asdict(config), "environment": about})
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = out.with_suffix(f".{os.getpid()}")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in records))
-        os.replace(temporary, out)
+        write_lines(out, records)
     return records
 
 

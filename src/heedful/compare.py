@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -17,6 +15,7 @@ from tqdm import tqdm
 
 from heedful.environment import environment
 from heedful.exhibits import exhibits_of
+from heedful.files import write_whole
 from heedful.hf import load
 from heedful.nn import Mechanism, MultiToken, mechanism, to_json
 from heedful.report import (
@@ -274,9 +273,7 @@ def _claim(out: Path, config: dict) -> None:
         return
     if _has(out / "results.jsonl"):
         raise ValueError(f"out={out} holds results without a config.json; choose another folder")
-    temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}")
-    temporary.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(config, indent=2) + "\n")
 
 
 def _has(path: Path) -> bool:

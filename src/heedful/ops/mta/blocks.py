@@ -110,6 +110,7 @@ def attend(
         if parameters.post_mix is not None:
             a = steps.mix(a, parameters.post_mix)
         out[:, :, _cut(block.write)] += steps.product(a, v[:, :, block.cut])
+        del tile, a  # before the next block's
     return out
 
 
@@ -157,6 +158,7 @@ def attend_backward(
         read = _cut(block.read)
         dq[:, :, read] += steps.product(d, k[:, :, block.cut])
         dk[:, :, block.cut] += steps.product(d.mT, q[:, :, read])
+        del tile, d
     return dq.mul_(scale), dk.mul_(scale), dv, sums
 
 

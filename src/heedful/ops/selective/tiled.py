@@ -139,6 +139,8 @@ def _tiled(
         if tau is not None:
             kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
+            del kept
+        del tile  # or the next, larger one would find no room where this one stood
     return out, base, memory, torch.stack(bases)
 
 
@@ -205,6 +207,7 @@ def _tiled_backward(
         dlogits.mul_(scale)
         dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
         dk[:, :, cut] += product(dlogits.mT, x.q[:, :, start:stop])
+        del tile, dlogits, df, ds
     dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
     inputs = (q, k, v, selector_q, selector_k)
     grads = [g.to(i.dtype) for g, i in zip((dq, dk, dv, dsq, dsk), inputs, strict=True)]
