@@ -1,8 +1,8 @@
 """Multi-token attention with head mixing, or with a convolution after the softmax, on a GPU.
 
 Mixing joins all heads of a group and what follows the softmax joins rows, so no tile stands for
-itself as in flash attention. The blocks of `blocks.py` stay in a GPU's second-level cache instead:
-library matrix products, with Triton between them.
+itself as in flash attention. Instead the blocks of `blocks.py` pass from one kernel to the next, by
+way of a GPU's second-level cache where they fit: library matrix products, with Triton between.
 """
 
 from jaxtyping import Float

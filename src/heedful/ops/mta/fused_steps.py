@@ -1,8 +1,8 @@
 """The steps of `blocks.Steps` on a GPU: library matrix products, Triton between them.
 
 Tiles are `[B, H, rows, columns]`, contiguous, in the inputs' precision: what the published code
-rounds to between its steps, and half the memory of fp32. Sums are fp32. Every kernel reads and
-writes its tile once, whatever is around it: mask, halo, documents.
+rounds to between its steps, and half the memory of fp32. Sums are fp32. Every kernel sees to mask,
+halo and documents itself, so that no tile is padded or copied for it.
 """
 
 from typing import Any, NamedTuple
