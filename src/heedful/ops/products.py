@@ -4,6 +4,7 @@ What is between two products (softmax, convolution, sums over tokens) is fp32 or
 """
 
 import functools
+import math
 
 import torch
 from jaxtyping import Float
@@ -27,9 +28,18 @@ def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Ten
 
 
 def scores(
-    q: Float[Tensor, "*lead n d"], k: Float[Tensor, "*lead m d"], scale: float
+    q: Float[Tensor, "*lead n d"],
+    k: Float[Tensor, "*lead m d"],
+    scale: float,
+    room: Float[Tensor, " size"] | None = None,
 ) -> Float[Tensor, "*lead n m"]:
-    """`scale q k^T` of operands, widened."""
+    """`scale q k^T` of operands, widened; at the start of `room`, if that is given."""
+    if room is not None:
+        shape = (*q.shape[:-1], k.shape[-2])
+        out = room[: math.prod(shape)].view(shape)
+        if q.dtype == room.dtype:
+            return torch.matmul(q * scale, k.mT, out=out)
+        return out.copy_(q @ k.mT).mul_(scale)
     if q.dtype == torch.bfloat16:
         return widen(q @ k.mT).mul_(scale)  # a scaled query would be rounded once more
     return (q * scale) @ k.mT

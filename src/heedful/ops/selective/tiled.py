@@ -83,7 +83,10 @@ def _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale) ->
     )  # fmt: skip
 
 
-def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
+def _tile(
+    x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range, room: Tensor | None = None
+) -> _Tile:
+    """`room`: a buffer for the logits of any block."""
     owned = range(x.field.offset + rows.start, x.field.offset + rows.stop)
     columns = x.field.columns(owned)
     cut = slice(columns.start, columns.stop)
@@ -98,7 +101,7 @@ def _tile(x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range) -> _Tile:
     s = logits.masked_fill_(~active, 0.0)
     f = base[:, :, None, cut] + _earlier(len(rows), s) @ s
 
-    logits = scores(x.q[:, :, own], x.k[:, :, cut], x.scale)
+    logits = scores(x.q[:, :, own], x.k[:, :, cut], x.scale, room)
     return _Tile(columns, hidden, active, s, f, softmax_(logits.sub_(f), hidden))
 
 
@@ -130,9 +133,11 @@ def _tiled(
     out = q.new_empty(*q.shape[:3], v.shape[3])
     memory = base.new_zeros(batch, queries if tau is not None else 0)
     bases = []
+    # From the first block to the last tiles grow, and none would find room where another stood.
+    room = base.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
     for start, stop in row_blocks(queries, ascending=True):
         bases.append(base.clone())
-        tile = _tile(x, base, range(start, stop))
+        tile = _tile(x, base, range(start, stop), room)
         cut = slice(tile.columns.start, tile.columns.stop)
         out[:, :, start:stop] = product(tile.p, x.v[:, :, cut])
         base[:, :, cut] += tile.s.sum(2)
@@ -140,7 +145,7 @@ def _tiled(
             kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
             del kept
-        del tile  # or the next, larger one would find no room where this one stood
+        del tile
     return out, base, memory, torch.stack(bases)
 
 
