@@ -221,6 +221,13 @@ def test_registered_operators():
         torch.library.opcheck(fused._fused_backward, backward)
 
 
+@pytest.mark.parametrize("name", ["post_conv", "mix", "post_mix"])
+def test_what_it_does_not_take_is_refused(name):
+    tensors = draw((3, 5), 4, 4)
+    with pytest.raises(ValueError, match="takes no post_conv, mix or post_mix"):
+        mta(tensors | {name: torch.eye(2)[None]}, Visibility())
+
+
 def test_the_message_names_the_limit():
     def ask(*kernels, dtype=torch.float16, dims=(64, 64)):
         q, v = (torch.empty(1, 2, 1, dim, dtype=dtype) for dim in dims)

@@ -34,15 +34,12 @@ def scores(
     room: Float[Tensor, " size"] | None = None,
 ) -> Float[Tensor, "*lead n m"]:
     """`scale q k^T` of operands, widened; at the start of `room`, if that is given."""
-    if room is not None:
-        shape = (*q.shape[:-1], k.shape[-2])
-        out = room[: math.prod(shape)].view(shape)
-        if q.dtype == room.dtype:
-            return torch.matmul(q * scale, k.mT, out=out)
-        return out.copy_(q @ k.mT).mul_(scale)
+    shape = (*q.shape[:-1], k.shape[-2])
+    out = None if room is None else room[: math.prod(shape)].view(shape)
     if q.dtype == torch.bfloat16:
-        return widen(q @ k.mT).mul_(scale)  # a scaled query would be rounded once more
-    return (q * scale) @ k.mT
+        x = q @ k.mT  # scaled afterwards: a scaled query would be rounded once more
+        return (widen(x) if out is None else out.copy_(x)).mul_(scale)
+    return torch.matmul(q * scale, k.mT, out=out)
 
 
 @functools.cache

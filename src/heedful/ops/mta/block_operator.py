@@ -38,6 +38,7 @@ class Operands(NamedTuple):
 
 
 def operands(call: Call, steps: Steps) -> Operands:
+    """The call's tensors in the precisions in which these steps take them."""
     heads, wide = call.q.shape[1], torch.promote_types(call.q.dtype, torch.float32)
     q, k, v = (steps.operand(x) for x in call[:3])
     parameters = Parameters(*(None if x is None else x.to(wide) for x in call.parameters))

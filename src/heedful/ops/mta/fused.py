@@ -41,6 +41,11 @@ def multi_token_attention_fused(
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention` in Triton, with nothing but `conv` given."""
+    if not (post_conv is mix is post_mix is None):
+        raise ValueError(
+            "multi_token_attention_fused takes no post_conv, mix or post_mix; "
+            "multi_token_attention_blocks does"
+        )
     return flash(q, k, v, conv, visibility, scale)
 
 
