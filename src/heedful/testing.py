@@ -5,6 +5,7 @@ as the plain definition computed in the same precision, both measured against fp
 band: what storing the result, and adding its terms in another order, may cost.
 """
 
+import os
 import resource
 import subprocess
 import sys
@@ -82,12 +83,18 @@ def peak_memory_mib(code: str) -> float:
 
     Importing torch leaves a peak far above what it keeps, in which a small computation would hide;
     so memory is held until the process stands at its peak, and only then `run()` is measured.
+    Every tensor above 128 KiB is mapped for itself and unmapped when it goes (glibc): the peak is
+    what the computation held, to about 1 %. With glibc's own changing threshold it depends on where
+    freed tensors left holes, by up to a half from run to run.
 
     Arguments:
         code: Python source that imports torch, prepares its inputs and defines `run()`.
     """
     program = f"{code}\n{_MEASURE}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
     if done.returncode:
         raise RuntimeError(f"the measured code failed:\n{done.stderr}")
     return float(done.stdout.split()[-1])

@@ -117,14 +117,14 @@ def _tiled(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
+    blocks = -(-queries // ROWS)
     whole = segments is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
         if out is not None:
             wide = torch.promote_types(q.dtype, torch.float32)
             base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
-            blocks = len(range(0, queries, ROWS))
-            return out, base, base.new_zeros(batch, 0), base.expand(blocks, -1, -1, -1).clone()
+            return out, base, base.new_zeros(batch, 0), base.repeat(blocks, 1, 1, 1)
     x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
@@ -132,11 +132,11 @@ def _tiled(
         base += state
     out = q.new_empty(*q.shape[:3], v.shape[3])
     memory = base.new_zeros(batch, queries if tau is not None else 0)
-    bases = []
+    bases = base.new_empty(blocks, *base.shape)
     # From the first block to the last tiles grow, and none would find room where another stood.
     room = base.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
     for start, stop in row_blocks(queries, ascending=True):
-        bases.append(base.clone())
+        bases[start // ROWS] = base
         tile = _tile(x, base, range(start, stop), room)
         cut = slice(tile.columns.start, tile.columns.stop)
         out[:, :, start:stop] = product(tile.p, x.v[:, :, cut])
@@ -146,7 +146,7 @@ def _tiled(
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
             del kept
         del tile
-    return out, base, memory, torch.stack(bases)
+    return out, base, memory, bases
 
 
 def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor | None:
@@ -166,7 +166,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
 def _(q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale):
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    blocks = (queries + ROWS - 1) // ROWS
+    blocks = -(-queries // ROWS)
     return (
         q.new_empty(*q.shape[:3], v.shape[3]),
         q.new_empty(batch, selectors, k.shape[2], dtype=wide),
