@@ -21,6 +21,7 @@ CHECKED = [
     "heedful.ops.products",
     "heedful.ops.mta.block_operator",
     "heedful.ops.mta.blocks",
+    "heedful.ops.mta.flash",
     "heedful.ops.mta.identity",
     "heedful.ops.mta.low_rank",
     "heedful.ops.mta.wide",

@@ -5,7 +5,9 @@ import torch
 from mechanisms import ragged
 from torch import Tensor
 
-from heedful.ops import Visibility
+from heedful.ops import Visibility, multi_token_attention
+from heedful.ops.mta.flash import flash_attention
+from heedful.ops.mta.low_rank import low_rank
 from heedful.ops.mta.reference import correlate
 from heedful.ops.mta.wide import band_logits, band_of, wide_keys, wide_queries
 from heedful.ops.tiles import Sight
@@ -115,6 +117,35 @@ def test_the_identity_is_as_narrow_as_standard_attention():
     found = wide_form(q, k, conv, left, right, sight)
     torch.testing.assert_close(found.tril(), expected, **EXACT)
     assert band_of(1, 1, sight).width == 0
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, (3, 129)], ids=str)
+def test_rank_one_by_the_flash_kernel_is_the_definition(kernel):
+    for tokens in (64, 70, 96):
+        q, k, v = draw(2, 4, tokens, 3), draw(2, 4, tokens, 3), draw(2, 4, tokens, 3)
+        conv = draw(4, kernel[0], 1) @ draw(4, 1, kernel[1])
+        sight = sight_of(Visibility())
+        found = flash_attention(low_rank(q, k, conv, sight, 0.3), v, sight)
+        if band_of(*kernel, sight).width >= tokens:
+            assert found is None
+            continue
+        expected = multi_token_attention(q, k, v, conv=conv, scale=0.3, impl="reference")
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_flash_is_left_where_torch_has_no_such_kernel():
+    q, k, v, conv = draw(1, 2, 70, 4), draw(1, 2, 70, 4), draw(1, 2, 70, 4), draw(2, 1, 1)
+    plain = sight_of(Visibility())
+    cases = {
+        "a wider value": (q, v.repeat(1, 1, 1, 2), plain),
+        "fewer queries": (q[:, :, 3:], v, plain),
+        "a window": (q, v, plain._replace(window=9)),
+        "documents": (q, v, sight_of(Visibility(documents=ragged(70)[1][:1]))),
+        "no causal order": (q, v, plain._replace(causal=False)),
+    }
+    assert flash_attention(low_rank(q, k, conv, plain, 1.0), v, plain) is not None
+    for name, (some, values, sight) in cases.items():
+        assert flash_attention(low_rank(some, k, conv, sight, 1.0), values, sight) is None, name
 
 
 def test_nothing_of_the_future_is_in_the_band():

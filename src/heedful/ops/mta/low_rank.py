@@ -67,8 +67,9 @@ def _factors(
 ) -> tuple[Float[Tensor, "H r cq"], Float[Tensor, "H r ck"]] | None:
     """theta[cq-1-a, c] = sum_r left[r, a] right[r, c], up to what rounding theta costs."""
     u, sizes, v = torch.linalg.svd(conv.flip(1).double(), full_matrices=False)
-    least = torch.finfo(conv.dtype).eps * sizes[:, :1]
-    rank = max(1, int((sizes > least).sum(1).max()))
+    # The decomposition itself errs by a few units of fp64.
+    least = max(torch.finfo(conv.dtype).eps, 16 * torch.finfo(torch.float64).eps)
+    rank = max(1, int((sizes > least * sizes[:, :1]).sum(1).max()))
     if rank > _RANK:
         return None
     left = (u * sizes[:, None])[..., :rank].mT

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from heedful.ops.mta.block_operator import Call, define, operands
 from heedful.ops.mta.blocks import attend
+from heedful.ops.mta.flash import flash_attention
 from heedful.ops.mta.identity import identity_attention
 from heedful.ops.mta.low_rank import low_rank
 from heedful.ops.mta.tile import TorchSteps
@@ -22,9 +23,12 @@ def _forward(call: Call) -> Float[Tensor, "B H Tq Dv"]:
         return out
     steps = _steps(call)
     x = operands(call, steps)
-    wide = None
-    if x.parameters.conv is not None:
-        wide = low_rank(x.q, x.k, x.parameters.conv, call.sight, call.scale)
+    conv, *rest = x.parameters
+    wide = None if conv is None else low_rank(x.q, x.k, conv, call.sight, call.scale)
+    if wide is not None and all(parameter is None for parameter in rest):
+        out = flash_attention(wide, x.v, call.sight)
+        if out is not None:
+            return out
     return attend(*x, steps, call.scale, wide)
 
 

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from heedful.ops.products import widen
+from heedful.ops.products import product, widen
 from heedful.ops.tiles import Sight
 
 _BLOCK = 32  # tokens per small matrix product
@@ -172,6 +172,19 @@ def _diagonals(
     # Query t of a block meets its keys from column t on; lines one longer put them in column 0.
     lines = F.pad(products.flatten(-2), (0, _BLOCK)).unflatten(-1, (_BLOCK, reach + 1))
     return lines[..., :width].flip(-1).reshape(batch, heads, -1, width)[:, :, :queries]
+
+
+def near_values(
+    p: Float[Tensor, "B H T n"], v: Float[Tensor, "B H T D"]
+) -> Float[Tensor, "B H T D"]:
+    """sum_e p[i, e] v[i - e] over distances e below n, without the keys before the first."""
+    tokens, width = p.shape[2:]
+    blocks, reach = -(-tokens // _BLOCK), _BLOCK + width - 1
+    lines = F.pad(p.flip(-1), (0, _BLOCK, 0, blocks * _BLOCK - tokens))
+    lines = lines.unflatten(2, (blocks, _BLOCK)).flatten(-2)[..., : _BLOCK * reach]
+    matrix = lines.unflatten(-1, (_BLOCK, reach))  # as in `_filter`, with weights of its own a row
+    windows = F.pad(v, (0, 0, width - 1, blocks * _BLOCK - tokens)).unfold(2, reach, _BLOCK)
+    return product(matrix, windows.mT).flatten(2, 3)[:, :, :tokens].contiguous()
 
 
 def _same_segment(
