@@ -85,23 +85,20 @@ def correlate_backward(
     documents: Int[Tensor, "#B M"] | None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `correlate` in `x` and `kernel`."""
-    dkernel = _kernel_gradient(grad, x, kernel, documents)
-    operand, weight = _operands(x, kernel, documents)
-    grad = grad.contiguous(memory_format=torch.channels_last)
-    padding = [0, kernel.shape[2] // 2]
-    dx, _, _ = torch.ops.aten.convolution_backward(
-        grad, operand, weight, None, [1, 1], padding, [1, 1], False, [0, 0], len(kernel),
-        [True, False, False],
-    )  # fmt: skip
-    if documents is not None:
-        rows, outputs = kernel.shape[1], grad.shape[2]
-        dx = dx.unflatten(1, (len(kernel), rows))
-        total = torch.zeros_like(x)
+    heads, rows, columns = kernel.shape
+    padding = (rows - 1, columns // 2)
+    grad_last = grad.contiguous(memory_format=torch.channels_last)
+    if documents is None:
+        turned = kernel.flip(1, 2)[:, None]
+        dx = torch.conv2d(grad_last, turned, None, 1, padding, 1, heads).contiguous()
+    else:  # one row of the kernel at a time, as channels
+        turned = kernel.flip(2).reshape(heads * rows, 1, 1, columns)
+        parts = torch.conv2d(grad_last, turned, None, 1, (0, padding[1]), 1, heads)
+        parts = parts.unflatten(1, (heads, rows))
+        outputs, dx = grad.shape[2], torch.zeros_like(x, memory_format=torch.contiguous_format)
         for r in range(rows):
-            same = _same(documents, r, outputs, rows)
-            total[:, :, r : r + outputs] += dx[:, :, r] * same
-        dx = total
-    return dx.contiguous(), dkernel
+            dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, rows)
+    return dx, _kernel_gradient(grad, x, kernel, documents)
 
 
 def _kernel_gradient(
