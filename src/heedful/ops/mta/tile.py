@@ -85,6 +85,7 @@ def correlate_backward(
     documents: Int[Tensor, "#B M"] | None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `correlate` in `x` and `kernel`."""
+    dkernel = _kernel_gradient(grad, x, kernel, documents)
     heads, rows, columns = kernel.shape
     padding = (rows - 1, columns // 2)
     grad_last = grad.contiguous(memory_format=torch.channels_last)
@@ -98,7 +99,7 @@ def correlate_backward(
         outputs, dx = grad.shape[2], torch.zeros_like(x, memory_format=torch.contiguous_format)
         for r in range(rows):
             dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, rows)
-    return dx, _kernel_gradient(grad, x, kernel, documents)
+    return dx, dkernel
 
 
 def _kernel_gradient(
