@@ -25,11 +25,8 @@ def flash_attention(
     in width, and where visibility is more than causal order over as many queries as keys.
     """
     (queries, width), keys, band = wide.q.shape[2:], wide.k.shape[2], wide.band.width
-    if v.device.type != "cpu" or width != v.shape[3] or band >= keys:
-        return None
-    if not sight.causal or sight.segments is not None or sight.window is not None:
-        return None
-    if queries != keys:
+    plain = sight.causal and sight.segments is None and sight.window is None and queries == keys
+    if not plain or v.device.type != "cpu" or width != v.shape[3] or band >= keys:
         return None
     back = keys - band
     far, far_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -138,11 +138,8 @@ def _filter(
     reach = _BLOCK + width - 1
     after = blocks * _BLOCK - tokens + width - 1 - before
     windows = F.pad(x, (0, 0, before, after)).unfold(2, reach, _BLOCK)  # b h n d y
-    # Row t of the matrix holds the weights from column t on: lines one longer than a row shift
-    # by one from row to row.
-    lines = F.pad(weights.to(x.dtype)[:, :, None].expand(-1, -1, _BLOCK, -1), (0, _BLOCK))
-    matrix = lines.flatten(2)[..., : _BLOCK * reach]
-    matrix = matrix.reshape(shared, heads // shared, parts, _BLOCK, reach)  # h g r t y
+    matrix = _banded(weights.to(x.dtype)[:, :, None].expand(-1, -1, _BLOCK, -1))
+    matrix = matrix.unflatten(0, (shared, -1))  # h g r t y
     if segments is None:
         y = torch.einsum("hgrty,bhndy->bhgrntd", matrix, windows)
     else:
@@ -152,6 +149,15 @@ def _filter(
             "bhgnrty,bhndy->bhgrntd", matrix[:, :, None] * same[:, None, None, :, None], windows
         )
     return y.reshape(batch, heads, parts, blocks * _BLOCK, dim)[:, :, :, :tokens]
+
+
+def _banded(weights: Float[Tensor, "*lead n w"]) -> Float[Tensor, "*lead n n+w-1"]:
+    """Row t holds its weights from column t on."""
+    rows, width = weights.shape[-2:]
+    reach = rows + width - 1
+    # Lines one longer than a row shift by one from row to row.
+    lines = F.pad(weights, (0, rows)).flatten(-2)[..., : rows * reach]
+    return lines.unflatten(-1, (rows, reach))
 
 
 def _diagonals(
@@ -180,9 +186,8 @@ def near_values(
     """sum_e p[i, e] v[i - e] over distances e below n, without the keys before the first."""
     tokens, width = p.shape[2:]
     blocks, reach = -(-tokens // _BLOCK), _BLOCK + width - 1
-    lines = F.pad(p.flip(-1), (0, _BLOCK, 0, blocks * _BLOCK - tokens))
-    lines = lines.unflatten(2, (blocks, _BLOCK)).flatten(-2)[..., : _BLOCK * reach]
-    matrix = lines.unflatten(-1, (_BLOCK, reach))  # as in `_filter`, with weights of its own a row
+    p = F.pad(p.flip(-1), (0, 0, 0, blocks * _BLOCK - tokens))
+    matrix = _banded(p.unflatten(2, (blocks, _BLOCK)))  # b h n t y
     windows = F.pad(v, (0, 0, width - 1, blocks * _BLOCK - tokens)).unfold(2, reach, _BLOCK)
     return product(matrix, windows.mT).flatten(2, 3)[:, :, :tokens].contiguous()
 
