@@ -48,11 +48,16 @@ __all__ = [
 ]
 
 
+_MODULES = ("bench", "data", "hf", "look", "nn", "ops", "report", "tasks", "testing", "train")
+
+
 def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"heedful.{name}")
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'heedful' has no attribute {name!r}")
     return getattr(importlib.import_module(_ROOM_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_MODULES))

@@ -1,22 +1,35 @@
 """The attention function that transformers calls in a converted model, and the swapped classes."""
 
 import functools
-import inspect
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.generic import TransformersKwargs
 
-from heedful.hf.mask import compact_mask, visibility_of
-from heedful.nn import HeadShape
+from heedful.hf.mask import visibility_for
+from heedful.ops import Visibility
 
 NAME = "heedful"
+"""What a converted attention module calls its layer."""
+
+IMPLEMENTATION = "heedful_converted"
+"""The attention implementation of a converted model; no checkpoint names it."""
+
+# What may come along without a say in who attends to whom, or is served by the mask. What a module
+# passes beyond this and is not None would be lost here.
+_HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
+    "cache_position",
+    "position_embeddings",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="heedful"` known, with its mask function; repeats do nothing."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, compact_mask)
+    """Make `IMPLEMENTATION` known to transformers, with its mask function; repeats do nothing."""
+    AttentionInterface.register(IMPLEMENTATION, attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, visibility_for)
 
 
 def attention(
@@ -24,18 +37,20 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Visibility | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    is_causal: bool | None = None,
     softcap: float | None = None,
+    output_attentions: bool | None = None,
     heedful_hidden: Tensor | None = None,
-    **kwargs: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' attention functions.
 
-    Queries and keys arrive rotated, keys and values straight from the cache and not repeated.
+    Queries and keys arrive rotated, keys and values straight from the cache and not repeated. A
+    sliding window is in the mask, so `sliding_window=` says nothing new.
     """
     if dropout:
         raise ValueError(
@@ -44,20 +59,44 @@ def attention(
         )
     if softcap is not None:
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
+    if is_causal is False:
+        raise ValueError("is_causal=False is not supported: a converted model is causal")
+    if output_attentions:
+        raise ValueError(
+            "output_attentions=True is not supported: no map is ever whole in memory; "
+            "heedful.look.look(model, input_ids) gives the maps of a short row"
+        )
+    if unknown := [x for x, value in others.items() if value is not None and x not in _HARMLESS]:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which "
+            "a converted model does not serve and will not drop; call heedful.revert(model)"
+        )
     layer = getattr(module, NAME, None)
     if layer is None:
         raise ValueError(
-            f"attn_implementation={NAME!r} needs a converted model, and this "
+            f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
             f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
             "heedful.load(folder) loads one"
+        )
+    given = (query.shape[1], key.shape[1], query.shape[3])
+    expected = getattr(layer, "shape", None)
+    if expected is not None and given != (expected.heads, expected.key_heads, expected.dim):
+        raise ValueError(
+            f"{type(module).__name__} attends with {given[0]} heads, {given[1]} key heads and head "
+            f"dim {given[2]}, and its configuration says {expected}; this family does not fit"
         )
     if layer.needs_past_queries and query.shape[2] != key.shape[2]:
         raise ValueError(
             "use_cache=True keeps keys and values only, but this mechanism needs what earlier "
-            "queries did: call generate(..., use_cache=False), the converted model's default"
+            "queries did: call the model with use_cache=False, the converted model's default"
         )
-    visibility = visibility_of(attention_mask, key.shape[2], sliding_window, kwargs)
-    out = layer(query, key, value, visibility=visibility, scale=scaling, hidden=heedful_hidden)
+    if attention_mask is not None and not isinstance(attention_mask, Visibility):
+        raise ValueError(
+            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
+            f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
+            "at 0"
+        )
+    out = layer(query, key, value, visibility=attention_mask, scale=scaling, hidden=heedful_hidden)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -65,7 +104,7 @@ class ConvertedAttention:
     """Mixed into a family's attention class: guards the route and hands over the layer's input."""
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object):
-        if self.config._attn_implementation != NAME:
+        if self.config._attn_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"attn_implementation was changed to {self.config._attn_implementation!r}, which "
                 "would switch the mechanism off silently; call revert() to go back"
@@ -76,6 +115,9 @@ class ConvertedAttention:
             kwargs["heedful_hidden"] = hidden_states
         return super().forward(hidden_states, *args, **kwargs)
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return unpickle, (converted_attention, type(self).__mro__[2]), self.__getstate__()
+
 
 @functools.cache
 def converted_attention(base: type) -> type:
@@ -83,79 +125,7 @@ def converted_attention(base: type) -> type:
     return type(f"Heedful{base.__name__}", (ConvertedAttention, base), {"__module__": __name__})
 
 
-def find_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The model's self-attention modules by layer index; raises where one cannot be converted."""
-    found: dict[int, nn.Module] = {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        if not kind.__name__.endswith("Attention") or not hasattr(module, "layer_idx"):
-            continue
-        reason = _obstacle(module)
-        if reason is None and module.layer_idx in found:
-            reason = "it has two attention modules with the same layer index (an encoder-decoder?)"
-        if reason is not None:
-            raise ValueError(
-                f"model: {type(model).__name__} cannot be converted: its {kind.__name__} ({name}) "
-                f"does not fit because {reason}"
-            )
-        found[module.layer_idx] = module
-    if not found:
-        raise ValueError(
-            f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
-            "index that goes through transformers' attention interface was found; decoder-only "
-            "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one"
-        )
-    return dict(sorted(found.items()))
-
-
-def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
-    """The MLP of the decoder layer that holds this attention module."""
-    for layer in model.modules():
-        if any(child is attention for child in layer.children()):
-            for name in ("mlp", "block_sparse_moe", "feed_forward"):
-                if isinstance(mlp := getattr(layer, name, None), nn.Module):
-                    return mlp
-    raise ValueError(
-        f"model: no MLP was found beside attention layer {attention.layer_idx} of "
-        f"{type(model).__name__}, which input_scaling needs; use input_scaling='none'"
-    )
-
-
-def head_shape(module: nn.Module) -> HeadShape:
-    """Heads and widths of a family's attention module, from its configuration."""
-    config = module.config
-    heads = config.num_attention_heads
-    dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
-    return HeadShape(
-        heads=heads,
-        key_heads=getattr(config, "num_key_value_heads", None) or heads,
-        dim=dim or config.hidden_size // heads,
-        hidden=config.hidden_size,
-        layer=module.layer_idx,
-    )
-
-
-def _obstacle(module: nn.Module) -> str | None:
-    source = inspect.getmodule(type(module))
-    config = getattr(module, "config", None)
-    if not hasattr(source, "ALL_ATTENTION_FUNCTIONS") or config is None:
-        return "it does not go through transformers' attention interface"
-    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
-        return "it is not causal self-attention"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return (
-            "it soft-caps its logits; set config.attn_logit_softcapping = None if the model can "
-            "do without"
-        )
-    if any(isinstance(p, nn.Parameter) for p in (getattr(module, "sinks", None),)):
-        return "it has attention sinks as parameters"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return "it compresses keys and values (multi-head latent attention)"
-    if not isinstance(module.layer_idx, int):
-        return "its layer index is not set"
-    return None
-
-
-def parameter_device(module: nn.Module) -> torch.device:
-    """Where the module's own parameters are."""
-    return next(module.parameters()).device
+def unpickle(converted: "functools._lru_cache_wrapper", base: type) -> nn.Module:
+    """An empty module of a converted class, which exists in no file that pickle could import."""
+    cls = converted(base)
+    return cls.__new__(cls)

@@ -2,9 +2,8 @@
 
 A checkpoint is transformers' own folder with two differences: the weights hold the mechanism's
 parameters beside the model's, and `config.json` says `"model_type": "heedful"` with the model's own
-configuration deep inside it. So the Auto classes fail by name where they do not know the mechanism;
-and a family's own class, which reads any configuration, meets an attention implementation that it
-cannot run. Neither drops the mechanism.
+configuration deep inside it. So the Auto classes fail by name where they do not know the mechanism,
+and a family's own class fails by what it reads beside it. Neither drops the mechanism.
 """
 
 import json
@@ -24,6 +23,12 @@ from heedful.nn import to_json
 from heedful.ops.impl import Impl
 
 FORMAT = 1
+
+# A family's own class reads any configuration and takes its defaults for what it does not find: a
+# model of billions of random weights. These fields stop it, each with a message that says why: no
+# configuration takes such a vocabulary or text model, and no process knows such an attention.
+_ADVICE = "heedful: open this folder with heedful.load(folder)"
+_REFUSED_ELSEWHERE = dict.fromkeys(("attn_implementation", "vocab_size", "text_config"), _ADVICE)
 
 
 def save_converted(
@@ -54,7 +59,7 @@ def save_converted(
             outer = {
                 "architectures": ["HeedfulForCausalLM"],
                 "model_type": "heedful",
-                "attn_implementation": "heedful",
+                **_REFUSED_ELSEWHERE,
                 "heedful": {
                     "format": FORMAT,
                     "mechanism": to_json(conversion.mechanism),
@@ -91,15 +96,15 @@ def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTra
     """
     from heedful.hf.convert import restore
 
+    for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
+        if options.get(name):
+            raise ValueError(f"{name} is not an option of heedful.load; leave it out")
     folder = Path(folder)
     about = _read_config(folder)
     inner = about["base"]
     tensors = _read_parameters(folder)
-    name = (inner.get("architectures") or [""])[0]
-    family = getattr(transformers, name, AutoModelForCausalLM)
     config = AutoConfig.for_model(**inner)
-    if family is AutoModelForCausalLM:
-        family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = _family(inner, config)
     # The mechanism's parameters are expected here, so transformers need not report them.
     ignored = [*(family._keys_to_ignore_on_load_unexpected or []), r"\.heedful\."]
     ignoring = type(family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": ignored})
@@ -111,6 +116,20 @@ def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTra
     model.__class__ = family
     restore(model, about["mechanism"], about["layers"], tensors, impl)
     return model
+
+
+def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that a saved configuration names, else the causal model of its type."""
+    for name in inner.get("architectures") or []:
+        named = getattr(transformers, str(name), None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel):
+            return named
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"the checkpoint names no model class of this transformers (architectures="
+            f"{inner.get('architectures')}, model_type={inner.get('model_type')!r})"
+        )
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
@@ -169,6 +188,11 @@ def _read_config(folder: Path) -> dict:
     for key, kind in kinds.items():
         if not isinstance(about.get(key), kind):
             raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
+    if about["base"].get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{path} holds a model of type {about['base'].get('model_type')!r}, which this "
+            "transformers does not know; the checkpoint is damaged or needs a newer transformers"
+        )
     return about
 
 

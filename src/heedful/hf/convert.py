@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,15 +12,21 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.hf.attention import (
+    IMPLEMENTATION,
     NAME,
     converted_attention,
+    register_attention,
+    unpickle,
+)
+from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
+from heedful.hf.families import (
     find_attention,
     find_mlp,
     head_shape,
+    only_attention_mixes,
     parameter_device,
-    register_attention,
 )
-from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
+from heedful.hf.mask import ForgetDocuments, ReadDocuments
 from heedful.nn import Mechanism, StandardAttention, from_json, mechanism, to_json
 from heedful.ops.impl import Impl, check_impl
 
@@ -59,13 +67,33 @@ class _ScaledInput(NamedTuple):
 class ConvertedModel:
     """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
 
+    def generate(self, *args, **kwargs):
+        """As the family's; without a cache where the mechanism has none yet."""
+        if needs_past_queries(self):
+            kwargs = without_cache(kwargs)
+        return super().generate(*args, **kwargs)
+
+    def train(self, mode: bool = True):
+        """As torch's; warns where an adapter of PEFT would leave the mechanism behind."""
+        own = self._heedful.parameters().values() if "_heedful" in self.__dict__ else ()
+        if mode and own and not any(p.requires_grad for p in own) and holds_adapter(self):
+            warnings.warn(
+                "this adapter neither trains nor saves the mechanism's parameters: give LoraConfig "
+                "modules_to_save=['heedful'], or save the converted model itself as well",
+                stacklevel=2,
+            )
+        return super().train(mode)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return unpickle, (_converted_model, type(self).__mro__[2]), self.__getstate__()
+
     def save_pretrained(self, save_directory, **options) -> None:
         """Save in transformers' layout, with the mechanism in `config.json`; see `heedful.load`."""
         save_converted(self, self._heedful, super().save_pretrained, save_directory, options)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
         """Refused: another implementation would switch the mechanism off."""
-        if attn_implementation != NAME:
+        if attn_implementation != IMPLEMENTATION:
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} would switch the mechanism off "
                 "silently; call heedful.revert(model) first"
@@ -108,9 +136,17 @@ def convert(
             mechanism. The model is left as it was.
     """
     if not isinstance(model, PreTrainedModel):
+        way = "load one with AutoModelForCausalLM"
+        if type(model).__module__.startswith("peft."):
+            way = "convert the model before get_peft_model"
         raise ValueError(
-            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; load one "
-            "with AutoModelForCausalLM"
+            f"model must be a transformers PreTrainedModel, got {type(model).__name__}; {way}"
+        )
+    if holds_adapter(model):
+        raise ValueError(
+            "model holds adapters of PEFT, which would neither train nor save the mechanism: "
+            "convert the model first, then get_peft_model(model, LoraConfig(..., "
+            "modules_to_save=['heedful']))"
         )
     if isinstance(model, ConvertedModel):
         raise ValueError(
@@ -121,11 +157,11 @@ def convert(
     config = _mechanism(mechanism)
     found = find_attention(model)
     chosen = _layers(layers, found)
-    built = {index: config.build(head_shape(found[index])) for index in chosen}
-    for index, layer in built.items():
-        layer.to_empty(device=parameter_device(found[index]))
-        layer.reset_parameters()
-        layer.impl = impl
+    built = {}
+    for index in chosen:
+        with parameter_device(found[index]):
+            built[index] = config.build(head_shape(found[index]))
+        built[index].impl = impl
 
     scaled = [
         (find_mlp(model, found[index]), factor)
@@ -133,21 +169,24 @@ def convert(
         if (factor := getattr(layer, "input_factor", 1.0)) != 1.0
     ]
 
+    _own_config(model)
+    configs = {id(module.config): module.config for module in found.values()}
     before = {
         "hooks": [mlp.register_forward_pre_hook(_ScaledInput(factor)) for mlp, factor in scaled],
-        "attn_implementation": model.config._attn_implementation,
+        "attn_implementations": [(x, x._attn_implementation) for x in configs.values()],
         "use_cache": use_cache_settings(model),
     }
     register_attention()
-    _own_config(model)
-    model.set_attn_implementation(NAME)
+    for module_config in configs.values():
+        module_config._attn_implementation = IMPLEMENTATION
+    before["hooks"] += _read_documents(model, only_attention_mixes(model, found))
     for index, module in found.items():
         module.__class__ = converted_attention(type(module))
         module.heedful = built.get(index, StandardAttention()).train(model.training)
-    if any(layer.needs_past_queries for layer in built.values()):
-        set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     model.__class__ = _converted_model(type(model))
     model._heedful = Conversion(model, config, tuple(built), before)
+    if needs_past_queries(model):
+        set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     return model._heedful
 
 
@@ -168,7 +207,8 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
             del module.heedful
     for hook in conversion._before["hooks"]:
         hook.remove()
-    model.set_attn_implementation(conversion._before["attn_implementation"])
+    for config, implementation in conversion._before["attn_implementations"]:
+        config._attn_implementation = implementation
     set_use_cache(model, conversion._before["use_cache"])
     return model
 
@@ -204,6 +244,35 @@ def restore(
     return conversion
 
 
+def needs_past_queries(model: nn.Module) -> bool:
+    """Whether a layer's newest output needs earlier queries, which no cache holds yet."""
+    layers = (getattr(module, NAME, None) for module in model.modules())
+    return any(layer.needs_past_queries for layer in layers if layer is not None)
+
+
+def holds_adapter(model: nn.Module) -> bool:
+    """Whether PEFT has put its layers into the model."""
+    return any(type(module).__module__.split(".")[0] == "peft" for module in model.modules())
+
+
+def without_cache(options: dict) -> dict:
+    """Options of `generate` with `use_cache=False`; what cannot go without a cache is refused."""
+    for name in ("past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} needs a cache, and this mechanism has none yet (it needs what earlier "
+                f"queries did, beside keys and values); generate without {name}"
+            )
+    config = options.get("generation_config")
+    if options.get("use_cache") or getattr(config, "use_cache", False):
+        warnings.warn(
+            "this mechanism has no cache yet, so generate goes on without one, as with "
+            "use_cache=False: the same tokens, the whole row read again for each of them",
+            stacklevel=3,
+        )
+    return options | {"use_cache": False}
+
+
 def _mechanism(given: Mechanism | str) -> Mechanism:
     if isinstance(given, str):
         return mechanism(given)
@@ -218,12 +287,28 @@ def _mechanism(given: Mechanism | str) -> Mechanism:
 def _layers(layers: Iterable[int] | None, found: dict[int, nn.Module]) -> list[int]:
     if layers is None:
         return list(found)
+    whole = isinstance(layers, Iterable) and not isinstance(layers, str)
+    layers = list(layers) if whole else layers
+    if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
+        raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
     chosen = sorted(set(layers))
     if unknown := [index for index in chosen if index not in found]:
         raise ValueError(f"layers must be among 0 to {max(found)}, got {unknown}")
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; None converts all")
     return chosen
+
+
+def _read_documents(model: PreTrainedModel, apart: bool) -> list:
+    """Let every model inside that takes positions tell which tokens are packed documents."""
+    hooks = []
+    for module in model.modules():
+        names = tuple(inspect.signature(module.forward).parameters)
+        if isinstance(module, PreTrainedModel) and "position_ids" in names:
+            read = ReadDocuments(names, apart)
+            hooks.append(module.register_forward_pre_hook(read, with_kwargs=True))
+            hooks.append(module.register_forward_hook(ForgetDocuments(), always_call=True))
+    return hooks
 
 
 def _own_config(model: PreTrainedModel) -> None:

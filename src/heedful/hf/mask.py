@@ -1,85 +1,256 @@
-"""What transformers hands to attention, turned into a `Visibility` without a T x T mask.
+"""What transformers says of visibility, turned into a `Visibility` and held against it.
 
-A model whose attention function has no mask function gets no mask at all from transformers and
-silently drops padding. So `compact_mask` is registered beside the function: it returns one entry
-per key (padding, or document numbers), and the operators are causal by themselves.
+transformers asks a registered function once per forward pass for the mask of each kind of layer,
+and hands the answer to every attention layer. `visibility_for` is that function. What the family's
+own mask function says is read at few places: which token sees the one before it gives documents
+and chunks, and a few whole rows are compared with the `Visibility` that goes on in its place. What
+a `Visibility` cannot express is refused.
+
+transformers looks for packed documents only where there is neither a mask nor a cache, and else
+lets them see each other. So `ReadDocuments` reads the positions before the model does.
 """
 
+import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import is_tracing
 
 from heedful.ops import Visibility
+from heedful.ops.visibility import see_at
+
+_ROWS = 8  # whole rows of the family's mask that are compared
+_PACKED = "heedful_packed"  # marks a cache that holds packed documents
+_MASK = "the attention mask of this model"
+_SERVED = " (causal order, a window, documents, padding); call heedful.revert(model) for this input"
+
+# Of the forward pass under way in this thread; a mask function is handed no positions.
+_given = threading.local()
 
 
-def compact_mask(
+class ReadDocuments(NamedTuple):
+    """A forward pre-hook that reads packed documents from a model's arguments.
+
+    A class, so that converted models can be copied and pickled.
+
+    names: the parameters of the model's forward, in order.
+    apart: whether attention can keep documents apart, as no other layer mixes tokens.
+    """
+
+    names: tuple[str, ...]
+    apart: bool
+
+    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        documents = _documents(given)
+        if documents is not None and not self.apart:
+            _require(
+                (documents == documents[:, :1]).all(),
+                "position_ids start again, and this model has layers beside attention (recurrent "
+                "ones, convolutions) that would mix packed documents: give each a row of its own",
+            )
+            documents = None
+        _given.documents = documents
+
+
+class ForgetDocuments(NamedTuple):
+    """The forward hook that ends what `ReadDocuments` began, also after an error."""
+
+    def __call__(self, module: torch.nn.Module, args: tuple, output: object) -> None:
+        packed, _given.documents = getattr(_given, "documents", None), None
+        cache = getattr(output, "past_key_values", None)
+        if packed is not None and cache is not None:
+            setattr(cache, _PACKED, True)
+
+
+def visibility_for(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Bool[Tensor, "B n"] | None = None,
+    local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
     **_: object,
-) -> Tensor | None:
-    """Padding `[B, kv]` (bool), document numbers `[B, kv]` (integer), or `None` for neither.
+) -> Visibility:
+    """Who sees whom among `kv_length` keys from `kv_offset` on; called by transformers.
 
-    Called by transformers once per forward pass, with its own keywords.
+    Arguments as transformers gives them: `attention_mask` is 1 for real tokens among all seen so
+    far, `local_size` the width of a sliding window or of a chunk.
+
+    Raises:
+        ValueError: the family's mask is more than causal order, a window, documents and padding,
+            or the lengths do not fit.
     """
     if use_vmap:
         raise ValueError(
             "this model adds its own function to the attention mask, which a Visibility (causal, "
             "window, documents, padding) cannot express; it cannot be converted"
         )
-    if kv_offset + kv_length != q_offset + q_length:
+    _check_lengths(q_length, kv_length, q_offset, kv_offset, attention_mask)
+    padding = None
+    if attention_mask is not None:
+        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+        padding = padding if is_tracing(padding) or not bool(padding.all()) else None
+    packed = getattr(_given, "documents", None)
+    if mask_function is causal_mask_function:
+        return Visibility(documents=packed, padding=padding)
+
+    said = _Said(mask_function, batch_size, kv_offset, kv_length, device)
+    alone = said.alone()
+    documents = _numbered(alone)
+    said.compare(q_offset, q_length, local_size, documents)
+    if packed is not None and alone is None:
+        documents = packed
+    elif packed is not None:
+        documents = _numbered(_alone_when_packed(said, alone, packed, padding))
+    return Visibility(window=local_size, documents=documents, padding=padding)
+
+
+class _Said(NamedTuple):
+    """What a family's mask function says, asked at chosen places."""
+
+    mask_function: Callable
+    batch: int
+    first: int  # key
+    keys: int
+    device: torch.device
+
+    def at(self, i: Tensor, j: Tensor) -> Bool[Tensor, "B ..."]:
+        """Whether token i sees token j; i and j broadcast to two dimensions."""
+        rows = torch.arange(self.batch, device=self.device)[:, None, None]
+        seen = self.mask_function(rows, 0, i[None], j[None])
+        return seen.expand(self.batch, *torch.broadcast_shapes(i.shape, j.shape))
+
+    def alone(self) -> Bool[Tensor, "B keys-1"] | None:
+        """Which tokens, from the second on, do not see the one before; `None` where all do."""
+        token = torch.arange(self.first + 1, self.first + self.keys, device=self.device)[None]
+        if self.keys < 2:
+            return None
+        alone = ~self.at(token, token - 1)[:, 0]
+        _require(~self.at(token - 1, token).any(), f"{_MASK} lets tokens see later ones{_SERVED}")
+        return alone if is_tracing(alone) or bool(alone.any()) else None
+
+    def compare(
+        self, first: int, queries: int, window: int | None, documents: Int[Tensor, "B n"] | None
+    ) -> None:
+        """Raise unless a few rows are those of causal order, this window and these documents."""
+        evenly = torch.arange(_ROWS, device=self.device)
+        i = first + evenly * (queries - 1) // (_ROWS - 1)
+        j = torch.arange(self.first, self.first + self.keys, device=self.device)
+        i, j = i[:, None], j[None]
+        ours = see_at(documents, True, window, i - self.first, j - self.first)
+        same = (self.at(i, j) == ours).all()
+        _require(same, f"{_MASK} hides or shows other tokens than a converted one can{_SERVED}")
+
+
+def _numbered(alone: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B n+1"] | None:
+    """Document numbers from which tokens, the first left out, start a document."""
+    return None if alone is None else F.pad(alone.cumsum(1), (1, 0))
+
+
+def _alone_when_packed(
+    said: _Said,
+    alone: Bool[Tensor, "B T-1"],
+    packed: Int[Tensor, "#B T"],
+    padding: Bool[Tensor, "B T"] | None,
+) -> Bool[Tensor, "B T-1"]:
+    """Where documents and chunks start, in a family whose chunks are counted from each start.
+
+    A mask function that knows of the documents separates them already. Another one is asked about
+    the places that its tokens would have if each document stood where the row's first one stands.
+    """
+    packed = packed.expand(len(alone), -1)
+    borders = packed.diff(dim=1) != 0
+    knows = (alone | ~borders).all()
+    if not is_tracing(knows) and bool(knows):
+        return alone
+    token = torch.arange(packed.shape[1], device=packed.device)
+    start = token.where(F.pad(borders, (1, 0)), 0).cummax(1).values
+    left = 0 if padding is None else padding.int().argmax(1, keepdim=True)
+    place = token - start + (start > 0) * left
+    rows = torch.arange(len(alone), device=packed.device)[:, None]
+    joined = said.mask_function(rows, 0, place[:, 1:], place[:, :-1])
+    return torch.where(knows, alone, borders | ~joined)
+
+
+def _require(holds: Tensor, message: str) -> None:
+    """Raise unless this holds; a compiled or exported model raises when it runs."""
+    if is_tracing(holds):
+        torch._assert_async(holds, message)
+    elif not bool(holds):
+        raise ValueError(message)
+
+
+def _check_lengths(queries: int, keys: int, q_offset, kv_offset, mask: Tensor | None) -> None:
+    if mask is not None and q_offset == 0 and kv_offset == 0 and mask.shape[1] == keys != queries:
+        raise ValueError(
+            f"attention_mask must have one entry per token ({queries}), got {mask.shape[1]}"
+        )
+    if kv_offset + keys != q_offset + queries:
         raise ValueError(
             "the cache holds keys after the newest token, as static caches do; a converted model "
             "needs a dynamic cache or use_cache=False"
         )
-    if attention_mask is not None:
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        return padding if is_tracing(padding) or not bool(padding.all()) else None
-    if mask_function is causal_mask_function or q_length != kv_length or q_length < 2:
-        return None
-    return _documents(mask_function, batch_size, q_length, device)
-
-
-def _documents(mask_function: Callable, batch: int, tokens: int, device) -> Tensor | None:
-    """Numbers of the runs in which each token sees the one before it."""
-    rows = torch.arange(batch, device=device)[:, None]
-    token = torch.arange(1, tokens, device=device)[None, :]
-    later = mask_function(rows, 0, token - 1, token)
-    joined = mask_function(rows, 0, token, token - 1).expand(batch, tokens - 1)
-    if not is_tracing(joined):
-        if bool(later.any()):
-            raise ValueError(
-                "this model lets tokens see later ones, which its converted attention cannot"
-            )
-        if bool(joined.all()):
-            return None
-    documents = (~joined).cumsum(1)
-    return torch.nn.functional.pad(documents, (1, 0))
-
-
-def visibility_of(mask: Tensor | None, keys: int, window: int | None, kwargs: dict) -> Visibility:
-    """The visibility behind an attention call's mask, sliding window and packing offsets."""
-    if window is not None and window >= keys:
-        window = None
-    if mask is None:
-        offsets = kwargs.get("cu_seq_lens_q")
-        if offsets is not None:
-            return Visibility.packed(offsets, length=keys, window=window)
-        return Visibility(window=window)
-    if mask.ndim != 2 or mask.shape[1] != keys:
+    if mask is not None and mask.shape[1] != kv_offset + keys:
         raise ValueError(
-            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
-            f"{tuple(mask.shape)}; for packed documents pass position_ids that restart at 0"
+            f"attention_mask must have one entry per token seen so far, those in the cache "
+            f"included ({kv_offset + keys}), got {mask.shape[1]}"
         )
-    if mask.dtype == torch.bool:
-        return Visibility(window=window, padding=mask)
-    return Visibility(window=window, documents=mask)
+
+
+def _documents(given: dict) -> Int[Tensor, "B T"] | None:
+    """The document of every token of a forward pass; `None` where all are of one.
+
+    A document starts at each real token whose position is not after that of the real token before
+    it. Positions of padding mean nothing: `generate` fills them with whatever number.
+    """
+    cache = given.get("past_key_values")
+    if getattr(cache, _PACKED, False):
+        raise ValueError(
+            "past_key_values holds packed documents, and a new token would see all of them; "
+            "generate from one document per row"
+        )
+    seen = 0 if cache is None else cache.get_seq_length()
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return _from_offsets(given) if seen == 0 else None
+    tokens = positions.shape[1]
+    masked = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens
+    real = mask[:, -tokens:].to(positions.device).bool() if masked else positions == positions
+    token = torch.arange(tokens, device=positions.device).expand(real.shape)
+    newest = token.where(real, -1).cummax(1).values
+    before = F.pad(newest[:, :-1], (1, 0), value=-1)  # the real token before each
+    positions = positions.expand(real.shape)
+    previous = positions.gather(1, before.clamp(min=0))
+    starts = real & (before >= 0) & (positions <= previous)
+    if seen:
+        earlier = mask[:, :-tokens].bool().any(1, keepdim=True) if masked else True
+        first = real & (before < 0) & (positions == 0) & earlier
+        _require(
+            ~(starts | first).any(),
+            "position_ids start again in a step that continues a filled cache: a new document "
+            "would see the old ones; start it with a new cache",
+        )
+        return None
+    if not is_tracing(starts) and not bool(starts.any()):
+        return _from_offsets(given)
+    return starts.cumsum(1)
+
+
+def _from_offsets(given: dict) -> Int[Tensor, "1 T"] | None:
+    """Documents from the cumulative lengths that flattening collators give beside positions."""
+    offsets = given.get("cu_seq_lens_q")
+    if offsets is None:
+        return None
+    ids = given.get("input_ids")
+    tokens = given["inputs_embeds"] if ids is None else ids
+    return Visibility.packed(offsets, length=tokens.shape[1]).documents

@@ -40,10 +40,11 @@ class DifferentialAttention(nn.Module):
                     f"differential attention pairs heads, so the model's {name} must be even, got "
                     f"{count}"
                 )
-        self.start = shape.depth_factor
+        self.shape, self.start = shape, shape.depth_factor
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             setattr(self, name, nn.Parameter(torch.empty(shape.dim, dtype=torch.float32)))
         self.norm = HeadNorm(2 * shape.dim, 1 - self.start)
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadNorm, HeadShape, check_choice, project
+from heedful.nn.shape import HeadNorm, HeadShape, WideLinear, check_choice, is_whole
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.impl import Impl
 
@@ -52,20 +52,20 @@ class MultiToken:
             if size is None:
                 continue
             pair = isinstance(size, (tuple, list)) and len(size) == 2
-            if not pair or not all(isinstance(n, int) and n > 0 for n in size) or size[1] % 2 == 0:
+            if not pair or not all(is_whole(n, 1) for n in size) or size[1] % 2 == 0:
                 raise ValueError(
                     f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
                     "centred, so take the next odd c_k"
                 )
             object.__setattr__(self, name, tuple(size))  # a list, when read from JSON
-        if not isinstance(self.conv_every, int) or self.conv_every < 1:
+        if not is_whole(self.conv_every, 1):
             raise ValueError(
                 f"conv_every must be a whole number of at least 1 (every layer), got "
                 f"{self.conv_every!r}"
             )
         for name in ("mix", "post_mix"):
             size = getattr(self, name)
-            if size not in ("all", None) and (not isinstance(size, int) or size < 1):
+            if size is not None and not _is_group(size):
                 raise ValueError(f"{name} must be 'all', a group size or None, got {size!r}")
         check_choice("norm", self.norm, ("none", "plain", "depth"))
         check_choice("gate", self.gate, ("none", "scalar", "vector"))
@@ -138,6 +138,10 @@ class TalkingHeads:
 
     group: int | Literal["all"] = "all"
 
+    def __post_init__(self) -> None:
+        if not _is_group(self.group):
+            raise ValueError(f"group must be 'all' or a group size, got {self.group!r}")
+
     def build(self, shape: HeadShape) -> "MultiTokenAttention":
         """The layer for one attention module."""
         mixing = MultiToken(conv=None, post_conv=None, mix=self.group, post_mix=self.group)
@@ -151,7 +155,7 @@ class MultiTokenAttention(nn.Module):
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.shape = config, shape
         convolves = config.convolves(shape.layer)
         self.conv = _kernels(shape.heads, config.conv if convolves else None)
         self.post_conv = _kernels(shape.heads, config.post_conv if convolves else None)
@@ -165,8 +169,9 @@ class MultiTokenAttention(nn.Module):
         self.gate = None
         if config.gate != "none":
             outputs = 1 if config.gate == "scalar" else shape.dim
-            self.gate = nn.Linear(shape.dim, outputs, dtype=torch.float32)
+            self.gate = WideLinear(shape.dim, outputs)
             self._gate_std = shape.hidden**-0.5
+        self.reset_parameters()
 
     @property
     def needs_past_queries(self) -> bool:
@@ -218,11 +223,15 @@ class MultiTokenAttention(nn.Module):
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:
-            opening = torch.sigmoid(project(self.gate, out))
+            opening = torch.sigmoid(self.gate(out))
             if self.config.gate_start == "identity":
                 opening = 2 * opening
             out = out * opening.to(out.dtype)
         return out
+
+
+def _is_group(size: object) -> bool:
+    return size == "all" or is_whole(size, 1)
 
 
 def _kernels(heads: int, size: tuple[int, int] | None) -> nn.Parameter | None:

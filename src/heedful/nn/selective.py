@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadShape, check_choice, project
+from heedful.nn.shape import HeadShape, WideLinear, check_choice, is_whole
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.impl import Impl
 
@@ -34,11 +34,13 @@ class Selective:
     def __post_init__(self) -> None:
         choices = ("head", "mean", "per-head", "bilinear", "extra")
         check_choice("selector", self.selector, choices)
-        if self.head < 0 or (self.head and self.selector != "head"):
+        if not is_whole(self.head, 0) or (self.head and self.selector != "head"):
             raise ValueError(
-                f"head must be a head index, and only with selector='head', got {self.head} with "
+                f"head must be a head index, and only with selector='head', got {self.head!r} with "
                 f"selector={self.selector!r}"
             )
+        if not isinstance(self.protect_first, bool):
+            raise ValueError(f"protect_first must be True or False, got {self.protect_first!r}")
 
     def build(self, shape: HeadShape) -> "SelectiveAttention":
         """The layer for one attention module."""
@@ -57,11 +59,13 @@ class SelectiveAttention(nn.Module):
             raise ValueError(
                 f"head must be below the model's {shape.heads} heads, got {config.head}"
             )
-        self.config, self.group = config, shape.heads // shape.key_heads
+        self.config, self.shape = config, shape
+        self.group = shape.heads // shape.key_heads
         self.query = self.key = None
         if config.selector in ("bilinear", "extra"):
-            self.query = nn.Linear(shape.hidden, shape.dim, bias=False, dtype=torch.float32)
-            self.key = nn.Linear(shape.hidden, shape.dim, bias=False, dtype=torch.float32)
+            self.query = WideLinear(shape.hidden, shape.dim, bias=False)
+            self.key = WideLinear(shape.hidden, shape.dim, bias=False)
+        self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -114,6 +118,6 @@ class SelectiveAttention(nn.Module):
                 f"selector={self.config.selector!r} projects the layer's input: pass it as hidden"
             )
         return (
-            project(self.query, hidden[:, -q.shape[2] :]).to(q.dtype)[:, None],
-            project(self.key, hidden).to(q.dtype)[:, None],
+            self.query(hidden[:, -q.shape[2] :]).to(q.dtype)[:, None],
+            self.key(hidden).to(q.dtype)[:, None],
         )

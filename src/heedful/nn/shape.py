@@ -41,9 +41,11 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=torch.float32))
         self.factor, self.eps = factor, eps
+        self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
+        self.weight.fill_(1)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -51,11 +53,21 @@ class HeadNorm(nn.Module):
         return (normed * (self.weight * self.factor)).to(x.dtype)
 
 
-def project(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer in the wider precision of its input and its weight."""
-    wide = torch.promote_types(x.dtype, linear.weight.dtype)
-    bias = None if linear.bias is None else linear.bias.to(wide)
-    return nn.functional.linear(x.to(wide), linear.weight.to(wide), bias)
+class WideLinear(nn.Linear):
+    """A linear layer in fp32 that computes in the wider precision of its input and its weight."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__(inputs, outputs, bias, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
+
+
+def is_whole(value: object, least: int) -> bool:
+    """A whole number of at least `least`; `True` and `False` are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

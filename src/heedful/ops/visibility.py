@@ -126,7 +126,9 @@ class Visibility:
         self, queries: int, keys: int, device: torch.device
     ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
         """The whole map at once, `True` where query i sees key j."""
-        return self.tile(range(keys - queries, keys), range(keys), device)
+        token = torch.arange(keys, device=device)  # a range would fix a symbolic length
+        i, j = token[keys - queries :, None], token[None]
+        return see_at(self.segments(), self.causal, self.window, i, j)
 
     def tile(self, rows: range, columns: range, device: torch.device) -> Bool[Tensor, "B R K"]:
         """The part of the map with these query tokens and key tokens (positions among the keys)."""
@@ -144,12 +146,22 @@ def see(
     """Visibility of key tokens `columns` from query tokens `rows`, as `Visibility.tile`."""
     i = torch.arange(rows.start, rows.stop, device=device)[:, None]
     j = torch.arange(columns.start, columns.stop, device=device)[None, :]
+    return see_at(segments, causal, window, i, j)
+
+
+def see_at(
+    segments: Int[Tensor, "B Tk"] | None,
+    causal: bool,
+    window: int | None,
+    i: Int[Tensor, "R 1"],
+    j: Int[Tensor, "1 K"],
+) -> Bool[Tensor, "B R K"]:
+    """Visibility of tokens `j` from tokens `i`, in any order."""
     visible = (j <= i) if causal else torch.ones_like(j <= i)
     if window is not None:
         visible = visible & (i - j < window)
     visible = visible[None]
     if segments is not None:
-        of_query = segments[:, rows.start : rows.stop, None]
-        of_key = segments[:, None, columns.start : columns.stop]
+        of_query, of_key = segments[:, i[:, 0], None], segments[:, None, j[0]]
         visible = visible & (of_query == of_key) & (of_query >= 0)
     return visible

@@ -1,0 +1,153 @@
+"""What is read of a transformers family: its attention modules, their heads, what does not fit."""
+
+import ast
+import inspect
+import textwrap
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from heedful.nn import HeadShape
+
+# What a family may pass to its attention function by name: without a say in the weights, or read.
+_PASSED = frozenset(
+    {
+        *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
+        *("sliding_window", "softcap", "position_ids", "output_attentions"),
+    }
+)
+
+
+def find_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The model's self-attention modules by layer index; raises where one cannot be converted."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not kind.__name__.endswith("Attention") or not hasattr(module, "layer_idx"):
+            continue
+        reason = _obstacle(module)
+        if reason is None and module.layer_idx in found:
+            reason = "it has two attention modules with the same layer index (an encoder-decoder?)"
+        if reason is not None:
+            raise ValueError(
+                f"model: {type(model).__name__} cannot be converted: its {kind.__name__} ({name}) "
+                f"does not fit because {reason}"
+            )
+        found[module.layer_idx] = module
+    if not found:
+        raise ValueError(
+            f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
+            "index that goes through transformers' attention interface was found; decoder-only "
+            "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one"
+        )
+    return dict(sorted(found.items()))
+
+
+def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
+    """The MLP of the decoder layer that holds this attention module."""
+    for layer in model.modules():
+        if any(child is attention for child in layer.children()):
+            for name in ("mlp", "block_sparse_moe", "feed_forward"):
+                if isinstance(mlp := getattr(layer, name, None), nn.Module):
+                    return mlp
+    raise ValueError(
+        f"model: no MLP was found beside attention layer {attention.layer_idx} of "
+        f"{type(model).__name__}, which input_scaling needs; use input_scaling='none'"
+    )
+
+
+def head_shape(module: nn.Module) -> HeadShape:
+    """Heads and widths of a family's attention module: its own, else its configuration's."""
+    config = module.config
+    heads = _first(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
+    shared = getattr(module, "num_key_value_groups", None)
+    key_heads = _first(module, ("num_key_value_heads", "num_kv_heads"))
+    if key_heads is None and isinstance(shared, int):
+        key_heads = heads // shared
+    dim = getattr(module, "head_dim", None) or getattr(config, "head_dim", None)
+    return HeadShape(
+        heads=heads,
+        key_heads=key_heads or getattr(config, "num_key_value_heads", None) or heads,
+        dim=dim or config.hidden_size // heads,
+        hidden=config.hidden_size,
+        layer=module.layer_idx,
+    )
+
+
+def only_attention_mixes(model: PreTrainedModel, attention: dict[int, nn.Module]) -> bool:
+    """Whether tokens meet in these attention modules alone: no recurrence, no convolution.
+
+    Looked for in the lists of layers that hold the attention modules.
+    """
+    kept = {id(module) for module in attention.values()}
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        holding = [any(id(part) in kept for part in layer.modules()) for layer in module]
+        if not any(holding):
+            continue
+        if not all(holding) or any(isinstance(part, nn.Conv1d) for part in module.modules()):
+            return False
+    return True
+
+
+def parameter_device(module: nn.Module) -> torch.device:
+    """Where the module's own parameters are."""
+    return next(module.parameters()).device
+
+
+def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why this attention module cannot be converted, as a clause, or `None`."""
+    source = inspect.getmodule(type(module))
+    config = getattr(module, "config", None)
+    if not hasattr(source, "ALL_ATTENTION_FUNCTIONS") or config is None:
+        return "it does not go through transformers' attention interface"
+    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
+        return "it is not causal self-attention"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return (
+            "it soft-caps its logits; set config.attn_logit_softcapping = None if the model can "
+            "do without"
+        )
+    if isinstance(getattr(module, "sinks", None), nn.Parameter):
+        return "it has attention sinks as parameters"
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return "it compresses keys and values (multi-head latent attention)"
+    if not isinstance(module.layer_idx, int):
+        return "its layer index is not set"
+    return _obstacle_in_source(type(module))
+
+
+@cache
+def _obstacle_in_source(kind: type) -> str | None:
+    """What the family's forward does to the attention call that a converted one would lose.
+
+    Where the source cannot be read, the attention function still refuses what it does not know.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign) and not isinstance(node.value, ast.Name):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if "attention_mask" in map(ast.unparse, targets):
+                return "it changes the attention mask inside its attention"
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        if node.func.id != "attention_interface":
+            continue
+        named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        mask = named.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
+        if mask is not None and ast.unparse(mask) != "attention_mask":
+            return f"it makes its own attention mask ({ast.unparse(mask)})"
+        if unknown := sorted(named.keys() - _PASSED):
+            return f"it passes {', '.join(unknown)} to its attention, which is not supported"
+    return None
