@@ -151,7 +151,8 @@ def _answer(arguments: list[str]) -> int:
         texts = ("out of memory", "can't allocate memory")  # torch's, on a GPU and on a CPU
         if isinstance(error, RuntimeError) and not any(text in str(error) for text in texts):
             raise
-        problem = f"not enough memory ({' '.join(str(error).split())[:200]}); take a smaller batch"
+        cause = " ".join(str(error).split())[:200]
+        problem = f"not enough memory ({cause}); take a smaller batch or fewer steps"
     except KeyboardInterrupt:
         problem = "stopped"
     sys.stdout.flush()

@@ -360,8 +360,8 @@ def _read_config(path: Path) -> dict:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is damaged ({error}); delete that file, and the same command goes on with the "
-            "finished runs beside it"
+            f"{path} is damaged ({error}); choose another folder with --out or, if a comparison "
+            "made this one, delete that file: the same command then goes on with its finished runs"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("seeds"), int):
         raise ValueError(f"{path} is not that of a comparison; choose another folder with --out")
