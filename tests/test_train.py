@@ -143,6 +143,22 @@ def test_a_changed_text_is_another_run(tmp_path):
         begin()
 
 
+def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
+    killed_at(4, tmp_path, BUDGET, save_seconds=0)
+
+    def full(*_):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"state cannot be saved in "):
+        patch.setattr(torch, "save", full)
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu", save_seconds=0)
+    steps = []
+    with pytest.warns(UserWarning, match="cut short|going on from step 3"):
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu",
+              progress=lambda step, value: steps.append(step))  # fmt: skip
+    assert steps[0] == 4
+
+
 def test_a_diverged_model_is_said(tmp_path):
     budget = replace(BUDGET, learning_rate=1e30)
     with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:

@@ -105,8 +105,10 @@ _ABSENT = object()
 
 
 def _short(value) -> str:
-    if value is _ABSENT or isinstance(value, dict):
-        return "absent" if value is _ABSENT else "there"
+    if value is _ABSENT:
+        return "absent"
+    if isinstance(value, dict):
+        return "there"
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

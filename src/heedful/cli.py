@@ -68,7 +68,8 @@ class Bench:
     mechanisms: Annotated[tuple[str, ...], _one_of(Cases)] = (
         "mta-pre", "mta", "talking-heads", "selective", "differential",
     )  # fmt: skip
-    """What to measure; docs/reproduce.md says what each stands for."""
+    """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
+    identity; mta-post: after it; mta: on both sides, with full head mixing."""
     impls: Annotated[tuple[str, ...], _one_of(Impls)] = get_args(Impls)
     """By which implementation; what cannot run here is left out, and said."""
     lengths: tuple[int, ...] = (1024, 2048)
@@ -80,7 +81,7 @@ class Bench:
     dim: int = 64
     """Head dim."""
     dtype: Annotated[str, _one_of(Dtype, several=False)] = "float32"
-    """Of the tensors."""
+    """Of q, k and v."""
     rounds: int = 5
     """Timed calls of each case, taken in turn."""
     memory: bool = True

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from heedful.checkpoints import differences, saved_step
@@ -259,6 +260,8 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
                 should_stop=should_stop,
             )
             run.model.save_pretrained(job.model(out))
+        except SafetensorError as error:
+            raise OSError(f"{job.model(out)} cannot be written: {error}") from error
         except Diverged as error:  # a result too: it counts as the worst
             run = error.run
             warnings.warn(f"{job.title}: {error}", stacklevel=2)

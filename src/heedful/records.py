@@ -37,11 +37,11 @@ class Record:
         curve: `(step, metric on the held-out set)` in the order of training.
         loss_curve: `(step, training loss)` likewise.
         tokens_per_second: training throughput; `seconds`: wall time of training.
-        peak_memory_mib: highest memory in use while training, in MiB: what torch had allocated on a
-            GPU; the whole process, with interpreter and libraries, on a CPU.
+        peak_memory_mib: highest memory in use while training, in MiB: what torch had allocated on
+            `"cuda"`; elsewhere the whole process, with interpreter and libraries.
         config: what else is needed to repeat the run.
         environment: commit, machine, versions, date and command.
-        device: where it was trained, `"cpu"` or `"cuda"`; `None` in older records.
+        device: where it was trained, such as `"cpu"` or `"cuda"`; `None` in older records.
     """
 
     task: str
@@ -74,8 +74,8 @@ class Record:
         for name in ("final", "config", "environment"):
             if not isinstance(getattr(self, name), dict):
                 raise ValueError(f"{name} must be an object, got {getattr(self, name)!r}")
-        if self.device not in (None, "cpu", "cuda"):
-            raise ValueError(f"device must be 'cpu', 'cuda' or null, got {self.device!r}")
+        if not isinstance(self.device, str | None):
+            raise ValueError(f"device must be a text or null, got {self.device!r}")
         # One form whatever was given, and JSON null back to nan, so that a round trip is equal.
         for name in ("curve", "loss_curve"):
             object.__setattr__(self, name, _points(name, getattr(self, name)))

@@ -151,11 +151,11 @@ _LEFT = 3  # the first columns of a table are words, the others numbers
 
 
 def memory_label(rows: Sequence[Row]) -> str:
-    """What peak memory means in these rows: on a CPU it is that of the whole process."""
+    """What peak memory means in these rows: without CUDA it is that of the whole process."""
     devices = {device for row in rows for device in row.devices}
-    return {frozenset({"cpu"}): "process peak MiB", frozenset({"cuda"}): "GPU peak MiB"}.get(
-        frozenset(devices), "peak MiB (process or GPU)"
-    )
+    if devices == {"cuda"}:
+        return "GPU peak MiB"
+    return "peak MiB (process or GPU)" if devices & {"cuda", "unknown"} else "process peak MiB"
 
 
 def _columns(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -294,6 +295,13 @@ class _Trainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         self.watch.losses.append(loss.item())
         return loss
+
+    def _save_checkpoint(self, *args, **kwargs) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
+            where = self.args.output_dir
+            raise OSError(f"the run's state cannot be saved in {where}: {error}") from error
 
 
 class _Watch(TrainerCallback):
