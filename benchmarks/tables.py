@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from heedful.bench_cases import PEERS
-from heedful.report import findings, read_records, summarise, table
+from heedful.report import configurations, findings, read_records, summarise, table
 from heedful.summary import RULE
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def compare() -> str:
         return _missing(COMPARE)
     records = read_records(COMPARE)
     rows = summarise(records)
-    said = "\n".join(f"- {sentence}" for sentence in findings(rows))
+    said = "\n".join(f"- {sentence}" for sentence in [*findings(rows), *configurations(records)])
     made = origin([record.environment for record in records])
     return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{made}"
 

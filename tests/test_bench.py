@@ -33,6 +33,54 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
     assert "<svg" in out.with_suffix(".svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("there", "out", "message"),
+    [
+        ("notes.jsonl", "notes.jsonl", "notes.jsonl is there already: choose another name"),
+        ("notes.svg", "notes.jsonl", "notes.svg is there already: choose another name"),
+        ("notes", "notes/x.jsonl", "notes is no folder that can be written to"),
+        ("notes", "x.svg", "out must be a file for JSON lines such as bench.jsonl, got 'x.svg'"),
+        ("notes", ".", "out must be a file for JSON lines such as bench.jsonl, got '.'"),
+        ("notes", "", "out must be a path, got an empty text"),
+    ],
+)
+def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / there).write_text("mine")
+    monkeypatch.setattr("heedful.bench.bench", lambda _: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--out", out])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and message in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "mine"
+
+
+def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """A file of this name may appear while it measures."""
+    out = tmp_path / "bench.jsonl"
+    record = {"mechanism": "mta", "impl": "tiled", "pass": "forward", "tokens": 7, "ms": 1.0}
+    record |= {"low_ms": 1.0, "high_ms": 1.0, "sdpa_ratio": 1.0, "peak_mib": None}
+
+    def meanwhile(config):
+        out.write_text("mine")
+        return [record]
+
+    monkeypatch.setattr("heedful.bench.bench", meanwhile)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)])
+    said = capsys.readouterr()
+    assert stop.value.code == 1 and "there already" in said.err and "tiled" in said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.jsonl"]
+    assert out.read_text() == "mine"
+
+
+def test_memory_that_cannot_be_measured_is_none(monkeypatch):
+    monkeypatch.setattr("heedful.bench.peak_memory_mib", lambda code: float("nan"))
+    config = Bench(mechanisms=("selective",), impls=("tiled",), lengths=(32,), passes=("forward",))
+    assert [record["peak_mib"] for record in bench(config)] == [None, None]
+
+
 def test_bench_does_not_time_what_is_wrong(monkeypatch):
     import heedful.ops.selective.api as api
 
@@ -81,11 +129,11 @@ def test_decoding_is_the_last_row_of_the_whole(mechanism):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mechanisms": ("mtaa",)}, "mechanisms must be among"),
-        ({"dtype": "int8"}, "dtype must be one of"),
+        ({"mechanisms": ("mtaa",)}, "mechanisms must be one of .*; did you mean 'mta'"),
+        ({"dtype": "float61"}, "dtype must be one of .*; did you mean 'float16'"),
         ({"heads": 3}, "heads must be even"),
         ({"lengths": (0,)}, "lengths must be positive"),
-        ({"rounds": 0}, "rounds must be at least 1"),
+        ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
     ],
 )
 def test_bench_refuses_wrong_options(options, message):

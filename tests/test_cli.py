@@ -1,13 +1,24 @@
 """The command line as a shell sees it."""
 
+import errno
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
+from typing import get_args
 
 import pytest
+import torch
 
+import heedful
+from heedful import bench, bench_cases, cli, compare, train
 from heedful.cli import main
+from heedful.nn import NAMES
+from heedful.tasks import TASKS
 
 HEEDFUL = [sys.executable, "-m", "heedful"]
 
@@ -46,6 +57,91 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
     assert "BROKEN" in printed and "all works" not in printed
 
 
+def test_the_version_can_be_asked_for(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"heedful {heedful.__version__}\n"
+
+
+def test_help_lists_what_the_rooms_accept(capsys):
+    lists = {
+        cli.Tasks: TASKS,
+        cli.Mechanisms: NAMES,
+        cli.Device: get_args(train.Device),
+        cli.Cases: bench_cases.MECHANISMS,
+        cli.Impls: bench_cases.OURS + bench_cases.PEERS,
+        cli.Passes: bench_cases.PASSES,
+        cli.Dtype: bench._DTYPES,
+    }
+    printed = ""
+    for command in ("compare", "bench"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        printed += re.sub(r"[│\s]", "", capsys.readouterr().out)
+    for shown, accepted in lists.items():
+        assert set(get_args(shown)) == set(accepted)
+        assert f"{{{','.join(get_args(shown))}}}" in printed
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    for arguments in (["compare", "--help"], ["--version"]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run([*HEEDFUL, *arguments], stdout=write, stderr=subprocess.PIPE)
+        os.close(write)
+        assert done.returncode == 141 and done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "runs/x"), "Permission denied: runs/x"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "not enough memory (CUDA out of"),
+        (MemoryError("Unable to allocate 1 TiB"), "not enough memory (Unable to allocate 1 TiB)"),
+        (KeyboardInterrupt(), "stopped"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, message):
+    def fail(command):
+        warnings.warn("a word of warning", stacklevel=1)
+        raise error
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    assert stop.value.code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: a word of warning" and second.startswith(f"heedful: {message}")
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+    def fail(command):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        main(["doctor"])
+
+
+def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch):
+    setup = compare.setups()["parity"]
+    setup = setup._replace(budget=replace(setup.budget, held_out=4))
+    monkeypatch.setattr(compare, "setups", lambda data: {"parity": setup})
+    command = ["compare", "--tasks", "parity", "--steps", "1", "--batch", "2", "--device", "cpu"]
+    command += ["--mechanisms", "standard", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(command)
+    results = tmp_path / "results.jsonl"
+    results.write_bytes(results.read_bytes()[:-20])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(command)
+    assert stop.value.code == 0
+    said = capsys.readouterr().err
+    assert f"warning: {results}: removed a last line that was cut off\n" in said
+    assert ".py:" not in said and "UserWarning" not in said
+
+
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
     command = [*HEEDFUL, "compare", "--tasks", "parity", "--steps", "20000", "--batch", "2"]
     command += ["--device", "cpu", "--out", str(tmp_path)]
@@ -62,5 +158,23 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
         pytest.fail("the process ended by itself")
     rest = process.stderr.read()
     assert process.wait(timeout=60) == 130, rest
-    assert "the same command goes on there" in rest and "Traceback" not in rest
-    assert list((tmp_path / "unfinished").glob("*/checkpoint-*"))
+    assert "Traceback" not in rest
+    (saved,) = (tmp_path / "unfinished").glob("*/checkpoint-*")
+    step = saved.name.removeprefix("checkpoint-")
+    state = f"parity-standard-0 as it was after step {step} kept in {tmp_path}"
+    assert f"stopped: 0 finished runs and {state}; the same command goes on there" in rest
+
+
+def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
+    def told(*arguments, should_stop, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train.train(*arguments, should_stop=should_stop, **options)
+
+    monkeypatch.setattr("heedful.compare.train", told)
+    before = signal.getsignal(signal.SIGTERM)
+    command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--out", str(tmp_path)])
+    assert stop.value.code == 143
+    assert (tmp_path / "unfinished" / "parity-standard-0" / "checkpoint-1").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -141,6 +141,8 @@ def test_errors_name_the_path_and_the_way_out(tmp_path):
         "other.jsonl": (b'{"body": "a"}', 'whose line 1 has no string "text"; each line must be'),
         "list.jsonl": (b"[1]", 'whose line 1 has no string "text"'),
         "none.jsonl": (b'{"text": ""}', "which is empty"),
+        "half.jsonl": (b'{"text": "\\ud800"}', "whose line 1 is no Unicode text"),
+        "deep.jsonl": (b"[" * 100_000, "whose line 1 is not JSON (maximum recursion depth"),
     }
     for name, (data, message) in bad.items():
         (tmp_path / name).write_bytes(data)

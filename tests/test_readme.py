@@ -86,8 +86,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     def small_setups(data=()):
         return {name: _small(setup) for name, setup in real(data).items()}
 
-    def small_bench(config, out):
-        return measure(replace(config, lengths=(32,), rounds=1, memory=False), out)
+    def small_bench(config):
+        return measure(replace(config, lengths=(32,), rounds=1, memory=False))
 
     monkeypatch.setattr(compare, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from heedful.report import (
     MixExhibit,
     Record,
     append_record,
+    configurations,
     findings,
     read_records,
     summarise,
@@ -114,6 +116,34 @@ def test_any_other_bad_line_is_named(tmp_path, bad):
         read_records(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("task", 3, "task must be a text, got 3"),
+        ("metric", ["error"], "metric must be a text"),
+        ("seed", "x", "seed must be a whole number, 0 or more, got 'x'"),
+        ("steps", "many", "steps must be a whole number, 0 or more, got 'many'"),
+        ("batch", 1.5, "batch must be a whole number"),
+        ("parameters", True, "parameters must be a whole number"),
+        ("final", [0.5], r"final must be an object, got \[0.5\]"),
+        ("final", {"held-out": "low"}, "final must be a number or null, got 'low'"),
+        ("curve", "steep", "curve must be pairs of step and value, got 'steep'"),
+        ("loss_curve", [["1", 2]], "loss_curve must count steps in whole numbers, got '1'"),
+        ("seconds", "long", "seconds must be a number or null, got 'long'"),
+        ("environment", "here", "environment must be an object, got 'here'"),
+        ("device", 0, "device must be a text or null, got 0"),
+    ],
+)
+def test_a_wrong_typed_field_is_named_with_its_line(tmp_path, field, value, message):
+    path = tmp_path / "results.jsonl"
+    wrong = json.dumps(json.loads(run().to_json()) | {field: value})
+    # Also as a last line without its newline: it is wrong, but not cut off.
+    for content in (f"\n{wrong}\n", f"\n{wrong}"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: not a record \({message}"):
+            read_records(path)
+
+
 # Summary.
 
 
@@ -197,11 +227,55 @@ def test_finding_overlapping(values):
     assert "better" not in text and "worse" not in text
 
 
-def test_finding_one_seed():
+def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
+    text = said(runs("standard", [1.0]), runs("mta", [0.031]), runs("selective", [0.0]))
+    assert text == (
+        "blocks: mta left 3.1 % of rows wrong, selective left no rows wrong, standard left all "
+        "rows wrong; one seed may be luck: run more (--seeds 3)."
+    )
     for first, second in (([0.9], [0.01, 0.02]), ([0.9, 0.95], [0.01])):
         text = said(runs("standard", first), runs("mta", second))
-        assert "one seed cannot tell mta" in text
+        assert "; one seed may be luck: run more (--seeds 3)" in text
         assert "better" not in text and "where" not in text
+    about = {"task": "text", "metric": "perplexity"}
+    pair = [run(value=5.0, **about), run("mta", 4.851, **about)]
+    (text,) = findings(summarise(pair))
+    assert text == (
+        "text: mta ended at perplexity 4.85, standard ended at perplexity 5.00; one seed may be "
+        "luck: run more (--seeds 3)."
+    )
+    assert "mta diverged, standard left" in said(runs("standard", [0.5]), runs("mta", [math.nan]))
+
+
+def test_one_name_for_two_configurations_is_said():
+    def made(task: str, every: int) -> Record:
+        return run("mta", task=task, config={"mechanism": {"conv": [6, 11], "conv_every": every}})
+
+    records = [made("blocks", 1), made("text", 4), made("parity", 4), run()]
+    sentence = "mta is not the same everywhere: conv_every=1 on blocks, 4 on text and parity."
+    assert configurations(records) == [sentence]
+    assert configurations(records[1:]) == []
+    page = _page(records)
+    assert sentence in page
+
+
+def _page(records: list[Record]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return write_report(folder, records).read_text()
+
+
+def test_peak_memory_says_whose_it_is():
+    old = {"environment": {"machine": "AMD EPYC, 2 cores, Linux"}}
+    cases = [
+        ([run(device="cpu"), run(seed=1, device="cpu")], "process peak MiB"),
+        ([run(**old), run(seed=1, device="mps")], "process peak MiB"),
+        ([run(device="cuda")], "GPU peak MiB"),
+        ([run(device="cpu"), run("mta", device="cuda")], "peak MiB (process or GPU)"),
+        ([run(environment={"machine": "AMD, 2 cores, Linux, NVIDIA H200"})], "peak MiB (process"),
+    ]
+    for records, label in cases:
+        assert label in table(summarise(records)).splitlines()[0]
+        assert f">{label}" in _page(records)
 
 
 def test_finding_divergence_counts_as_worst():

@@ -1,13 +1,16 @@
 """Training: deterministic, resumable, and able to learn."""
 
 import math
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
-from heedful.train import Budget, Size, Stopped, from_scratch, score, train
+from heedful.train import Budget, Diverged, Size, Stopped, from_scratch, score, train
 
 TASK = Parity(bits=6)
 SIZE = Size(32, 2, 2)
@@ -50,10 +53,133 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path):
         progress=lambda step, value: steps.append(step),
     )  # fmt: skip
     assert steps == [6, 7, 8, 9, 10, 11, 12]
-    assert resumed.curve == whole.curve
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert_same(resumed, whole)
     assert not (tmp_path / "parts").exists()
+
+
+def assert_same(run, other) -> None:
+    assert run.final == other.final and run.curve == other.curve
+    assert run.loss_curve == other.loss_curve
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(value, run.model.state_dict()[name]), name
+
+
+class Killed(Exception):
+    """Stands for a death: nothing is saved when it comes."""
+
+
+def killed_at(step: int, folder, budget: Budget, save_seconds: float) -> None:
+    def die(now: int, value: float | None) -> None:
+        if now == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(
+            TASK, Selective(), SIZE, budget, 0, folder, device="cpu", progress=die,
+            save_seconds=save_seconds,
+        )  # fmt: skip
+
+
+def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
+    """Also between two means of the loss: 100 steps have one of every second."""
+    budget = replace(BUDGET, steps=100)
+    whole = train(TASK, Selective(), SIZE, budget, 0, tmp_path / "whole", device="cpu")
+    assert [step for step, _ in whole.loss_curve] == list(range(2, 101, 2))
+    parts = tmp_path / "parts"
+    killed_at(4, parts, budget, save_seconds=math.inf)
+    assert not list(parts.glob("checkpoint-*"))
+    killed_at(6, parts, budget, save_seconds=0)
+    assert sorted(path.name for path in parts.glob("checkpoint-*")) == [
+        "checkpoint-4", "checkpoint-5",
+    ]  # fmt: skip
+    steps = []
+    resumed = train(
+        TASK, Selective(), SIZE, budget, 0, parts, device="cpu",
+        progress=lambda step, value: steps.append(step),
+    )  # fmt: skip
+    assert steps[0] == 6
+    assert_same(resumed, whole)
+    assert resumed.tokens_per_second > 0 and resumed.seconds > 0
+
+
+def test_a_damaged_checkpoint_costs_its_steps_alone(tmp_path):
+    whole = train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "whole", device="cpu")
+    parts = tmp_path / "parts"
+    killed_at(8, parts, BUDGET, save_seconds=0)
+    weights = parts / "checkpoint-7" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    steps = []
+    with pytest.warns(UserWarning, match="cut short|going on from step 6"):
+        resumed = train(
+            TASK, Selective(), SIZE, BUDGET, 0, parts, device="cpu",
+            progress=lambda step, value: steps.append(step),
+        )  # fmt: skip
+    assert steps[0] == 7
+    assert_same(resumed, whole)
+
+
+def test_another_run_s_state_is_refused_by_what_differs(tmp_path):
+    killed_at(3, tmp_path, BUDGET, save_seconds=0)
+    with pytest.raises(ValueError, match=r"holds the state of another run: seed was 0 and is 1"):
+        train(TASK, Selective(), SIZE, BUDGET, 1, tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=r"budget\.steps was 12 and is 13 now"):
+        train(TASK, Selective(), SIZE, replace(BUDGET, steps=13), 0, tmp_path, device="cpu")
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_a_changed_text_is_another_run(tmp_path):
+    text = tmp_path / "text.txt"
+    task = Text(paths=(str(text),), length=16)
+
+    def begin() -> None:
+        train(replace(task), Standard(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu",
+              should_stop=lambda: True)  # fmt: skip
+
+    text.write_text("heed the needful, and need the heedful. " * 20)
+    with pytest.raises(Stopped):
+        begin()
+    text.write_text("heed the heedful, and need the needful. " * 20)
+    with pytest.raises(ValueError, match="another run: rows was"):
+        begin()
+
+
+def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
+    killed_at(4, tmp_path, BUDGET, save_seconds=0)
+
+    def full(*_):
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"state cannot be saved in "):
+        patch.setattr(torch, "save", full)
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu", save_seconds=0)
+    steps = []
+    with pytest.warns(UserWarning, match="cut short|going on from step 3"):
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu",
+              progress=lambda step, value: steps.append(step))  # fmt: skip
+    assert steps[0] == 4
+
+
+def test_a_diverged_model_is_said(tmp_path):
+    budget = replace(BUDGET, learning_rate=1e30)
+    with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:
+        train(TASK, Standard(), SIZE, budget, 0, tmp_path / "run", device="cpu")
+    assert isinstance(raised.value, ValueError) and raised.value.step < budget.steps
+    run = raised.value.run
+    assert all(map(math.isnan, run.final.values())) and run.tokens_per_second > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_needs_no_module_of_unix_alone():
+    code = (
+        "import sys\n"
+        "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, has a Windows form
+        "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
+        "import heedful.train, heedful.compare, heedful.bench\n"
+        "from heedful.testing import process_peak_mib\n"
+        "print(process_peak_mib())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "nan\n", done.stderr
 
 
 def test_training_learns(tmp_path):
@@ -80,9 +206,11 @@ def test_an_untrained_model_scores_as_chance(tmp_path):
     ("make", "message"),
     [
         (lambda: Size(hidden=33, heads=2), "hidden must be an even multiple of heads"),
-        (lambda: Size(layers=0), "layers must be at least 1, got 0"),
-        (lambda: Budget(steps=0), "steps must be at least 1, got 0"),
-        (lambda: Budget(learning_rate=-1.0), "learning_rate must be positive"),
+        (lambda: Size(layers=0), "layers must be a whole number of at least 1, got 0"),
+        (lambda: Budget(steps=0), "steps must be a whole number of at least 1, got 0"),
+        (lambda: Budget(batch="8"), "batch must be a whole number of at least 1, got '8'"),
+        (lambda: Budget(learning_rate=-1.0), "learning_rate must be a positive number, got -1.0"),
+        (lambda: Budget(mechanism_rate=None), "mechanism_rate must be a positive number"),
     ],
 )
 def test_wrong_sizes_are_refused(make, message):

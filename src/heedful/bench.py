@@ -1,5 +1,7 @@
 """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
 
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 
 from heedful.bench_cases import MECHANISMS, OURS, PASSES, PEERS, call, draw, exists, obstacle
+from heedful.bench_plot import plot
 from heedful.environment import environment
 from heedful.files import write_lines
+from heedful.tasks.samples import check_choice, check_whole
 from heedful.testing import assert_matches_oracle, peak_memory_mib
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,13 +61,10 @@ class Bench:
             ("passes", PASSES),
         ):
             for value in getattr(self, name):
-                if value not in known:
-                    raise ValueError(f"{name} must be among {', '.join(known)}, got {value!r}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+                check_choice(name, value, known)
+        check_choice("dtype", self.dtype, tuple(_DTYPES))
         for name in ("batch", "heads", "dim", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
         if self.heads % 2:
             raise ValueError(f"heads must be even (differential pairs them), got {self.heads}")
         if not self.lengths or min(self.lengths) < 1:
@@ -82,11 +83,12 @@ class Case(NamedTuple):
     passed: str
 
 
-def bench(config: Bench, out: Path | None = None) -> list[dict]:
-    """Measure every case; one record each, written to `out` as JSON lines when all are done.
+def bench(config: Bench) -> list[dict]:
+    """Measure every case, one record each.
 
     A record holds the median and the 20 % and 80 % quantiles in milliseconds, the ratio of its
-    median to SDPA's of the same round, the growth of peak memory in MiB, and the environment.
+    median to SDPA's of the same round, the growth of peak memory in MiB (`None` where it was not or
+    cannot be measured), and the environment.
 
     Raises:
         ValueError: an implementation is wrong; it is not timed. Or nothing can run here.
@@ -102,9 +104,30 @@ def bench(config: Bench, out: Path | None = None) -> list[dict]:
             these = [case for case in cases if case.passed == passed]
             for record in _measure(config, tokens, these):
                 records.append(record | {"config": asdict(config), "environment": about})
-    if out is not None:
-        write_lines(out, records)
     return records
+
+
+def write(records: list[dict], out: Path) -> None:
+    """Write records to `out` as JSON lines, and a picture of them beside it (.svg).
+
+    Raises:
+        ValueError: as `check_new`.
+    """
+    check_new(out)
+    write_lines(out, records)
+    plot(records, out.with_suffix(".svg"))
+
+
+def check_new(out: Path) -> None:
+    """Raise unless records and their picture can be written without replacing anything."""
+    if not out.name or out.suffix == ".svg":
+        raise ValueError(f"out must be a file for JSON lines such as bench.jsonl, got {str(out)!r}")
+    for path in (out, out.with_suffix(".svg")):
+        if path.exists():
+            raise ValueError(f"{path} is there already: choose another name for out, or delete it")
+    above = next(path for path in out.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"out={out}: {above} is no folder that can be written to; choose another")
 
 
 def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
@@ -230,20 +253,21 @@ def _runner(config: Bench, case: Case, tokens: int) -> Callable[[], object]:
     return run
 
 
-def _peak(config: Bench, case: Case, tokens: int) -> float:
+def _peak(config: Bench, case: Case, tokens: int) -> float | None:
     if torch.cuda.is_available():
         run = _runner(config, case, tokens)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    return peak_memory_mib(
+    peak = peak_memory_mib(
         "import torch\nfrom heedful import bench\n"
         f"config = bench.Bench(**{asdict(config)!r})\n"
         f"case = bench.Case(*{tuple(case)!r})\n"
         "bench._runner(config, case, 64)()\n"
         f"run = bench._runner(config, case, {tokens})\n"
     )
+    return peak if math.isfinite(peak) else None
 
 
 def _synchronize() -> None:

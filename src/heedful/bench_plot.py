@@ -1,8 +1,10 @@
 """A picture of benchmark records: how many times SDPA's time each case takes, over the tokens."""
 
-import os
+import io
 from collections.abc import Sequence
 from pathlib import Path
+
+from heedful.files import write_whole
 
 _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
     "reference": (":", ""),
@@ -51,6 +53,6 @@ def plot(records: Sequence[dict], path: Path) -> None:
         lines, labels = panel.get_legend_handles_labels()
         handles |= dict(zip(labels, lines, strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    figure.savefig(temporary, format=path.suffix.lstrip("."))
-    os.replace(temporary, path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.lstrip("."))
+    write_whole(path, drawn.getvalue())

@@ -1,12 +1,37 @@
 """The command line; every command imports its room when it is called."""
 
+import os
 import signal
 import sys
+import warnings
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import tyro
+
+from heedful import __version__
+
+# What the rooms accept, written once more so that --help shows it without importing them; their own
+# checks, which know the nearest name, answer a wrong value.
+Tasks = Literal["blocks", "assignment", "copy", "parity", "text"]
+Mechanisms = Literal[
+    "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential"
+]
+Device = Literal["auto", "cpu", "cuda"]
+Cases = Literal[
+    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
+    "differential",
+]  # fmt: skip
+Impls = Literal["reference", "tiled", "fused", "x-transformers", "flex", "liger"]
+Passes = Literal["forward", "forward+backward", "decode"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _one_of(choices: object, several: bool = True) -> object:
+    listed = f"{{{','.join(get_args(choices))}}}"
+    return tyro.conf.arg(metavar=f"{listed} [...]" if several else listed)
 
 
 @dataclass(frozen=True)
@@ -15,53 +40,55 @@ class Compare:
 
     Without options: block finding (standard, mta), variable assignment (standard, selective) and
     language modelling on the Python standard library's sources (all three). The same command
-    called again goes on where an interrupted one stopped.
+    called again goes on where an interrupted one stopped, and with more seeds it adds them.
     """
 
-    tasks: tuple[str, ...] = ("blocks", "assignment", "text")
-    """Among blocks, assignment, copy, parity, text."""
-    mechanisms: tuple[str, ...] = ()
-    """Among standard, mta, mta-published, mta-v1, talking-heads, selective, differential. Default:
-    those that each task tells apart."""
+    tasks: Annotated[tuple[str, ...], _one_of(Tasks)] = ("blocks", "assignment", "text")
+    """What to learn."""
+    mechanisms: Annotated[tuple[str, ...], _one_of(Mechanisms)] = ()
+    """What to compare. Default: those that each task tells apart."""
     seeds: int = 1
     """Seeds per task and mechanism; from two on, findings can be told from chance."""
     data: tuple[str, ...] = ()
     """Text for the task text: files, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]."""
-    out: Path = Path("runs/compare")
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
     """Folder for report.html, results.jsonl, config.json and the trained models."""
     steps: int | None = None
     """Optimiser steps per run, instead of each task's own."""
     batch: int | None = None
     """Rows per step, instead of each task's own."""
-    device: str = "auto"
-    """auto (the GPU where there is one), cpu or cuda."""
+    device: Annotated[str, _one_of(Device, several=False)] = "auto"
+    """auto is the GPU where there is one."""
 
 
 @dataclass(frozen=True)
 class Bench:
     """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
 
-    mechanisms: tuple[str, ...] = ("mta-pre", "mta", "talking-heads", "selective", "differential")
-    """Among mta-pre, mta-rank-one, mta-identity, mta-post, mta, talking-heads, selective,
-    differential."""
-    impls: tuple[str, ...] = ("reference", "tiled", "fused", "x-transformers", "flex", "liger")
-    """Among these; what cannot run here is left out, and said."""
+    mechanisms: Annotated[tuple[str, ...], _one_of(Cases)] = (
+        "mta-pre", "mta", "talking-heads", "selective", "differential",
+    )  # fmt: skip
+    """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
+    identity; mta-post: after it; mta: on both sides, with full head mixing."""
+    impls: Annotated[tuple[str, ...], _one_of(Impls)] = get_args(Impls)
+    """By which implementation; what cannot run here is left out, and said."""
     lengths: tuple[int, ...] = (1024, 2048)
     """Tokens."""
-    passes: tuple[str, ...] = ("forward", "forward+backward")
-    """Among forward, forward+backward, decode (one new token with T keys)."""
+    passes: Annotated[tuple[str, ...], _one_of(Passes)] = ("forward", "forward+backward")
+    """decode: one new token with T keys."""
     batch: int = 1
     heads: int = 8
     dim: int = 64
     """Head dim."""
-    dtype: str = "float32"
-    """float32, bfloat16 or float16."""
+    dtype: Annotated[str, _one_of(Dtype, several=False)] = "float32"
+    """Of q, k and v."""
     rounds: int = 5
     """Timed calls of each case, taken in turn."""
     memory: bool = True
     """Also measure peak memory, each case in a process of its own."""
-    out: Path | None = None
-    """Write the records here as JSON lines, and a picture of them beside it (.svg)."""
+    out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
+    there already is never replaced."""
 
 
 @dataclass(frozen=True)
@@ -77,21 +104,68 @@ _Command = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of `heedful`; exits with 0, 1 (cannot be done), 2 (usage) or 130 (stopped)."""
-    command = tyro.cli(
-        _Command,
-        prog="heedful",
-        args=arguments,
-        description="Attention that looks at more than one token pair at a time.",
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    """Entry point of `heedful`.
+
+    Exits with 0, 1 (cannot be done), 2 (usage), 130 (Ctrl-C), 143 (told to end) or 141 (nobody
+    reads the output any more).
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        code = _run(command)
-    except (ValueError, OSError, ImportError) as error:
+        code = _answer(arguments)
         sys.stdout.flush()
-        print(f"heedful: {error}", file=sys.stderr)
-        code = 1
+    except BrokenPipeError:
+        # What Python would still write when it ends goes nowhere, instead of failing once more.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        code = 141  # as if SIGPIPE had ended it
     sys.exit(code)
+
+
+def _answer(arguments: list[str]) -> int:
+    if arguments[:1] == ["--version"]:
+        print(f"heedful {__version__}")
+        return 0
+    try:
+        command = tyro.cli(
+            _Command,
+            prog="heedful",
+            args=arguments,
+            description="Attention that looks at more than one token pair at a time. "
+            "--version says which version this is.",
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    except SystemExit as stop:  # after --help, or a usage error
+        return stop.code or 0
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _run(command)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        place = f": {error.filename}" if error.filename is not None else ""
+        problem = f"{error.strerror}{place}" if error.strerror else str(error)
+    except (ValueError, ImportError) as error:
+        problem = str(error)
+    except (MemoryError, RuntimeError) as error:
+        texts = ("out of memory", "can't allocate memory")  # torch's, on a GPU and on a CPU
+        if isinstance(error, RuntimeError) and not any(text in str(error) for text in texts):
+            raise
+        cause = " ".join(str(error).split())[:200]
+        problem = f"not enough memory ({cause}); take a smaller batch or fewer steps"
+    except KeyboardInterrupt:
+        problem = "stopped"
+    sys.stdout.flush()
+    print(f"heedful: {problem}", file=sys.stderr)
+    return 128 + signal.SIGINT if problem == "stopped" else 1
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    """A warning as one line, without the place in the code that a user has no use for."""
+    from tqdm import tqdm
+
+    tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def _run(command: _Command) -> int:
@@ -111,50 +185,56 @@ def _bench(command: Bench) -> int:
 
     options = {field.name: getattr(command, field.name) for field in fields(command)}
     out = options.pop("out")
+    out = None if out is None else _path(out)
+    if out is not None:
+        bench.check_new(out)  # before minutes of measuring
     config = bench.Bench(**options)
     left_out = bench.cases_here(config)[1]
     for reason in dict.fromkeys(left_out.values()):
         cases = [" ".join(case) for case, why in left_out.items() if why == reason]
         print(f"left out: {', '.join(cases)}: {reason}", file=sys.stderr)
-    records = bench.bench(config, out)
+    records = bench.bench(config)
     print(bench.format_table(records))
     if out is not None:
-        from heedful.bench_plot import plot
-
-        plot(records, out.with_suffix(".svg"))
+        bench.write(records, out)
     return 0
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError("out must be a path, got an empty text; write . for this folder")
+    return Path(text)
 
 
 def _compare(command: Compare) -> int:
     from transformers.utils import logging
 
-    from heedful.compare import Comparison, compare, summary
+    from heedful.compare import Comparison, compare, kept, summary
     from heedful.train import Stopped
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
     options = {field.name: getattr(command, field.name) for field in fields(command)}
-    out = options.pop("out")
+    out = _path(options.pop("out"))
     comparison = Comparison(**options)
     asked: list[int] = []
 
     def ask(signum: int, frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step to end
         asked.append(signum)
-        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr)
+        if len(asked) > 1:
+            raise KeyboardInterrupt  # a second signal does not wait for the step to end
+        with suppress(OSError):  # not print, which a signal may have interrupted
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
-    before = signal.signal(signal.SIGINT, ask)
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         records = compare(comparison, out, lambda: bool(asked))
     except (Stopped, KeyboardInterrupt):
-        print(
-            f"stopped: finished runs are kept in {out}; the same command goes on there",
-            file=sys.stderr,
-        )
-        return 130
+        print(f"stopped: {kept(out)}; the same command goes on there", file=sys.stderr)
+        return 128 + asked[-1]
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     print(summary(records))
     print(f"\nreport: {out / 'report.html'}")
     return 0

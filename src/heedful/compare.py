@@ -2,33 +2,28 @@
 
 import dataclasses
 import json
-import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
+from heedful.checkpoints import differences, saved_step
 from heedful.environment import environment
 from heedful.exhibits import exhibits_of
-from heedful.files import write_whole
+from heedful.files import only_writer, write_whole
 from heedful.hf import load
-from heedful.nn import Mechanism, MultiToken, mechanism, to_json
-from heedful.report import (
-    Record,
-    append_record,
-    findings,
-    read_records,
-    summarise,
-    table,
-    write_report,
-)
+from heedful.nn import NAMES, Mechanism, MultiToken, mechanism, to_json
+from heedful.records import Record, append_record, read_numbered
+from heedful.report import configurations, findings, summarise, table, write_report
 from heedful.tasks import TASKS, Assignment, Blocks, Copy, Parity, Task, Text
-from heedful.train import Budget, Size, from_scratch, train
+from heedful.tasks.samples import check_choice, check_whole
+from heedful.train import Budget, Device, Diverged, Size, check_device, from_scratch, train
 
 
 class Setup(NamedTuple):
@@ -92,32 +87,28 @@ class Comparison:
     data: tuple[str, ...] = ()
     steps: int | None = None
     batch: int | None = None
-    device: str = "auto"
+    device: Device = "auto"
 
     def __post_init__(self) -> None:
+        for field in ("tasks", "mechanisms", "data"):
+            if isinstance(value := getattr(self, field), str):
+                raise ValueError(f"{field} must be a tuple, got {value!r}; write ({value!r},)")
         for name in self.tasks:
-            if name not in TASKS:
-                near = get_close_matches(name, TASKS, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"tasks must be among {', '.join(TASKS)}, got {name!r}{hint}")
+            check_choice("tasks", name, tuple(TASKS))
         for name in self.mechanisms:
-            mechanism(name)  # raises, with the nearest name
+            check_choice("mechanisms", name, NAMES)
         for field in ("steps", "batch"):
-            if getattr(self, field) is not None and getattr(self, field) < 1:
-                raise ValueError(f"{field} must be at least 1, got {getattr(self, field)}")
+            if getattr(self, field) is not None:
+                check_whole(field, getattr(self, field), 1)
         if not self.tasks:
             raise ValueError(f"tasks must name at least one of {', '.join(TASKS)}")
         for field in ("tasks", "mechanisms"):
             if len(set(getattr(self, field))) != len(getattr(self, field)):
                 raise ValueError(f"{field} must be different, got {getattr(self, field)}")
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        check_whole("seeds", self.seeds, 1)
         if self.data and "text" not in self.tasks:
             raise ValueError("data is read by the task 'text': add it to the tasks")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
+        check_device(self.device)
 
     def setups(self) -> dict[str, Setup]:
         """The chosen tasks with this comparison's overrides."""
@@ -141,8 +132,17 @@ class _Job(NamedTuple):
     def key(self) -> tuple[str, str, int]:
         return self.name, self.mechanism, self.seed
 
-    def folder(self, out: Path) -> Path:
+    @property
+    def title(self) -> str:
+        return f"{self.name} · {self.mechanism} · seed {self.seed}"
+
+    def model(self, out: Path) -> Path:
+        """Where its trained model is kept."""
         return out / "models" / f"{self.name}-{self.mechanism}-{self.seed}"
+
+    def state(self, out: Path) -> Path:
+        """Where its checkpoints are while it trains."""
+        return out / "unfinished" / f"{self.name}-{self.mechanism}-{self.seed}"
 
 
 def compare(
@@ -152,70 +152,119 @@ def compare(
 
     Writes `config.json`, `results.jsonl` (one line per finished run), `models/` (the trained
     models, for `heedful.load`) and `report.html`. Called again with the same comparison it goes
-    on where it stopped.
+    on where it stopped; with more seeds it adds them; with fewer it trains none beyond these, and
+    keeps and reports those that are there. A run that diverged is recorded as such.
 
     Raises:
         Stopped: `should_stop` said so; finished runs are in the folder, and in the report.
-        ValueError: `out` holds another comparison, or an argument does not fit.
+        ValueError: `out` holds another comparison or is in use by another process, or an argument
+            does not fit.
     """
     chosen = comparison.setups()
     for setup in chosen.values():
         setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
         for name in setup.mechanisms:
             from_scratch(setup.task, setup.mechanism(name), setup.size, 0)
-    config = _config(comparison, chosen)
-    _claim(out, config)
-    results = out / "results.jsonl"
-    before = read_records(results) if _has(results) else []
-    done = {(record.task, record.mechanism, record.seed) for record in before}
-    jobs = [
-        _Job(name, setup, mechanism_name, seed)
-        for seed in range(comparison.seeds)
-        for name, setup in chosen.items()
-        for mechanism_name in setup.mechanisms
-    ]
-    try:
-        for number, job in enumerate(jobs, start=1):
-            if job.key not in done:
-                record = _run(job, out, f"[{number}/{len(jobs)}]", comparison.device, should_stop)
-                append_record(results, record)
-    finally:
-        records = read_records(results) if _has(results) else []
-        if records:
-            write_report(out, records, list(_exhibits(jobs, records, out)), config)
-    shutil.rmtree(out / "unfinished", ignore_errors=True)
-    return records
+    with only_writer(out):
+        config = _claim(out, comparison, chosen)
+        jobs = _jobs(config["seeds"], chosen)
+        try:
+            _train_missing(jobs, comparison, out, should_stop)
+        except Exception:  # but not a second Ctrl-C, which waits for nothing
+            _report(jobs, config, out)
+            raise
+        with suppress(OSError):  # a seed that was not asked for now may wait there
+            (out / "unfinished").rmdir()
+        return _report(jobs, config, out)
+
+
+def kept(out: Path) -> str:
+    """In words, what a comparison that was stopped has kept in its folder."""
+    finished = len(_read(out / "results.jsonl"))
+    states = sorted((out / "unfinished").glob("*"))
+    saved = [(path.name, step) for path in states if (step := saved_step(path)) is not None]
+    parts = [f"{finished} finished run{'s' * (finished != 1)}"]
+    parts += [f"{name} as it was after step {step}" for name, step in saved]
+    return f"{' and '.join(parts)} kept in {out}"
 
 
 def summary(records: list[Record]) -> str:
     """The table and the findings, for a terminal."""
     rows = summarise(records)
-    return table(rows) + "\n\n" + "\n".join(findings(rows))
+    return table(rows) + "\n\n" + "\n".join([*findings(rows), *configurations(records)])
+
+
+def _jobs(seeds: int, chosen: dict[str, Setup]) -> list[_Job]:
+    return [
+        _Job(name, setup, mechanism_name, seed)
+        for seed in range(seeds)
+        for name, setup in chosen.items()
+        for mechanism_name in setup.mechanisms
+    ]
+
+
+def _train_missing(
+    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+) -> None:
+    results = out / "results.jsonl"
+    done = {(record.task, record.mechanism, record.seed) for record in _read(results)}
+    asked = [job for job in jobs if job.seed < comparison.seeds]
+    for number, job in enumerate(asked, start=1):
+        if job.key not in done:
+            place = f"[{number}/{len(asked)}]"
+            append_record(results, _run(job, out, place, comparison.device, should_stop))
+
+
+def _read(results: Path) -> list[Record]:
+    """The records of a comparison: each run once."""
+    numbered = read_numbered(results) if results.is_file() else []
+    lines: dict[tuple[str, str, int], int] = {}
+    for number, record in numbered:
+        key = record.task, record.mechanism, record.seed
+        if key in lines:
+            raise ValueError(
+                f"{results}, lines {lines[key]} and {number}: both hold {record.mechanism} on "
+                f"{record.task} with seed {record.seed}, which is one run; delete one of the lines"
+            )
+        lines[key] = number
+    return [record for _, record in numbered]
+
+
+def _report(jobs: list[_Job], config: dict, out: Path) -> list[Record]:
+    records = _read(out / "results.jsonl")
+    if records:
+        write_report(out, records, list(_exhibits(jobs, records, out)), config)
+    return records
 
 
 def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
     setup, budget = job.setup, job.setup.budget
     config = setup.mechanism(job.mechanism)
-    label = f"{place} {job.name} · {job.mechanism} · seed {job.seed}"
-    with tqdm(total=budget.steps, desc=label, unit="step", file=sys.stderr) as bar:
+    with tqdm(total=budget.steps, desc=f"{place} {job.title}", unit="step", file=sys.stderr) as bar:
 
         def progress(step: int, value: float | None) -> None:
             bar.update(step - bar.n)
             if value is not None:
                 bar.set_postfix_str(f"held out {value:.3g}")
 
-        run = train(
-            setup.task,
-            config,
-            setup.size,
-            budget,
-            job.seed,
-            out / "unfinished" / "-".join(map(str, job.key)),
-            device=device,
-            progress=progress,
-            should_stop=should_stop,
-        )
-    run.model.save_pretrained(job.folder(out))
+        try:
+            run = train(
+                setup.task,
+                config,
+                setup.size,
+                budget,
+                job.seed,
+                job.state(out),
+                device=device,
+                progress=progress,
+                should_stop=should_stop,
+            )
+            run.model.save_pretrained(job.model(out))
+        except SafetensorError as error:
+            raise OSError(f"{job.model(out)} cannot be written: {error}") from error
+        except Diverged as error:  # a result too: it counts as the worst
+            run = error.run
+            warnings.warn(f"{job.title}: {error}", stacklevel=2)
     return Record(
         task=job.name,
         mechanism=job.mechanism,
@@ -232,14 +281,23 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         peak_memory_mib=run.peak_memory_mib,
         config=_job_config(setup) | {"mechanism": to_json(config)},
         environment=environment(),
+        device=run.model.device.type,
     )
 
 
 def _exhibits(jobs: list[_Job], records: list[Record], out: Path) -> Iterator:
     finished = {(r.task, r.mechanism, r.seed) for r in records}
     for job in jobs:
-        if job.seed == 0 and job.key in finished and job.folder(out).is_dir():
-            yield from exhibits_of(load(job.folder(out)), job.setup.task, job.name, job.mechanism)
+        folder = job.model(out)
+        if job.seed == 0 and job.key in finished and folder.is_dir():
+            try:
+                yield from exhibits_of(load(folder), job.setup.task, job.name, job.mechanism)
+            except Exception as error:  # no damaged model may cost the report of the others
+                warnings.warn(
+                    f"{folder} cannot be shown, its numbers stay: {error}. If the model is "
+                    "damaged, delete that folder: the report comes without its pictures",
+                    stacklevel=2,
+                )
 
 
 def _job_config(setup: Setup) -> dict:
@@ -260,21 +318,54 @@ def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     return json.loads(json.dumps(config))
 
 
-def _claim(out: Path, config: dict) -> None:
-    """Make the folder this comparison's own, or recognise it; another one's is refused."""
-    path = out / "config.json"
-    out.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
-        if json.loads(path.read_text()) != config:
+def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
+    """Make the folder this comparison's own or recognise it; another one's is refused.
+
+    Returns the configuration with as many seeds as the folder was ever asked for.
+    """
+    path, config = out / "config.json", _config(comparison, chosen)
+    records = _read(out / "results.jsonl")
+    if not path.is_file():
+        for record in records:
+            own = config["tasks"].get(record.task, {})
+            expected = {key: own.get(key) for key in ("task", "size", "budget")}
+            expected["mechanism"] = own.get("mechanisms", {}).get(record.mechanism)
+            if record.config != expected:
+                raise ValueError(
+                    f"{out} holds results of another comparison and no config.json; choose another "
+                    "folder with --out"
+                )
+        before = config
+    else:
+        before = _read_config(path)
+        if differing := differences({**before, "seeds": 0}, {**config, "seeds": 0}):
+            more = len(differing) - 6
+            listed = "; ".join(differing[:6]) + f"; and {more} more" * (more > 0)
             raise ValueError(
-                f"out={out} holds another comparison (see {path}); choose another folder with "
-                "--out, or delete this one"
+                f"{out} holds another comparison: {listed}. Ask for the same, choose another "
+                "folder with --out, or delete this one"
             )
-        return
-    if _has(out / "results.jsonl"):
-        raise ValueError(f"out={out} holds results without a config.json; choose another folder")
-    write_whole(path, json.dumps(config, indent=2) + "\n")
+    there = {record.seed for record in records}
+    config["seeds"] = max(before["seeds"], config["seeds"], *(seed + 1 for seed in there))
+    if comparison.seeds < config["seeds"]:
+        warnings.warn(
+            f"{out} was made for {config['seeds']} seeds: those that are there are kept and "
+            f"reported, and none beyond {comparison.seeds} is trained now",
+            stacklevel=3,
+        )
+    if not path.is_file() or config != before:
+        write_whole(path, json.dumps(config, indent=2) + "\n")
+    return config
 
 
-def _has(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
+def _read_config(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); choose another folder with --out or, if a comparison "
+            "made this one, delete that file: the same command then goes on with its finished runs"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("seeds"), int):
+        raise ValueError(f"{path} is not that of a comparison; choose another folder with --out")
+    return config

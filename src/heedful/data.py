@@ -171,10 +171,11 @@ def _json_lines(name: str, text: str) -> Iterator[Document]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
-                f"paths names {name!r}, whose line {number} is not JSON ({error.msg}); each line "
-                'must be an object like {"text": "..."}'
+                f"paths names {name!r}, whose line {number} is not JSON "
+                f"({getattr(error, 'msg', error)}); each line must be an object like "
+                '{"text": "..."}'
             ) from error
         content = record.get("text") if isinstance(record, dict) else None
         if not isinstance(content, str):
@@ -182,6 +183,13 @@ def _json_lines(name: str, text: str) -> Iterator[Document]:
                 f'paths names {name!r}, whose line {number} has no string "text"; each line must '
                 'be an object like {"text": "..."}'
             )
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+            raise ValueError(
+                f"paths names {name!r}, whose line {number} is no Unicode text ({error.reason}); "
+                "mend the line or leave it out"
+            ) from error
         if content:
             yield Document(f"{name}:{number}", content)
 

@@ -1,18 +1,29 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and folders with one writer at a time."""
 
+import datetime
+import errno
 import json
 import os
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
-def write_whole(path: Path, text: str) -> None:
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # no locks on this file system
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
     """Write a file beside its place and move it there, so that no reader meets half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -22,3 +33,84 @@ def write_whole(path: Path, text: str) -> None:
 def write_lines(path: Path, records: Iterable[dict]) -> None:
     """Write records as JSON lines, whole or not at all."""
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Be the one process that writes into `folder`, which is made if absent.
+
+    While the context lasts, `.heedful.lock` in it names this process. The system holds the lock, so
+    it ends with the process, however that dies. Where the system has none (Windows, some network
+    file systems) the file alone is the lock, and one left by a crash must be deleted by hand.
+
+    Raises:
+        ValueError: another process writes there, which the message names; or nobody can.
+    """
+    path = folder / ".heedful.lock"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file where a folder is needed; choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, by_system = _open_locked(path)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be written to ({error.strerror}); choose another folder"
+        ) from error
+    if handle is None:
+        way_out = "wait until it ends, or choose another folder"
+        if not by_system:
+            way_out += f"; if it no longer runs, delete {path}"
+        raise ValueError(f"{folder} is in use by {_holder(path)}: {way_out}")
+    try:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        about = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps(about).encode())
+        yield
+    finally:
+        if by_system:
+            path.unlink(missing_ok=True)  # before the lock goes, so that it is still this one's
+            os.close(handle)
+        else:
+            os.close(handle)  # before the file goes: Windows deletes no open file
+            path.unlink(missing_ok=True)
+
+
+def _open_locked(path: Path) -> tuple[int | None, bool]:
+    """The locked file's handle, or None if another process has it; whether the system locks it."""
+    while True:
+        try:
+            handle, new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+        except FileExistsError:
+            if fcntl is None:
+                return None, False
+            try:
+                handle, new = os.open(path, os.O_RDWR), False
+            except FileNotFoundError:
+                continue  # its holder has just ended
+        if fcntl is None:
+            return handle, False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED and new:
+                return handle, False
+            os.close(handle)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return None, True
+            if error.errno in _UNSUPPORTED:
+                return None, False
+            raise
+        # A holder that ended in between has deleted the file: a lock on that one guards nothing.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle, True
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        about = json.loads(path.read_bytes())
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"  # which has not written yet who it is, or has just ended

@@ -37,9 +37,11 @@ class Record:
         curve: `(step, metric on the held-out set)` in the order of training.
         loss_curve: `(step, training loss)` likewise.
         tokens_per_second: training throughput; `seconds`: wall time of training.
-        peak_memory_mib: highest memory in use while training, in MiB.
+        peak_memory_mib: highest memory in use while training, in MiB: what torch had allocated on
+            `"cuda"`; elsewhere the whole process, with interpreter and libraries.
         config: what else is needed to repeat the run.
         environment: commit, machine, versions, date and command.
+        device: where it was trained, such as `"cpu"` or `"cuda"`; `None` in older records.
     """
 
     task: str
@@ -57,17 +59,29 @@ class Record:
     peak_memory_mib: float = math.nan
     config: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
+    device: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("task", "mechanism", "metric"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
         if self.metric not in METRICS:
             raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
+        for name in ("seed", "steps", "batch", "parameters"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
+        for name in ("final", "config", "environment"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} must be an object, got {getattr(self, name)!r}")
+        if not isinstance(self.device, str | None):
+            raise ValueError(f"device must be a text or null, got {self.device!r}")
         # One form whatever was given, and JSON null back to nan, so that a round trip is equal.
         for name in ("curve", "loss_curve"):
-            points = tuple((int(step), _number(value)) for step, value in getattr(self, name))
-            object.__setattr__(self, name, points)
+            object.__setattr__(self, name, _points(name, getattr(self, name)))
         for name in ("tokens_per_second", "seconds", "peak_memory_mib"):
-            object.__setattr__(self, name, _number(getattr(self, name)))
-        final = {str(name): _number(value) for name, value in self.final.items()}
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        final = {str(name): _number("final", value) for name, value in self.final.items()}
         object.__setattr__(self, "final", final)
         if self.metric not in final and not self.splits:
             raise ValueError(
@@ -94,20 +108,39 @@ class Record:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """The record that `to_json` wrote; unknown and missing fields raise."""
-        data = json.loads(line)
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a record must be a JSON object, got {type(data).__name__}")
-        known = {f.name: f.default for f in dataclasses.fields(cls)}
-        if unknown := sorted(data.keys() - known):
+        known = dataclasses.fields(cls)
+        if unknown := sorted(data.keys() - {f.name for f in known}):
             raise ValueError(f"a record has no field {', '.join(unknown)}")
-        try:
-            return cls(**data)
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"a record needs its fields whole: {error}") from error
+        missing = dataclasses.MISSING
+        needed = {f.name for f in known if f.default is f.default_factory is missing}
+        if absent := sorted(needed - data.keys()):
+            raise ValueError(f"a record needs {', '.join(absent)}")
+        return cls(**data)
 
 
-def _number(value) -> float:
-    return math.nan if value is None else float(value)
+def _number(name: str, value) -> float:
+    if value is None:
+        return math.nan
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{name} must be a number or null, got {value!r}")
+    return float(value)
+
+
+def _points(name: str, values) -> Points:
+    try:
+        pairs = [(step, value) for step, value in values]
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be pairs of step and value, got {values!r:.40}") from None
+    for step, _ in pairs:
+        if not isinstance(step, int) or isinstance(step, bool):
+            raise ValueError(f"{name} must count steps in whole numbers, got {step!r}")
+    return tuple((step, _number(name, value)) for step, value in pairs)
 
 
 def _finite(value):
@@ -132,11 +165,11 @@ def append_record(path: str | Path, record: Record) -> None:
     with open(path, "ab+") as file:
         file.seek(0)
         tail = file.read().rpartition(b"\n")[2]
-        if tail and _parsed(tail):
-            file.write(b"\n")
-        elif tail:
+        if _cut_off(tail):
             warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
             file.truncate(os.path.getsize(path) - len(tail))
+        elif tail.strip():
+            file.write(b"\n")
         file.write(line)
         file.flush()
         os.fsync(file.fileno())
@@ -150,28 +183,32 @@ def read_records(path: str | Path) -> list[Record]:
     Raises:
         ValueError: if any other line is not a record; names the file and the line.
     """
-    *lines, tail = Path(path).read_bytes().split(b"\n")
+    return [record for _, record in read_numbered(path)]
+
+
+def read_numbered(path: str | Path) -> list[tuple[int, Record]]:
+    """As `read_records`, each record with the number of its line."""
+    lines = Path(path).read_bytes().split(b"\n")
+    if _cut_off(lines[-1]):
+        warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=3)
+        lines.pop()
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(Record.from_json(line.decode()))
+            records.append((number, Record.from_json(line.decode())))
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not a record ({error}); mend or delete the line"
             ) from error
-    if tail.strip():
-        if _parsed(tail):
-            records.append(Record.from_json(tail.decode()))
-        else:
-            warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=2)
     return records
 
 
-def _parsed(line: bytes) -> bool:
+def _cut_off(line: bytes) -> bool:
+    """Whether a last line without its newline is the beginning of one: no beginning is JSON."""
     try:
-        Record.from_json(line.decode())
-    except ValueError:
-        return False
-    return True
+        json.loads(line or b"null")
+    except (ValueError, RecursionError):
+        return bool(line.strip())
+    return False

@@ -4,8 +4,6 @@ import base64
 import html
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,9 +19,21 @@ from heedful.figures import (
     array,
     visible,
 )
+from heedful.files import write_whole
 from heedful.page import PAGE
 from heedful.records import METRICS, Record, append_record, read_records
-from heedful.summary import BASELINE, RULE, Row, findings, number, plain, summarise, table
+from heedful.summary import (
+    BASELINE,
+    RULE,
+    Row,
+    configurations,
+    findings,
+    memory_label,
+    number,
+    plain,
+    summarise,
+    table,
+)
 
 __all__ = [
     "Exhibit",
@@ -34,6 +44,7 @@ __all__ = [
     "Record",
     "Row",
     "append_record",
+    "configurations",
     "findings",
     "read_records",
     "summarise",
@@ -77,18 +88,8 @@ def write_report(
                 f"{type(exhibit).__name__}"
             )
     page = _page(records, exhibits, config or {})
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".report-", suffix=".html")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(temporary, 0o644)  # a temporary file is readable by its owner alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    path = Path(folder) / "report.html"
+    write_whole(path, page)
     return path
 
 
@@ -103,7 +104,7 @@ def _page(records: list[Record], exhibits: list[Exhibit], config: Mapping) -> st
     )
     sections = [
         ("What it shows", f"<ul>{sentences}</ul><p class='note'>{html.escape(RULE)}</p>"),
-        ("Results", _results(rows)),
+        ("Results", _results(rows, configurations(records))),
         ("Learning curves", _curves(records, tasks, colour)),
         ("Beyond the training distribution", _splits(records, tasks, colour)),
         ("Cost", _cost(rows, colour)),
@@ -148,14 +149,18 @@ def _lead(records: list[Record], rows: list[Row]) -> str:
     return html.escape(text) + "."
 
 
-def _results(rows: list[Row]) -> str:
+def _results(rows: list[Row], more: list[str]) -> str:
+    process = "that of the whole process, with interpreter and libraries"
+    kind = {"process peak MiB": process, "GPU peak MiB": "what torch had allocated on the GPU"}
     note = (
         "Mean ± sample standard deviation over seeds at the end of training, on held-out data; "
         "lower is better. “× standard” is the ratio of the means. Tokens per second: median of "
-        "the seeds; memory: the highest."
+        f"the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
     )
+    note = " ".join([note, *more])
     # Cost stands once more below, so a narrow screen leaves it out here.
-    return f"<div class='wide results'>{table(rows, 'html')}</div><p class='note'>{note}</p>"
+    note = f"<p class='note'>{html.escape(note)}</p>"
+    return f"<div class='wide results'>{table(rows, 'html')}</div>{note}"
 
 
 def _curves(records: list[Record], tasks: list[str], colour: dict) -> str:
@@ -217,7 +222,7 @@ def _cost(rows: list[Row], colour: dict) -> str:
             )
     return (
         "<div class='wide'><table class='cost'><thead><tr><th>task</th><th>mechanism</th>"
-        "<th class='n'>parameters</th><th>tokens/s</th><th>peak memory, MiB</th></tr>"
+        f"<th class='n'>parameters</th><th>tokens/s</th><th>{memory_label(rows)}</th></tr>"
         f"</thead><tbody>{''.join(lines)}</tbody></table></div><p class='note'>In parentheses: "
         "against standard on the same task. Bars are relative to the longest of the task.</p>"
     )

@@ -1,6 +1,7 @@
 """Runs summed up over seeds: in numbers, as a table and in words."""
 
 import html
+import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -26,8 +27,8 @@ class Row(NamedTuple):
     """A mechanism on a task, summed up over its seeds.
 
     `std` is the sample standard deviation, nan with one seed. `ratio` and `speed_ratio` are mean
-    and tokens per second over those of `"standard"`, nan where it was not run. `steps` and `batch`
-    hold every value that occurs.
+    and tokens per second over those of `"standard"`, nan where it was not run. `steps`, `batch` and
+    `devices` hold every value that occurs.
     """
 
     task: str
@@ -46,6 +47,7 @@ class Row(NamedTuple):
     peak_memory_mib: float
     steps: tuple[int, ...]
     batch: tuple[int, ...]
+    devices: tuple[str, ...]
 
 
 def summarise(records: Iterable[Record]) -> list[Row]:
@@ -101,7 +103,15 @@ def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
         peak_memory_mib=max(record.peak_memory_mib for record in runs),
         steps=tuple(sorted({record.steps for record in runs})),
         batch=tuple(sorted({record.batch for record in runs})),
+        devices=tuple(sorted({_device(record) for record in runs})),
     )
+
+
+def _device(record: Record) -> str:
+    """Where a run was trained; of older records this is known if their machine had no GPU."""
+    machine = str(record.environment.get("machine", ""))
+    no_gpu = machine.endswith((", Linux", ", Darwin", ", Windows"))
+    return record.device or ("cpu" if no_gpu else "unknown")
 
 
 def _against(row: Row, base: Row) -> Row:
@@ -137,12 +147,24 @@ def spread(row: Row) -> str:
     return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
 
 
-COLUMNS = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s", "peak MiB")
-_LEFT = 3  # the first columns are words, the others numbers
+_LEFT = 3  # the first columns of a table are words, the others numbers
+
+
+def memory_label(rows: Sequence[Row]) -> str:
+    """What peak memory means in these rows: without CUDA it is that of the whole process."""
+    devices = {device for row in rows for device in row.devices}
+    if devices == {"cuda"}:
+        return "GPU peak MiB"
+    return "peak MiB (process or GPU)" if devices & {"cuda", "unknown"} else "process peak MiB"
+
+
+def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    head = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s")
+    return (*head, memory_label(rows))
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The texts of a row under `COLUMNS`."""
+    """The texts of a row of a table."""
     return (
         row.task,
         row.mechanism,
@@ -156,7 +178,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
     """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
-    body = [cells(row) for row in rows]
+    head, body = _columns(rows), [cells(row) for row in rows]
     if format == "html":
 
         def whole(text: str) -> str:
@@ -174,14 +196,12 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
             return f"<tr>{''.join(inner)}</tr>"
 
         lines = "\n".join(line(texts, "td") for texts in body)
-        return (
-            f"<table>\n<thead>{line(COLUMNS, 'th')}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
-        )
+        return f"<table>\n<thead>{line(head, 'th')}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
     if format not in ("text", "markdown"):
         raise ValueError(f"format must be 'text', 'markdown' or 'html', got {format!r}")
     if format == "markdown":
         body = [tuple(text.replace("|", "\\|") for text in texts) for texts in body]
-    columns = list(zip(COLUMNS, *body, strict=True))
+    columns = list(zip(head, *body, strict=True))
     widths = [max(map(len, column)) for column in columns]
 
     def aligned(texts: Sequence[str]) -> list[str]:
@@ -192,9 +212,9 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
 
     if format == "markdown":
         rule = ["-" * w if i < _LEFT else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-        lines = [aligned(COLUMNS), rule, *map(aligned, body)]
+        lines = [aligned(head), rule, *map(aligned, body)]
         return "\n".join(f"| {' | '.join(texts)} |" for texts in lines)
-    lines = [aligned(COLUMNS), ["-" * w for w in widths], *map(aligned, body)]
+    lines = [aligned(head), ["-" * w for w in widths], *map(aligned, body)]
     return "\n".join("  ".join(texts).rstrip() for texts in lines)
 
 
@@ -203,8 +223,8 @@ def findings(rows: Sequence[Row]) -> list[str]:
 
     The rule: two mechanisms are told apart only if both have at least two seeds and the worst seed
     of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
-    the sentence says that no difference shows, or that one seed cannot tell. An error task is
-    solved where every seed ends at or below 5 % error.
+    the sentence says that no difference shows; with one seed, how the runs ended, and that this may
+    be luck. An error task is solved where every seed ends at or below 5 % error.
     """
     tasks = dict.fromkeys(row.task for row in rows)
     return [_finding([row for row in rows if row.task == task]) for task in tasks]
@@ -238,7 +258,8 @@ def _finding(rows: Sequence[Row]) -> str:
                 "shows at this size"
             )
         if alone:
-            parts.append(f"one seed cannot tell {_all(alone)} from {_named(base)}")
+            ends = ", ".join(_ended(row) for row in [*alone, base])
+            parts.append(f"{ends}; one seed may be luck: run more (--seeds 3)")
     if "error" in rows[0].metric and not any(map(_solved, rows)):
         parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
     if (
@@ -258,6 +279,39 @@ def _beats(row: Row, other: Row) -> bool:
 
 def _solved(row: Row) -> bool:
     return "error" in row.metric and all(value <= SOLVED for value in row.values)
+
+
+def _ended(row: Row) -> str:
+    """How a mechanism's runs ended, in words that need no table."""
+    if not math.isfinite(row.mean):
+        return f"{row.mechanism} diverged"
+    if "error" not in row.metric:
+        return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
+    what = "rows" if row.metric == "error" else "tokens"
+    share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
+        row.mean, f"{number(row.metric, row.mean)} of {what}"
+    )
+    return f"{row.mechanism} left {share} wrong"
+
+
+def configurations(records: Iterable[Record]) -> list[str]:
+    """A sentence for each mechanism that stands for different configurations on different tasks."""
+    by_name: dict[str, dict[str, dict]] = {}
+    for record in records:
+        config = record.config.get("mechanism")
+        if isinstance(config, dict):
+            by_name.setdefault(record.mechanism, {})[record.task] = config
+    sentences = []
+    for name, by_task in by_name.items():
+        fields = set.intersection(*(set(config) for config in by_task.values()))
+        for field in sorted(fields):
+            values: dict[str, list[str]] = {}
+            for task, config in by_task.items():
+                values.setdefault(json.dumps(config[field]), []).append(task)
+            if len(values) > 1:
+                each = (f"{value} on {' and '.join(tasks)}" for value, tasks in values.items())
+                sentences.append(f"{name} is not the same everywhere: {field}={', '.join(each)}.")
+    return sentences
 
 
 def _value(row: Row) -> str:

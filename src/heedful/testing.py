@@ -5,8 +5,8 @@ as the plain definition computed in the same precision, both measured against fp
 band: what storing the result, and adding its terms in another order, may cost.
 """
 
+import math
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,6 +112,10 @@ print(process_peak_mib() - before)
 
 
 def process_peak_mib() -> float:
-    """The resident-set peak of this process so far, in MiB."""
+    """The resident-set peak of this process so far, in MiB; NaN where the system tells none."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)

@@ -3,15 +3,17 @@
 A model from scratch is a Llama configuration plus `convert`; there is no own language model here.
 """
 
+import dataclasses
+import hashlib
 import math
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,12 +22,15 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
+from heedful.checkpoints import Checkpoints
 from heedful.hf import conversion_of, convert
-from heedful.nn import Mechanism
+from heedful.nn import Mechanism, to_json
 from heedful.tasks import Samples, Task, Text, token_losses
+from heedful.tasks.samples import check_choice, check_whole
 from heedful.testing import process_peak_mib
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,7 @@ class Size:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
         if self.hidden % self.heads or self.hidden // self.heads % 2:
             raise ValueError(
                 f"hidden must be an even multiple of heads (rotary embedding), got hidden="
@@ -71,10 +75,12 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "evaluations", "held_out"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+            check_whole(name, getattr(self, name), 1)
+        check_whole("warmup", self.warmup, 0)
+        for name in ("learning_rate", "mechanism_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 class Run(NamedTuple):
@@ -93,6 +99,22 @@ class Run(NamedTuple):
 
 class Stopped(Exception):
     """Training was asked to stop; what is needed to go on lies in the run's folder."""
+
+
+class Diverged(ValueError):
+    """Training met a number that is not finite, from which no run comes back.
+
+    Arguments:
+        step: the step at which it showed.
+        run: what was measured until then, nan at the end of every split.
+    """
+
+    def __init__(self, step: int, run: Run) -> None:
+        super().__init__(
+            f"the model diverged: at step {step} the loss, a score or a parameter is not finite; "
+            "a lower learning_rate or a longer warmup may hold it"
+        )
+        self.step, self.run = step, run
 
 
 Progress = Callable[[int, float | None], None]
@@ -129,60 +151,95 @@ def train(
     seed: int,
     folder: Path,
     *,
-    device: str = "auto",
+    device: Device = "auto",
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    save_seconds: float = 60.0,
 ) -> Run:
-    """Train a model from scratch; a run that was stopped in `folder` goes on where it was.
+    """Train a model from scratch; a run that ended early in `folder` goes on where it was saved.
+
+    On the same device and with the same versions, a run that goes on ends with the parameters,
+    scores and losses of one that was never interrupted, to the last bit.
 
     Arguments:
         task: what to learn and how to score it.
         mechanism: the attention of every layer.
         size, budget: model and training.
         seed: of the initialisation and the training rows; held-out rows are the same for all.
-        folder: for checkpoints while training; empty again after the run.
+        folder: for this run's state while training; gone again after the run.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
         progress: told after each step.
         should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
+        save_seconds: the state is saved this often, so that a killed run loses no more.
 
     Raises:
         Stopped: `should_stop` said so.
-        ValueError: the model diverged, or the folder holds the state of another run.
+        Diverged: the model diverged; it is a `ValueError` and carries what was measured.
+        ValueError: the folder holds something else than this run's state, or an argument does not
+            fit.
     """
+    check_device(device)
+    rows = task.sample(budget.steps * budget.batch, seed + 1)
+    checkpoints = Checkpoints(Path(folder), _identity(task, mechanism, size, budget, seed, rows))
+    checkpoint = checkpoints.newest()
     model = from_scratch(task, mechanism, size, seed)
-    watch = _Watch(task, budget, progress, should_stop)
-    trainer = Trainer(
+    watch = _Watch(task, budget, checkpoints, progress, should_stop, save_seconds)
+    trainer = _Trainer(
         model=model,
         args=_arguments(budget, seed, folder, device),
-        train_dataset=_Rows(task.sample(budget.steps * budget.batch, seed + 1)),
+        train_dataset=_Rows(rows),
         data_collator=lambda batch: batch,
         optimizers=(_optimizer(model, budget), None),
         callbacks=[watch],
     )
+    trainer.watch = watch
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
     _reset_peak(model.device)
-    started = time.perf_counter()
-    checkpoint = get_last_checkpoint(folder) if folder.is_dir() else None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if trainer.state.global_step < budget.steps:
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    step = trainer.state.global_step
+    if step < budget.steps and not watch.diverged:
         raise Stopped
-    seconds = time.perf_counter() - started
-    shutil.rmtree(folder, ignore_errors=True)
-    history = trainer.state.log_history
     metric, final = final_scores(model, task, budget)
-    return Run(
+    numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
+    diverged = watch.diverged or not all(map(math.isfinite, numbers))
+    run = Run(
         model=model,
         metric=metric,
-        final=final,
-        curve=[(row["step"], row["held_out"]) for row in history if "held_out" in row],
-        loss_curve=[(row["step"], row["loss"]) for row in history if "loss" in row],
+        final=dict.fromkeys(final, math.nan) if diverged else final,
+        curve=[(row["step"], row["held_out"]) for row in watch.history if "held_out" in row],
+        loss_curve=[(row["step"], row["mean"]) for row in watch.history if "mean" in row],
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=watch.steps * budget.batch * task.length / watch.seconds,
-        seconds=seconds,
+        tokens_per_second=step * budget.batch * task.length / watch.step_seconds,
+        seconds=watch.seconds(),
         peak_memory_mib=_peak(model.device),
     )
+    checkpoints.remove()
+    if diverged:
+        raise Diverged(step, run)
+    return run
+
+
+def check_device(device: str) -> None:
+    """Raise unless training can run there."""
+    check_choice("device", device, get_args(Device))
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
+
+
+def _identity(
+    task: Task, mechanism: Mechanism, size: Size, budget: Budget, seed: int, rows: Samples
+) -> dict:
+    """What makes a run this run and no other; the rows too, which a changed text changes."""
+    return {
+        "task": {"kind": type(task).__name__, **dataclasses.asdict(task)},
+        "mechanism": to_json(mechanism),
+        "size": dataclasses.asdict(size),
+        "budget": dataclasses.asdict(budget),
+        "seed": seed,
+        "rows": hashlib.sha256(rows.input_ids.numpy().tobytes()).hexdigest(),
+    }
 
 
 def final_scores(model: PreTrainedModel, task: Task, budget: Budget) -> tuple[str, dict]:
@@ -230,31 +287,88 @@ class _Rows(torch.utils.data.Dataset):
         return {"input_ids": self.ids[indices], "labels": self.labels[indices]}
 
 
-class _Watch(TrainerCallback):
-    """Scores held-out rows, keeps time of the training steps alone, and stops when asked."""
+class _Trainer(Trainer):
+    """Tells the watch every step's loss: Trainer's own means forget, when a run goes on, what they
+    had summed up before."""
 
-    def __init__(self, task, budget, progress, should_stop) -> None:
-        self.task, self.budget = task, budget
-        self.progress, self.should_stop = progress, should_stop
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        self.watch.losses.append(loss.item())
+        return loss
+
+    def _save_checkpoint(self, *args, **kwargs) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
+            where = self.args.output_dir
+            raise OSError(f"the run's state cannot be saved in {where}: {error}") from error
+
+
+class _Watch(TrainerCallback):
+    """Scores held-out rows, keeps losses and time, saves now and then, and stops when asked."""
+
+    def __init__(
+        self,
+        task: Task,
+        budget: Budget,
+        checkpoints: Checkpoints,
+        progress: Progress | None,
+        should_stop: Callable[[], bool],
+        save_seconds: float,
+    ) -> None:
+        self.task, self.budget, self.checkpoints = task, budget, checkpoints
+        self.progress, self.should_stop, self.save_seconds = progress, should_stop, save_seconds
         self.every = max(1, budget.steps // budget.evaluations)
-        self.seconds, self.steps, self._since = 0.0, 0, 0.0
+        self.mean_of = max(1, budget.steps // 50)
+        self.history: list[dict] = []
+        self.losses: list[float] = []
+        self.diverged = False
+        self.step_seconds = self._earlier = 0.0
+        self._began = self._saved = self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since the run began, without what lay between an interruption and going on."""
+        return self._earlier + time.perf_counter() - self._began
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        # Trainer saves and restores its own history, so ours travels in it.
+        self.history = [row for row in state.log_history if "mean" in row or "held_out" in row]
+        saved = [row for row in state.log_history if "losses" in row]
+        if saved:
+            self.losses = saved[-1]["losses"]
+            self.step_seconds, self._earlier = saved[-1]["step_seconds"], saved[-1]["seconds"]
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._since = time.perf_counter()
 
     def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        self.seconds += time.perf_counter() - self._since
-        self.steps += 1
+        now = time.perf_counter()
+        self.step_seconds += now - self._since
+        step, last = state.global_step, state.global_step == self.budget.steps
+        self.diverged = not math.isfinite(self.losses[-1])
+        if step % self.mean_of == 0:
+            self.history.append({"step": step, "mean": sum(self.losses) / len(self.losses)})
+            self.losses = []
         value = None
-        if state.global_step % self.every == 0 or state.global_step == self.budget.steps:
+        if step % self.every == 0 or last:
             scores = score(model, self.task.evaluations()[_judged(self.task)], self.budget)
             value = scores["error" if "error" in scores else "perplexity"]
-            # Beside the losses, so that it is in the checkpoint; Trainer.log would drop the loss.
-            state.log_history.append({"held_out": value, "step": state.global_step})
+            self.history.append({"step": step, "held_out": value})
         if self.progress is not None:
-            self.progress(state.global_step, value)
-        if self.should_stop() and state.global_step < self.budget.steps:
+            self.progress(step, value)
+        if self.diverged:
+            control.should_training_stop = True
+        elif self.should_stop() and not last:
             control.should_save = control.should_training_stop = True
+        elif now - self._saved >= self.save_seconds and not last:
+            control.should_save = True
+        if control.should_save:
+            self._saved = now
+            times = {"step_seconds": self.step_seconds, "seconds": self.seconds()}
+            state.log_history = [*self.history, {"step": step, "losses": self.losses} | times]
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.checkpoints.seal(state.global_step)
 
 
 def _judged(task: Task) -> str:
@@ -285,10 +399,9 @@ def _arguments(budget: Budget, seed: int, folder: Path, device: str) -> Training
         max_grad_norm=1.0,
         seed=seed,
         data_seed=seed,
-        logging_steps=max(1, budget.steps // 50),
-        save_strategy="steps",
-        save_steps=max(1, budget.steps // 2),
-        save_total_limit=1,
+        logging_strategy="no",
+        save_strategy="no",  # `_Watch` says when
+        save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],
         disable_tqdm=True,

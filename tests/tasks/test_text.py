@@ -179,7 +179,7 @@ def test_bad_calls(tmp_path):
     task = Text(paths=(str(file),), length=10)
     assert task.sample(1, 0).input_ids.shape == (1, 10)
     for call, message in [
-        (task.held_out, "length must be at most 3 for the held-out part of this corpus, got 10"),
+        (task.held_out, f"{file}: too short for rows of length=10, as the held-out part has 2 tok"),
         (lambda: task.sample(0, 0), "count must be a whole number of at least 1, got 0"),
         (lambda: task.decode([-100]), "ids must lie in 0..256, got -100"),
         (lambda: task.score(labels, labels), "losses must be floats in nats, got torch.int64"),
@@ -188,7 +188,7 @@ def test_bad_calls(tmp_path):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
     file.write_text("é")
-    with pytest.raises(ValueError, match="length must be at most 1 for the train part"):
+    with pytest.raises(ValueError, match=r"short\.txt: .* has 0 tokens; .* at most 1"):
         Text(paths=(str(file),), length=10).sample(1, 0)
 
 

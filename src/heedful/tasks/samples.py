@@ -1,6 +1,7 @@
 """What every task gives and how its predictions are counted: samples, labels and errors."""
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -167,7 +168,9 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+        near = get_close_matches(str(value), choices, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}{hint}")
 
 
 def check_draw(count: int, seed: int) -> None:

@@ -151,9 +151,10 @@ class Text:
         """How many starts a row has in the stream."""
         places = len(stream) - (self.length - 1) + 1
         if places < 1:
+            texts = ", ".join(self.paths) or "the standard library's sources"
             raise ValueError(
-                f"length must be at most {len(stream) + 1} for the {part} part of this corpus, got "
-                f"{self.length}; use shorter rows or give more text"
+                f"{texts}: too short for rows of length={self.length}, as the {part} part has "
+                f"{len(stream)} tokens; give more text, or rows of at most {len(stream) + 1}"
             )
         return places
 
