@@ -25,10 +25,12 @@ VISIBILITIES = {
 }
 
 
-def with_grads(mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility) -> dict:
+def with_grads(
+    mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility, **options
+) -> dict:
     """Outputs and the gradient of a fixed functional of them in every tensor."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    outputs = mechanism.run(leaves, impl, visibility)
+    outputs = mechanism.run(leaves | options, impl, visibility)
     generator = torch.Generator().manual_seed(1)
     loss = sum(
         (
@@ -89,6 +91,32 @@ def test_tiled_is_the_definition_in_fp64(mechanism, visible):
 
 
 @every
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_scales_that_are_not_positive(mechanism, scale):
+    """Also with identity parameters, where torch's own kernel runs."""
+    tensors = mechanism.draw(Shape(batch=1).long(130))
+    for given in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
+        actual = with_grads(mechanism, given, "tiled", None, scale=scale)
+        expected = with_grads(mechanism, given, "reference", None, scale=scale)
+        for name, x in actual.items():
+            size = expected[name].abs().max().item()
+            torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
+
+
+@every
+def test_transposed_inputs_give_the_same_bits(mechanism):
+    """As models hand them over: [B, T, H, D] seen as [B, H, T, D]."""
+    tensors = {n: x.float() for n, x in mechanism.draw(Shape().long(100)).items()}
+    transposed = {
+        name: x.transpose(1, 2).contiguous().transpose(1, 2) if name in mechanism.per_token else x
+        for name, x in tensors.items()
+    }
+    actual = with_grads(mechanism, transposed, "tiled", None)
+    for name, x in with_grads(mechanism, tensors, "tiled", None).items():
+        assert torch.equal(actual[name], x), name
+
+
+@every
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
     against_oracle(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
@@ -106,6 +134,26 @@ def test_head_dims(mechanism, dim):
 def test_visibilities_and_cross_lengths(mechanism, visible, queries):
     shape = Shape(queries=queries, keys=150)
     against_oracle(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
+
+
+INTEGERS = [
+    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+]  # fmt: skip
+
+
+@every
+@each_impl
+def test_documents_may_be_integers_of_any_type(mechanism, impl):
+    """Numbers up to the largest of the narrowest types, beside padding."""
+    _, documents, padding = ragged(30)
+    tensors = mechanism.draw(Shape().long(30))
+    for largest, types in ((127, INTEGERS), (255, [torch.uint8])):
+        numbers = documents * (largest - 3) + 3
+        expected = mechanism.run(tensors, impl, Visibility(documents=numbers, padding=padding))
+        for dtype in types:
+            narrow = Visibility(documents=numbers.to(dtype), padding=padding)
+            for x, y in zip(mechanism.run(tensors, impl, narrow), expected, strict=True):
+                assert torch.equal(x, y), dtype
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
