@@ -55,7 +55,7 @@ class _Total:
     """A running total per key as the sum of two numbers, the second what rounding took so far.
 
     So sums and differences are as if in twice the precision: taking away what was added leaves what
-    was there before, to the last place of the rounded total.
+    was there before, however small beside what was added later.
     """
 
     def __init__(self, pair: Float[Tensor, "2 B Hs Tk"]) -> None:
