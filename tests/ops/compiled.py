@@ -11,6 +11,7 @@ import traceback
 import torch
 from mechanisms import MECHANISMS, Mechanism, Shape, ragged
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from heedful.ops import Visibility
 from heedful.ops.selective import tiled as selective
@@ -135,6 +136,33 @@ def export(mechanism: Mechanism) -> None:
             check_equal(list(program.module()(*given)), list(Model()(*given)))
 
 
+def forward_mode() -> None:
+    """Refused here too, be it inside or around what is compiled."""
+    mechanism = BY_NAME["differential"]
+    tensors = leaves(mechanism.draw(SHAPE))
+    q = tensors["q"].detach()
+
+    def function(x):
+        return mechanism.run(tensors | {"q": x}, "auto")[0]
+
+    def inside():
+        torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(q)
+
+    def around():
+        compiled = torch.compile(function, backend="aot_eager")
+        compiled(q)
+        with forward_ad.dual_level():
+            compiled(forward_ad.make_dual(q, q))
+
+    for call in (inside, around):
+        try:
+            call()
+        except ValueError as error:
+            assert "impl='reference' has them all" in str(error), error
+        else:
+            raise AssertionError(f"{call.__name__}: not refused")
+
+
 def inductor() -> None:
     """The default backend, once."""
     mechanism = BY_NAME["mta-full"]
@@ -179,6 +207,7 @@ CHECKS = {
     "operator mta": operator_mta,
     "operator selective": operator_selective,
     "inductor": inductor,
+    "forward mode": forward_mode,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
     **{
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])

@@ -313,6 +313,23 @@ def test_autocast_casts_the_inputs_and_nothing_else(mechanism, impl):
         assert name.startswith("grad") or x.dtype == expected[name].dtype
 
 
+@every
+@each_impl
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_how_far_nan_reaches(mechanism, impl, part):
+    """Never into another row; of q and k, without a convolution, not out of the document."""
+    tensors = mechanism.draw(Shape().long(100))
+    visibility = Visibility(documents=(torch.arange(100) >= 61).long()[None])
+    damaged = tensors | {part: tensors[part].clone()}
+    damaged[part][0, :, 60] = float("nan")
+    before, after = (mechanism.run(x, impl, visibility)[0] for x in (tensors, damaged))
+    assert bool(after[0, :, 60].isnan().all())
+    assert torch.equal(after[1], before[1])
+    if part != "v" and not {"conv", "post_conv"} & tensors.keys():
+        assert torch.equal(after[0, :, :60], before[0, :, :60])
+        assert torch.equal(after[0, :, 61:], before[0, :, 61:])
+
+
 PROGRAM = """
 import torch
 from heedful.ops import *

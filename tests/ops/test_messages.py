@@ -187,11 +187,15 @@ def test_heads(operator):
 
 
 @every
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_visibility(operator):
     mask = torch.ones(5, 5, dtype=torch.bool)
-    expected = r"visibility must be a heedful.Visibility .* tensor of shape \(5, 5\); describe a"
+    expected = r"visibility must be a heedful.Visibility .* got \(5, 5\); describe a"
     with pytest.raises(ValueError, match=expected):
         OPERATORS[operator](Q, Q, Q, visibility=mask)
+    nested = torch.nested.nested_tensor([x(5), x(4)])
+    with pytest.raises(ValueError, match=r"visibility must be .* a nested tensor; describe a"):
+        OPERATORS[operator](Q, Q, Q, visibility=nested)
     with pytest.raises(ValueError, match=r"visibility must be .* got 'causal'; describe a mask"):
         OPERATORS[operator](Q, Q, Q, visibility="causal")
     padding = Visibility(padding=torch.ones(2, 4, dtype=torch.bool))

@@ -13,8 +13,10 @@ _FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
 
 def shown(x: object) -> str:
-    """What was given, short: a tensor by its shape."""
-    return str(tuple(x.shape)) if isinstance(x, Tensor) else reprlib.repr(x)
+    """What was given, short: a tensor by its shape, if it has one."""
+    if isinstance(x, Tensor):
+        return "a nested tensor" if x.is_nested else str(tuple(x.shape))
+    return reprlib.repr(x)
 
 
 def check_dense(name: str, x: object, what: str) -> None:

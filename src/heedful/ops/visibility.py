@@ -27,7 +27,8 @@ class Visibility:
 
     A query sees a key when every given condition holds: the key is not later (`causal`), is less
     than `window` tokens back, belongs to the same document, and neither token is padding. A query
-    that sees nothing (a padded one) gets the output zero, never NaN.
+    that sees nothing (a padded one) gets the output zero. Hidden tokens must hold finite numbers
+    all the same: as in SDPA their weight is zero, and zero times NaN is NaN.
 
     Arguments:
         causal: hide later keys. Selective attention requires it.
@@ -156,11 +157,9 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
     """The visibility to use for these queries and so many keys; a mask in its place is refused."""
     visibility = Visibility() if visibility is None else visibility
     if not isinstance(visibility, Visibility):
-        what = "a tensor of shape " if isinstance(visibility, Tensor) else ""
         raise ValueError(
-            f"visibility must be a heedful.Visibility or None (causal), got {what}"
-            f"{shown(visibility)}; describe a mask with Visibility(window=..., documents=..., "
-            "padding=...)"
+            f"visibility must be a heedful.Visibility or None (causal), got {shown(visibility)}; "
+            "describe a mask with Visibility(window=..., documents=..., padding=...)"
         )
     for name in ("documents", "padding"):
         ids = getattr(visibility, name)
