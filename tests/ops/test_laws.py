@@ -156,6 +156,17 @@ def test_documents_may_be_integers_of_any_type(mechanism, impl):
                 assert torch.equal(x, y), dtype
 
 
+@every
+@each_impl
+def test_negative_documents_are_padding(mechanism, impl):
+    _, documents, padding = ragged(30)
+    tensors = mechanism.draw(Shape().long(30))
+    negative = Visibility(documents=documents.where(padding, -1 - documents))
+    expected = mechanism.run(tensors, impl, Visibility(documents=documents, padding=padding))
+    for x, y in zip(mechanism.run(tensors, impl, negative), expected, strict=True):
+        assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
 def test_non_causal(mechanism):
     against_oracle(mechanism, Shape().long(130), torch.float32, Visibility(causal=False))
