@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.blocks import Parameters, Steps, attend_backward
 from heedful.ops.tiles import Field, Sight, gather_heads, spread_heads
 from heedful.ops.visibility import Visibility
@@ -78,7 +79,7 @@ def define(
         post_conv: Tensor | None, mix: Tensor | None, post_mix: Tensor | None,
         segments: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
         wide: bool,
-    ) -> list[Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         parameters = Parameters(conv, post_conv, mix, post_mix)
         call = Call(q, k, v, parameters, Sight(segments, documents, causal, window), scale, wide)
         steps = steps_of(call)
@@ -86,10 +87,10 @@ def define(
         dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), *x, steps, scale)
         grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
         inputs = (q, k, v, *parameters)
-        return [
+        return tuple(
             q.new_empty(0) if x is None else g.to(x.dtype)
             for g, x in zip(grads, inputs, strict=True)
-        ]
+        )
 
     @operator.register_fake
     def _(q, k, v, *rest):
@@ -98,7 +99,9 @@ def define(
     @backward_operator.register_fake
     def _(grad, *inputs):
         empty = inputs[0].new_empty
-        return [empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7]]
+        return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7])
+
+    refuse_second_derivative(backward_operator, "multi_token_attention")
 
     def save(ctx, inputs, output) -> None:
         ctx.save_for_backward(*inputs[:8])
