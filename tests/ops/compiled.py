@@ -56,8 +56,8 @@ def operator_mta() -> None:
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, segments, True, True, 7, 0.5, False),
-        (*qkv, None, None, None, None, None, False, False, None, 0.5, True),
+        (*qkv, *steps, segments, segments, True, True, 7, 0.5, False),
+        (*qkv, None, None, None, None, None, None, False, False, None, 0.5, True),
     ):
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
@@ -73,8 +73,8 @@ def operator_selective() -> None:
     state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
     segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
     for arguments in (
-        (*inputs, state, segments, first, 7, 0.3, 0.5),
-        (*inputs, None, None, None, None, None, 0.5),
+        (*inputs, state, segments, segments, first, 7, 0.3, 0.5),
+        (*inputs, None, None, None, None, None, None, 0.5),
     ):
         torch.library.opcheck(selective._tiled, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]

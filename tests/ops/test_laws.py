@@ -22,7 +22,19 @@ VISIBILITIES = {
     "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
     "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
     "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
+    "mutual": lambda keys: Visibility(mutual=runs(keys)),
+    "mutual in a window": lambda keys: Visibility(
+        window=20, mutual=runs(keys), padding=ragged(keys)[2]
+    ),
 }
+
+
+def runs(keys: int) -> Tensor:
+    """Two rows with runs of tokens that see each other; one crosses the border of a row block."""
+    token = torch.arange(keys)
+    first = torch.where((token > 3) & (token < 30), 0, -1)
+    second = torch.where((token >= keys - 95) & (token < keys - 75), 4, first)
+    return torch.stack([second, first.roll(2)])
 
 
 def with_grads(
@@ -235,6 +247,30 @@ def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
         return mechanism.run(tensors | named, impl, visibility)[0].transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
+
+
+@every
+@each_impl
+def test_of_tokens_that_see_each_other_only_they_see_later_ones(mechanism, impl):
+    tensors = mechanism.draw(Shape().long(70))
+    mutual = torch.full((1, 70), -1)
+    mutual[:, 60:66] = 0
+    visibility = Visibility(mutual=mutual)
+    before = mechanism.run(tensors, impl, visibility)[0]
+    changed = {name: x.clone() for name, x in tensors.items()}
+    for name in mechanism.per_token:
+        changed[name][:, :, 64] += 1
+    moved = (mechanism.run(changed, impl, visibility)[0] != before).any(-1).any(1)
+    assert not bool(moved[:, :60].any()) and bool(moved[:, 60:].all())
+    alone = mechanism.run(tensors, impl)[0]
+    torch.testing.assert_close(before[:, :, :60], alone[:, :, :60], rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted):
+    tensors = {name: x.float() for name, x in mechanism.draw(Shape()).items()}
+    with pytest.raises(ValueError, match=r"impl='fused' cannot .* see later ones"):
+        mechanism.run(tensors, "fused", Visibility(mutual=torch.zeros(1, 17).long()))
 
 
 @every

@@ -27,7 +27,13 @@ def visibilities(draw) -> tuple[Visibility, int]:
         padding = torch.stack([(tokens >= a) & (tokens < keys - b) for a, b in ends])
     causal = draw(st.booleans())
     window = draw(st.none() | st.integers(1, keys + 1)) if causal else None
-    return Visibility(causal=causal, window=window, documents=documents, padding=padding), keys
+    mutual = None
+    if causal and draw(st.booleans()):
+        joined = draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
+        runs = torch.tensor(joined).logical_not().long().cumsum(0)
+        mutual = runs.where(torch.tensor(draw(st.sampled_from([joined, [False] * keys]))), -1)[None]
+    made = Visibility(causal, window, documents, padding, mutual)
+    return made, keys
 
 
 def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
@@ -101,6 +107,10 @@ WRONG = {
     r"documents must be a tensor \[B, Tk\], got \(3,\)": lambda: Visibility(
         documents=torch.zeros(3, dtype=torch.long)
     ),
+    "mutual must hold whole numbers, got torch.bool": lambda: Visibility(
+        mutual=torch.ones(1, 3, dtype=torch.bool)
+    ),
+    "mutual needs causal=True": lambda: Visibility(causal=False, mutual=torch.zeros(1, 3).long()),
     r"padding must be a tensor \[B, Tk\], got \[\[True\]\]": lambda: Visibility(padding=[[True]]),
     "padding must be a dense tensor .*, got a sparse_coo one; use its to_dense": lambda: Visibility(
         padding=torch.ones(1, 3, dtype=torch.bool).to_sparse()

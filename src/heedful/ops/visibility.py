@@ -15,6 +15,9 @@ _INTEGERS = (
 )  # fmt: skip
 
 
+_PER_TOKEN = ("documents", "padding", "mutual")
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which key each query may see; queries are the *last* `Tq` of the `Tk` tokens.
@@ -36,12 +39,15 @@ class Visibility:
         documents: document number of every token, `[B or 1, Tk]`; documents are contiguous runs. A
             negative number is padding.
         padding: `True` for a real token, `False` for padding, `[B or 1, Tk]`; left, right or both.
+        mutual: tokens of the same number, zero or more, see each other later ones included (those
+            of one image, say); -1 for a token that is causal, `[B or 1, Tk]`; each a run of tokens.
     """
 
     causal: bool = True
     window: int | None = None
     documents: Int[Tensor, "B Tk"] | None = None
     padding: Bool[Tensor, "B Tk"] | None = None
+    mutual: Int[Tensor, "B Tk"] | None = None
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
@@ -52,7 +58,9 @@ class Visibility:
             )
         if self.window is not None and not self.causal:
             raise ValueError("window needs causal=True: a two-sided window is not defined here")
-        for name in ("documents", "padding"):
+        if self.mutual is not None and not self.causal:
+            raise ValueError("mutual needs causal=True: without it all tokens see each other")
+        for name in _PER_TOKEN:
             ids = getattr(self, name)
             if ids is not None:
                 check_dense(name, ids, "[B, Tk]")
@@ -63,11 +71,12 @@ class Visibility:
                 f"padding must be boolean with True for real tokens, got {self.padding.dtype}; "
                 "convert a 0/1 mask with mask.bool()"
             )
-        if self.documents is not None and self.documents.dtype not in _INTEGERS:
-            raise ValueError(
-                f"documents must hold whole numbers, got {self.documents.dtype}; a mask belongs "
-                "in padding"
-            )
+        for name in ("documents", "mutual"):
+            ids = getattr(self, name)
+            if ids is not None and ids.dtype not in _INTEGERS:
+                raise ValueError(
+                    f"{name} must hold whole numbers, got {ids.dtype}; a mask belongs in padding"
+                )
 
     @classmethod
     def packed(
@@ -107,7 +116,7 @@ class Visibility:
     @property
     def plain(self) -> bool:
         """Nothing but causal order (or nothing at all): what SDPA's `is_causal` can express."""
-        return self.window is None and self.documents is None and self.padding is None
+        return self.window is None and all(getattr(self, name) is None for name in _PER_TOKEN)
 
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
@@ -116,7 +125,7 @@ class Visibility:
                 f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
                 "keys, so k must be at least as long"
             )
-        for name in ("documents", "padding"):
+        for name in _PER_TOKEN:
             ids = getattr(self, name)
             if ids is not None and (ids.shape[0] not in (1, batch) or ids.shape[1] != keys):
                 raise ValueError(
@@ -147,12 +156,15 @@ class Visibility:
     ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
         """The whole map at once, `True` where query i sees key j."""
         token = torch.arange(keys, device=device)  # a range would fix a symbolic length
-        i, j = token[keys - queries :, None], token[None]
-        return see_at(self.segments(), self.causal, self.window, i, j)
+        return self.at(token[keys - queries :], token)
+
+    def at(self, i: Int[Tensor, " R"], j: Int[Tensor, " K"]) -> Bool[Tensor, "B R K"]:
+        """The part of the map with these query tokens and key tokens, in any order."""
+        return see_at(self.segments(), self.causal, self.window, i, j, self.mutual)
 
     def tile(self, rows: range, columns: range, device: torch.device) -> Bool[Tensor, "B R K"]:
         """The part of the map with these query tokens and key tokens (positions among the keys)."""
-        return see(self.segments(), self.causal, self.window, rows, columns, device)
+        return see(self.segments(), self.causal, self.window, rows, columns, device, self.mutual)
 
 
 def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Visibility:
@@ -163,7 +175,7 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
             f"visibility must be a heedful.Visibility or None (causal), got {shown(visibility)}; "
             "describe a mask with Visibility(window=..., documents=..., padding=...)"
         )
-    for name in ("documents", "padding"):
+    for name in _PER_TOKEN:
         ids = getattr(visibility, name)
         if ids is not None and ids.device != q.device:
             raise ValueError(
@@ -185,26 +197,31 @@ def see(
     rows: range,
     columns: range,
     device: torch.device,
+    mutual: Int[Tensor, "B Tk"] | None = None,
 ) -> Bool[Tensor, "B R K"]:
     """Visibility of key tokens `columns` from query tokens `rows`, as `Visibility.tile`."""
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    j = torch.arange(columns.start, columns.stop, device=device)[None, :]
-    return see_at(segments, causal, window, i, j)
+    i = torch.arange(rows.start, rows.stop, device=device)
+    j = torch.arange(columns.start, columns.stop, device=device)
+    return see_at(segments, causal, window, i, j, mutual)
 
 
 def see_at(
     segments: Int[Tensor, "B Tk"] | None,
     causal: bool,
     window: int | None,
-    i: Int[Tensor, "R 1"],
-    j: Int[Tensor, "1 K"],
+    i: Int[Tensor, " R"],
+    j: Int[Tensor, " K"],
+    mutual: Int[Tensor, "B Tk"] | None = None,
 ) -> Bool[Tensor, "B R K"]:
     """Visibility of tokens `j` from tokens `i`, in any order."""
-    visible = (j <= i) if causal else torch.ones_like(j <= i)
+    back = i[:, None] - j
+    visible = ((back >= 0) if causal else torch.ones_like(back, dtype=torch.bool))[None]
+    if mutual is not None:
+        of_query, of_key = mutual[:, i, None], mutual[:, None, j]
+        visible = visible | ((of_query == of_key) & (of_query >= 0))
     if window is not None:
-        visible = visible & (i - j < window)
-    visible = visible[None]
+        visible = visible & (back < window)
     if segments is not None:
-        of_query, of_key = segments[:, i[:, 0], None], segments[:, None, j[0]]
+        of_query, of_key = segments[:, i, None], segments[:, None, j]
         visible = visible & (of_query == of_key) & (of_query >= 0)
     return visible

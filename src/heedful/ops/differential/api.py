@@ -7,7 +7,7 @@ from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.limits import over_limit
+from heedful.ops.limits import over_limit, unseen
 from heedful.ops.validation import check_dense, check_parameter, check_qkv, check_scale, shown
 from heedful.ops.visibility import Visibility, check_visibility
 
@@ -64,7 +64,7 @@ def differential_attention(
     chosen = choose(
         "differential_attention",
         impl,
-        lambda: no_triton(q) or over_limit(q, q=q.shape[3], v=v.shape[3]),
+        lambda: no_triton(q) or unseen(visibility) or over_limit(q, q=q.shape[3], v=v.shape[3]),
         (q, k, v, lam),
     )
     if chosen == "fused":

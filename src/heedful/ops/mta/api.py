@@ -5,6 +5,7 @@ from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.limits import unseen
 from heedful.ops.mta.launch import unsupported
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
@@ -67,7 +68,7 @@ def multi_token_attention(
     chosen = choose(
         "multi_token_attention",
         impl,
-        lambda: no_triton(q) or unsupported(q, v, conv, post_conv),
+        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, conv, post_conv),
         (q, k, v, conv, post_conv, mix, post_mix),
     )
     if chosen == "fused" and post_conv is mix is post_mix is None:

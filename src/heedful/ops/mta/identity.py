@@ -23,7 +23,7 @@ def identity_attention(
     visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.
     """
     window = sight.window is not None and sight.window < k.shape[2]
-    if q.device.type != "cpu" or sight.segments is not None or window:
+    if q.device.type != "cpu" or sight.segments is not None or window or sight.mutual is not None:
         return None
     if v.shape[3] != q.shape[3]:  # torch would take its dense path
         return None

@@ -56,6 +56,8 @@ def low_rank(
     `None` too anywhere but on a CPU: there looking for the rank would stall the stream.
     """
     looked = q.device.type == "cpu" and q.shape[2] >= _QUERIES
+    if sight.mutual is not None:
+        return None  # its edge of visibility is no band
     factors = _factors(conv) if looked else None
     if factors is None:
         return None

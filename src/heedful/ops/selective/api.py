@@ -8,6 +8,7 @@ from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.limits import unseen
 from heedful.ops.selective.fused_launch import unsupported
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
@@ -95,7 +96,7 @@ def selective_attention(
     chosen = choose(
         "selective_attention",
         impl,
-        lambda: no_triton(q) or unsupported(q, v, selector_q, scale),
+        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, selector_q, scale),
         (q, k, v, selector_q, selector_k, state),
     )
     if chosen == "fused":

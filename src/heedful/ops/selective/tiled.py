@@ -45,7 +45,7 @@ def selective_attention_tiled(
     """The operator of `selective_attention`, in blocks of query rows."""
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, visibility.segments(), first,
+        q, k, v, selector_q, selector_k, state, visibility.segments(), visibility.mutual, first,
         visibility.window, tau, scale,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
@@ -102,9 +102,11 @@ class _Selection(NamedTuple):
         return self.s.sum(2)
 
 
-def _prepare(q, k, v, selector_q, selector_k, state, segments, first, window, scale) -> _Inputs:
+def _prepare(
+    q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale
+) -> _Inputs:
     heads = q.shape[1]
-    field = Field(Sight(segments, False, True, window), q.shape[2], k.shape[2], q.device)
+    field = Field(Sight(segments, False, True, window, mutual), q.shape[2], k.shape[2], q.device)
     return _Inputs(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
         operand(selector_q), operand(selector_k), state, field, first, scale,
@@ -117,8 +119,8 @@ def _selection(x: _Inputs, start: int, stop: int) -> _Selection:
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.field.hidden(owned, columns)
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
-    active = hidden.fill(logits >= 0, False)
-    active.diagonal(owned.start - columns.start, 2, 3).fill_(False)
+    # Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
+    active = hidden.fill(logits >= 0, False).tril_(owned.start - columns.start - 1)
     if x.first is not None:
         active &= ~x.first[:, None, None, cut]
     return _Selection(rows, cut, hidden, active, logits.masked_fill_(~active, 0.0))
@@ -145,19 +147,19 @@ def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
-    scale: float,
+    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
+    tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
-    whole = segments is None and (window is None or window >= k.shape[2])
+    whole = segments is mutual is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
-    x = _prepare(q, k, v, selector_q, selector_k, state, segments, first, window, scale)
+    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
     out, total = q.new_empty(*q.shape[:3], v.shape[3]), _Total(pair)
     # From the first block to the last tiles grow, and none would find room where another stood.
     room = pair.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
@@ -189,7 +191,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
 
 
 @_tiled.register_fake
-def _(q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale):
+def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, tau, scale):
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return (
@@ -204,10 +206,10 @@ def _(q, k, v, selector_q, selector_k, state, segments, first, window, tau, scal
 def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
     v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
-    scale: float,
+    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
+    tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x = _prepare(q, k, v, selector_q, selector_k, state, segments, first, window, scale)
+    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
     grad, selectors, total = operand(grad), selector_q.shape[1], _Total(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     dq, dk, dv, dsq, dsk = (
@@ -269,7 +271,7 @@ def _backward(ctx, grad, grad_state, grad_memory, _):
     *grads, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    return *grads, later if ctx.from_state else None, *(None,) * 5
+    return *grads, later if ctx.from_state else None, *(None,) * 6
 
 
 _tiled.register_autograd(_backward, setup_context=_save)
