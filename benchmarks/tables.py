@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from heedful.bench_cases import PEERS
+from heedful.bench.cases import PEERS
 from heedful.report import configurations, findings, read_records, summarise, table
-from heedful.summary import RULE
+from heedful.report.summary import RULE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

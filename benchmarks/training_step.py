@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.environment import environment
-from heedful.files import write_lines
 from heedful.nn import NAMES
+from heedful.records.environment import environment
+from heedful.records.files import write_lines
 from heedful.testing import process_peak_mib
 
 

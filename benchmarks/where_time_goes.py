@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from heedful.bench import Bench
-from heedful.bench_cases import MECHANISMS, call, device, draw
-from heedful.environment import environment
-from heedful.files import write_lines
+from heedful.bench.cases import MECHANISMS, call, device, draw
+from heedful.bench.measure import Bench
+from heedful.records.environment import environment
+from heedful.records.files import write_lines
 
 SHOWN = 12
 
@@ -22,7 +22,9 @@ def measure(config: Bench) -> dict:
     """Times by name of one call after one of warm-up, in milliseconds, largest first."""
     (mechanism,), (impl,), (tokens,) = config.mechanisms, config.impls, config.lengths
     drawn = draw(config, mechanism, tokens, "forward+backward")
-    leaves = {name: x.to(config.torch_dtype).requires_grad_() for name, x in drawn.items()}
+    leaves = {
+        name: x.to(getattr(torch, config.dtype)).requires_grad_() for name, x in drawn.items()
+    }
 
     def run() -> None:
         call(mechanism, impl, leaves).sum().backward()

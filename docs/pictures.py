@@ -12,10 +12,10 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from heedful import differential_attention, selective_attention
-from heedful.figures import svg
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
+from heedful.report.figures import svg
 
 GREY = "#e9e9e9"
 

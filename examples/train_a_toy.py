@@ -5,7 +5,7 @@ from pathlib import Path
 
 from heedful import Selective
 from heedful.tasks import Parity
-from heedful.train import Budget, Size, train
+from heedful.experiments.train import Budget, Size, train
 
 task = Parity(bits=8)
 print("a row:", task.decode(task.sample(1, seed=0).input_ids[0]))

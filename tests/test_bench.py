@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from heedful.bench import Bench, bench, cases_here, check
-from heedful.bench_cases import OURS, PASSES, call, draw
+from heedful.bench.cases import OURS, PASSES, call, draw
+from heedful.bench.measure import Bench, bench, cases_here, check
 from heedful.cli import main
 from heedful.ops import selective_attention
 
@@ -47,7 +47,7 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
 def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
-    monkeypatch.setattr("heedful.bench.bench", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr("heedful.bench.measure.bench", lambda _: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--out", out])
     said = capsys.readouterr().err
@@ -66,7 +66,7 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
         out.write_text("mine")
         return [record]
 
-    monkeypatch.setattr("heedful.bench.bench", meanwhile)
+    monkeypatch.setattr("heedful.bench.measure.bench", meanwhile)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)])
     said = capsys.readouterr()
@@ -76,7 +76,7 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
 
 
 def test_memory_that_cannot_be_measured_is_none(monkeypatch):
-    monkeypatch.setattr("heedful.bench.peak_memory_mib", lambda code: float("nan"))
+    monkeypatch.setattr("heedful.bench.measure.peak_memory_mib", lambda code: float("nan"))
     config = Bench(mechanisms=("selective",), impls=("tiled",), lengths=(32,), passes=("forward",))
     assert [record["peak_mib"] for record in bench(config)] == [None, None]
 
@@ -132,7 +132,7 @@ def test_decoding_is_the_last_row_of_the_whole(mechanism):
         ({"mechanisms": ("mtaa",)}, "mechanisms must be one of .*; did you mean 'mta'"),
         ({"dtype": "float61"}, "dtype must be one of .*; did you mean 'float16'"),
         ({"heads": 3}, "heads must be even"),
-        ({"lengths": (0,)}, "lengths must be positive"),
+        ({"lengths": (0,)}, "lengths must be a whole number of at least 1, got 0"),
         ({"rounds": 0}, "rounds must be a whole number of at least 1, got 0"),
     ],
 )

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import heedful
-from heedful import bench, bench_cases, cli, compare, train
+from heedful.bench import cases, config
 from heedful.cli import main
+from heedful.experiments import compare, comparison, train
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 
@@ -65,13 +66,13 @@ def test_the_version_can_be_asked_for(capsys):
 
 def test_help_lists_what_the_rooms_accept(capsys):
     lists = {
-        cli.Tasks: TASKS,
-        cli.Mechanisms: NAMES,
-        cli.Device: get_args(train.Device),
-        cli.Cases: bench_cases.MECHANISMS,
-        cli.Impls: bench_cases.OURS + bench_cases.PEERS,
-        cli.Passes: bench_cases.PASSES,
-        cli.Dtype: bench._DTYPES,
+        comparison.TaskName: TASKS,
+        comparison.MechanismName: NAMES,
+        comparison.Device: ("auto", "cpu", "cuda"),
+        config.CaseName: cases.MECHANISMS,
+        config.ImplName: cases.OURS + cases.PEERS,
+        config.PassName: cases.PASSES,
+        config.Dtype: ("float32", "bfloat16", "float16"),
     }
     printed = ""
     for command in ("compare", "bench"):
@@ -106,7 +107,7 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, messag
         warnings.warn("a word of warning", stacklevel=1)
         raise error
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr("heedful.cli._run", fail)
     with pytest.raises(SystemExit) as stop:
         main(["doctor"])
     assert stop.value.code == (130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -118,7 +119,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
     def fail(command):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(cli, "_run", fail)
+    monkeypatch.setattr("heedful.cli._run", fail)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(["doctor"])
 
@@ -170,7 +171,7 @@ def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr("heedful.compare.train", told)
+    monkeypatch.setattr("heedful.experiments.compare.train", told)
     before = signal.getsignal(signal.SIGTERM)
     command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
     with pytest.raises(SystemExit) as stop:

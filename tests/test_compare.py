@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-import heedful.compare as room
-from heedful import files
+import heedful.experiments.compare as room
 from heedful.cli import main
-from heedful.compare import Comparison, compare, kept, setups, summary
+from heedful.experiments.compare import chosen_setups, compare, kept, setups, summary
+from heedful.experiments.comparison import Comparison
+from heedful.experiments.train import Size, Stopped
 from heedful.nn import MultiToken, from_json, to_json
+from heedful.records import files
 from heedful.report import read_records
 from heedful.tasks import TASKS
-from heedful.train import Size, Stopped
 
 TINY = Comparison(
     tasks=("blocks", "parity"), mechanisms=("standard", "mta", "selective"), steps=2, batch=2,
@@ -63,7 +64,7 @@ def test_every_run_is_recorded_with_its_environment(finished):
         assert record.steps == 2 and record.batch == 2 and len(record.loss_curve) == 2
         assert set(record.environment) >= {"command", "date", "commit", "machine", "versions"}
     blocks = {r.mechanism: r for r in records if r.task == "blocks"}
-    setup = TINY.setups()["blocks"]
+    setup = chosen_setups(TINY)["blocks"]
     config, heads, layers = setup.mechanism("mta"), setup.size.heads, setup.size.layers
     assert from_json(blocks["mta"].config["mechanism"]) == config
     assert config.conv_every == 1 and config.mix == config.post_mix == "all"
@@ -147,7 +148,7 @@ def test_more_seeds_are_added_and_fewer_lose_nothing(one_seed):
 def test_one_process_writes_at_a_time(one_seed):
     out, _ = one_seed
     code = (
-        "import sys, pathlib, heedful.files as files\n"
+        "import sys, pathlib, heedful.records.files as files\n"
         f"with files.only_writer(pathlib.Path({str(out)!r})):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -209,7 +210,9 @@ def test_a_wrong_field_is_refused_before_any_training(one_seed, monkeypatch, fie
     first, second = (out / "results.jsonl").read_text().splitlines()
     spoilt = json.dumps(json.loads(second) | {field: value})
     (out / "results.jsonl").write_text(f"{first}\n{spoilt}\n")
-    monkeypatch.setattr("heedful.compare.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(
+        "heedful.experiments.compare.train", lambda *_, **__: pytest.fail("trained")
+    )
     with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: .*\({field} must be"):
         compare(replace(PARITY, seeds=2), out)
 

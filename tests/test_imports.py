@@ -14,15 +14,23 @@ ROOT = Path(heedful.__file__).parent
 # What each room may import: the first name of a foreign package, or a room of this one.
 COMPUTING = {"torch", "jaxtyping"}
 MAY_IMPORT = {
+    "checks.py": set(),
     "ops": COMPUTING | {"heedful.ops"},
-    "nn": COMPUTING | {"heedful.ops", "heedful.nn"},
+    "nn": COMPUTING | {"heedful.ops", "heedful.nn", "heedful.checks"},
     "hf": COMPUTING | {"transformers", "safetensors", "heedful.ops", "heedful.nn", "heedful.hf"},
-    "tasks": COMPUTING | {"numpy", "tokenizers", "heedful.tasks", "heedful.data"},
-    "testing.py": {"torch"},
+    "tasks": COMPUTING | {"numpy", "tokenizers", "heedful.tasks", "heedful.data", "heedful.checks"},
+    "records": {"torch", "heedful.records"},
+    "report": {"torch", "numpy", "matplotlib", "transformers"}
+    | {f"heedful.{room}" for room in ("records", "report", "hf", "nn", "tasks")},
+    "experiments": {"torch", "transformers", "safetensors", "tqdm"}
+    | {f"heedful.{room}" for room in ("experiments", "hf", "nn", "tasks", "records", "report")}
+    | {"heedful.checks", "heedful.testing"},
+    "bench": {"torch", "matplotlib", "x_transformers", "liger_kernel"}
+    | {f"heedful.{room}" for room in ("bench", "ops", "nn", "records", "checks", "testing")},
+    "testing.py": {"torch", "heedful.testing"},
     "data.py": {"torch", "numpy", "tokenizers", "datasets"},
 }
-COMMANDS = {"train.py", "compare.py", "cli.py", "doctor.py", "look.py", "exhibits.py"}
-MAY_USE_TRANSFORMERS = {"hf"} | COMMANDS
+MAY_USE_TRANSFORMERS = {"hf", "experiments", "report", "cli.py", "doctor.py"}
 
 
 def room_of(path: Path) -> str:
@@ -63,6 +71,37 @@ def test_transformers_stays_behind_its_door():
     users = {room_of(path) for path in FILES if "transformers" in imported(path)}
     assert "hf" in users
     assert users <= MAY_USE_TRANSFORMERS, users - MAY_USE_TRANSFORMERS
+
+
+def test_no_file_imports_itself_in_a_circle():
+    """Following what files import when they are loaded, not what functions import when called."""
+    modules = {}
+    for path in FILES:
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    wants = {}
+    for name, path in modules.items():
+        wanted = set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                wanted |= {x if x in modules else node.module for x in full}
+            elif isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+        wants[name] = (wanted & modules.keys()) - {name}
+    finished, under_way = set(), []
+
+    def visit(name: str) -> None:
+        assert name not in under_way, " -> ".join([*under_way[under_way.index(name) :], name])
+        if name in finished:
+            return
+        under_way.append(name)
+        for other in sorted(wants[name]):
+            visit(other)
+        finished.add(under_way.pop())
+
+    for name in modules:
+        visit(name)
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
-from heedful import bench, cli, compare
+from heedful import cli
+from heedful.bench import measure as bench
+from heedful.experiments import compare
+from heedful.experiments.train import Size
 from heedful.nn import ablations
-from heedful.train import Size
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heedful import figures
-from heedful.figures import visible
 from heedful.report import (
     HidingExhibit,
     KernelExhibit,
@@ -23,12 +21,14 @@ from heedful.report import (
     Record,
     append_record,
     configurations,
+    figures,
     findings,
     read_records,
     summarise,
     table,
     write_report,
 )
+from heedful.report.figures import visible
 
 
 def run(mechanism="standard", value=0.5, seed=0, **fields) -> Record:

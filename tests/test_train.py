@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from heedful.experiments.train import Budget, Diverged, Size, Stopped, from_scratch, score, train
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
-from heedful.train import Budget, Diverged, Size, Stopped, from_scratch, score, train
 
 TASK = Parity(bits=6)
 SIZE = Size(32, 2, 2)
@@ -174,7 +174,7 @@ def test_training_needs_no_module_of_unix_alone():
         "import sys\n"
         "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, has a Windows form
         "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
-        "import heedful.train, heedful.compare, heedful.bench\n"
+        "import heedful.experiments.compare, heedful.bench.measure\n"
         "from heedful.testing import process_peak_mib\n"
         "print(process_peak_mib())\n"
     )

@@ -52,7 +52,18 @@ __all__ = [
 ]
 
 
-_MODULES = ("bench", "data", "hf", "nn", "ops", "report", "tasks", "testing", "train")
+_MODULES = (
+    "bench",
+    "data",
+    "experiments",
+    "hf",
+    "nn",
+    "ops",
+    "records",
+    "report",
+    "tasks",
+    "testing",
+)
 
 
 def __getattr__(name: str):

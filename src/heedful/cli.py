@@ -12,83 +12,33 @@ from typing import Annotated, Literal, get_args
 import tyro
 
 from heedful import __version__
+from heedful.bench.config import Bench
+from heedful.experiments.comparison import Comparison
 
-# What the rooms accept, written once more so that --help shows it without importing them; their own
-# checks, which know the nearest name, answer a wrong value.
-Tasks = Literal["blocks", "assignment", "copy", "parity", "text"]
-Mechanisms = Literal[
-    "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential"
-]
-Device = Literal["auto", "cpu", "cuda"]
-Cases = Literal[
-    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
-    "differential",
-]  # fmt: skip
-Impls = Literal["reference", "tiled", "fused", "x-transformers", "flex", "liger"]
-Passes = Literal["forward", "forward+backward", "decode"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-def _one_of(choices: object, several: bool = True) -> object:
-    listed = f"{{{','.join(get_args(choices))}}}"
-    return tyro.conf.arg(metavar=f"{listed} [...]" if several else listed)
+# The rooms' own configurations are the commands, with a place to write to beside them.
 
 
 @dataclass(frozen=True)
-class Compare:
-    """Train several attention mechanisms side by side and write one page about them.
+class CompareCommand(Comparison):
+    __doc__ = Comparison.__doc__
 
-    Without options: block finding (standard, mta), variable assignment (standard, selective) and
-    language modelling on the Python standard library's sources (all three). The same command
-    called again goes on where an interrupted one stopped, and with more seeds it adds them.
-    """
-
-    tasks: Annotated[tuple[str, ...], _one_of(Tasks)] = ("blocks", "assignment", "text")
-    """What to learn."""
-    mechanisms: Annotated[tuple[str, ...], _one_of(Mechanisms)] = ()
-    """What to compare. Default: those that each task tells apart."""
-    seeds: int = 1
-    """Seeds per task and mechanism; from two on, findings can be told from chance."""
-    data: tuple[str, ...] = ()
-    """Text for the task text: files, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
     """Folder for report.html, results.jsonl, config.json and the trained models."""
-    steps: int | None = None
-    """Optimiser steps per run, instead of each task's own."""
-    batch: int | None = None
-    """Rows per step, instead of each task's own."""
-    device: Annotated[str, _one_of(Device, several=False)] = "auto"
-    """auto is the GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        """Checked by `_as`: what a constructor raises, tyro would put into a box."""
 
 
 @dataclass(frozen=True)
-class Bench:
-    """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
+class BenchCommand(Bench):
+    __doc__ = Bench.__doc__
 
-    mechanisms: Annotated[tuple[str, ...], _one_of(Cases)] = (
-        "mta-pre", "mta", "talking-heads", "selective", "differential",
-    )  # fmt: skip
-    """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
-    identity; mta-post: after it; mta: on both sides, with full head mixing."""
-    impls: Annotated[tuple[str, ...], _one_of(Impls)] = get_args(Impls)
-    """By which implementation; what cannot run here is left out, and said."""
-    lengths: tuple[int, ...] = (1024, 2048)
-    """Tokens."""
-    passes: Annotated[tuple[str, ...], _one_of(Passes)] = ("forward", "forward+backward")
-    """decode: one new token with T keys."""
-    batch: int = 1
-    heads: int = 8
-    dim: int = 64
-    """Head dim."""
-    dtype: Annotated[str, _one_of(Dtype, several=False)] = "float32"
-    """Of q, k and v."""
-    rounds: int = 5
-    """Timed calls of each case, taken in turn."""
-    memory: bool = True
-    """Also measure peak memory, each case in a process of its own."""
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
     there already is never replaced."""
+
+    def __post_init__(self) -> None:
+        """Checked by `_as`, as above."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +46,27 @@ class Doctor:
     """Say what works on this machine, what does not, and why."""
 
 
+_WORDS = tyro.constructors.ConstructorRegistry()
+
+
+@_WORDS.primitive_rule
+def _word(info: tyro.constructors.PrimitiveTypeInfo):
+    """A `Literal` is shown with its values and read as a word: the configuration's own check
+    answers a wrong one, with the nearest."""
+    if info.type_origin is not Literal:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{{{','.join(get_args(info.type))}}}",
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda value: [value],
+    )
+
+
 _Command = (
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    Annotated[CompareCommand, tyro.conf.subcommand("compare")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
 
@@ -134,6 +102,7 @@ def _answer(arguments: list[str]) -> int:
             description="Attention that looks at more than one token pair at a time. "
             "--version says which version this is.",
             config=(tyro.conf.OmitArgPrefixes,),
+            registry=_WORDS,
         )
     except SystemExit as stop:  # after --help, or a usage error
         return stop.code or 0
@@ -170,9 +139,9 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 def _run(command: _Command) -> int:
     match command:
-        case Compare():
+        case CompareCommand():
             return _compare(command)
-        case Bench():
+        case BenchCommand():
             return _bench(command)
         case Doctor():
             from heedful.doctor import examine
@@ -180,15 +149,13 @@ def _run(command: _Command) -> int:
             return examine()
 
 
-def _bench(command: Bench) -> int:
-    from heedful import bench
+def _bench(command: BenchCommand) -> int:
+    from heedful.bench import measure as bench
 
-    options = {field.name: getattr(command, field.name) for field in fields(command)}
-    out = options.pop("out")
-    out = None if out is None else _path(out)
+    out = None if command.out is None else _path(command.out)
     if out is not None:
         bench.check_new(out)  # before minutes of measuring
-    config = bench.Bench(**options)
+    config = _as(Bench, command)
     left_out = bench.cases_here(config)[1]
     for reason in dict.fromkeys(left_out.values()):
         cases = [" ".join(case) for case, why in left_out.items() if why == reason]
@@ -200,23 +167,26 @@ def _bench(command: Bench) -> int:
     return 0
 
 
+def _as(kind: type, command: object) -> object:
+    """The room's configuration in a command."""
+    return kind(**{field.name: getattr(command, field.name) for field in fields(kind)})
+
+
 def _path(text: str) -> Path:
     if not text:
         raise ValueError("out must be a path, got an empty text; write . for this folder")
     return Path(text)
 
 
-def _compare(command: Compare) -> int:
+def _compare(command: CompareCommand) -> int:
     from transformers.utils import logging
 
-    from heedful.compare import Comparison, compare, kept, summary
-    from heedful.train import Stopped
+    from heedful.experiments.compare import compare, kept, summary
+    from heedful.experiments.train import Stopped
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
-    options = {field.name: getattr(command, field.name) for field in fields(command)}
-    out = _path(options.pop("out"))
-    comparison = Comparison(**options)
+    out, comparison = _path(command.out), _as(Comparison, command)
     asked: list[int] = []
 
     def ask(signum: int, frame: object) -> None:

@@ -4,7 +4,7 @@ import platform
 import sys
 from collections.abc import Callable
 
-from heedful.environment import installed, machine
+from heedful.records.environment import installed, machine
 
 
 def examine(write: Callable[[str], None] = print) -> int:

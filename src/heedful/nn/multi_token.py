@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
-from heedful.nn.shape import HeadNorm, HeadShape, WideLinear, check_choice, is_whole
+from heedful.nn.shape import HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, check_given
-from heedful.nn.shape import HeadShape, WideLinear, check_choice, is_whole
+from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.selective.reference import selection
 

@@ -63,15 +63,3 @@ class WideLinear(nn.Linear):
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
         return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
-
-
-def is_whole(value: object, least: int) -> bool:
-    """A whole number of at least `least`; `True` and `False` are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise unless a configuration value is one of its choices."""
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}")

@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
-from heedful.nn.shape import HeadShape, is_whole
+from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import multi_token_attention_map
 from heedful.ops.standard import standard_attention

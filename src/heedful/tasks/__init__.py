@@ -4,10 +4,10 @@ from heedful.tasks.assignment import Assignment
 from heedful.tasks.blocks import Blocks
 from heedful.tasks.copy import Copy
 from heedful.tasks.parity import Parity
-from heedful.tasks.samples import Samples, Task, sequence_error, token_error, token_losses
+from heedful.tasks.samples import Recipe, Samples, Task, sequence_error, token_error, token_losses
 from heedful.tasks.text import Text
 
-TASKS: dict[str, type] = {
+TASKS: dict[str, type[Task]] = {
     "blocks": Blocks,
     "assignment": Assignment,
     "copy": Copy,
@@ -21,6 +21,7 @@ __all__ = [
     "Blocks",
     "Copy",
     "Parity",
+    "Recipe",
     "Samples",
     "Task",
     "Text",

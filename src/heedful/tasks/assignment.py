@@ -10,12 +10,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from heedful.checks import check_choice, check_whole
 from heedful.tasks.samples import (
     BOS,
+    Recipe,
     Samples,
-    check_choice,
+    Task,
     check_draw,
-    check_whole,
     render,
     rows,
     sequence_error,
@@ -26,7 +27,7 @@ _NAME = 2
 
 
 @dataclass(frozen=True)
-class Assignment:
+class Assignment(Task):
     """Variable assignment: many assignments, then a query for the latest value of one variable.
 
     A row reads `y=7;x=1;x=3;z=5;x=3;` after BOS; its last value is asked for. A token is a name
@@ -60,7 +61,7 @@ class Assignment:
     query: Literal["any", "first"] = "any"
     queries: int = 1
 
-    scored_by: ClassVar[str] = "predictions"
+    recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 500, 32, 3e-3, ("standard", "selective"))
 
     def __post_init__(self) -> None:
         check_whole("variables", self.variables, 1, 26, way_out="names are single letters")
@@ -118,6 +119,17 @@ class Assignment:
         names = (f"{name}=" for name in string.ascii_lowercase[: self.variables])
         values = (f"{value};" for value in range(self.values))
         return render(ids, ("", "", *names, *values))
+
+    @classmethod
+    def default(cls, data: Sequence[str] = ()) -> Self:
+        """Eight queries a row: with one, a row teaches too little."""
+        return cls(queries=8)
+
+    def shown(self) -> Int[Tensor, " T"]:
+        """A row of at most 16 assignments and three queries."""
+        assignments, queries = min(self.assignments, 16), min(self.queries, 3)
+        short = replace(self, assignments=assignments, queries=queries)
+        return short.sample(1, 0).input_ids[0]
 
     def evaluations(self) -> dict[str, Self]:
         """The task itself, two and four times as many assignments, and the two hard cases.

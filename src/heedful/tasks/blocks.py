@@ -3,7 +3,7 @@
 import math
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 import numpy as np
@@ -11,13 +11,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from heedful.checks import check_choice, check_whole
 from heedful.tasks.samples import (
     BOS,
     EOS,
+    Recipe,
     Samples,
-    check_choice,
+    Task,
     check_draw,
-    check_whole,
     render,
     rows,
     sequence_error,
@@ -34,7 +35,7 @@ _CHUNK_BLOCKS = 1 << 19
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Task):
     """The block task: blocks of random letters, question letters, and the block that holds them.
 
     A row reads `BOS hjnvt.qfjgt.bjtpq#pb bjtpq EOS` (without the spaces): blocks of distinct
@@ -63,7 +64,12 @@ class Blocks:
     answer: Literal["all", "first", "last"] = "all"
     question: int = 2
 
-    scored_by: ClassVar[str] = "predictions"
+    recipe: ClassVar[Recipe] = Recipe(
+        64, 3, 4, 900, 32, 4e-3, ("standard", "mta"), mechanism_rate=8.0,
+        # In every layer, as in the paper's toy task (section 4.1), but with the published kernels
+        # and mixing: they learn it sooner than 2 x 9 kernels alone.
+        changes={"mta": {"conv_every": 1}},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_whole("blocks", self.blocks, 1)
@@ -145,6 +151,10 @@ class Blocks:
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
         """The text of one row, without BOS and EOS."""
         return render(ids, _SYMBOLS)
+
+    def shown(self) -> Int[Tensor, " T"]:
+        """A row of at most six blocks."""
+        return replace(self, blocks=min(self.blocks, 6)).sample(1, 0).input_ids[0]
 
     def evaluations(self) -> dict[str, Self]:
         """The task itself, to be sampled with another seed than training."""

@@ -10,12 +10,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from heedful.checks import check_whole
 from heedful.tasks.samples import (
     BOS,
     EOS,
+    Recipe,
     Samples,
+    Task,
     check_draw,
-    check_whole,
     render,
     rows,
     sequence_error,
@@ -27,7 +29,7 @@ _HASH, _LETTER = 2, 3
 
 
 @dataclass(frozen=True)
-class Copy:
+class Copy(Task):
     """Copy: a random string, a separator, and the string once more.
 
     A row reads `BOS bacab # bacab EOS` (without the spaces); letters are drawn uniformly and
@@ -49,7 +51,7 @@ class Copy:
     symbols: int = 32
     alphabet: int = 26
 
-    scored_by: ClassVar[str] = "predictions"
+    recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 400, 32, 3e-3, ("standard", "selective"))
 
     def __post_init__(self) -> None:
         check_whole("symbols", self.symbols, 1)

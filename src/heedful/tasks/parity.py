@@ -9,12 +9,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from heedful.checks import check_whole
 from heedful.tasks.samples import (
     BOS,
     IGNORE,
+    Recipe,
     Samples,
+    Task,
     check_draw,
-    check_whole,
     render,
     sequence_error,
     token_error,
@@ -25,7 +27,7 @@ _BIT, _PARITY = 2, 4
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(Task):
     """Running parity: after each random bit, whether the ones so far are even or odd.
 
     A row reads `1o0o1e0e` after BOS: a bit, then "e" (even) or "o" (odd) for all bits up to it, and
@@ -47,7 +49,7 @@ class Parity:
 
     bits: int = 32
 
-    scored_by: ClassVar[str] = "predictions"
+    recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 400, 32, 3e-3, ("standard", "selective"))
 
     def __post_init__(self) -> None:
         check_whole("bits", self.bits, 1)

@@ -1,12 +1,15 @@
 """What every task gives and how its predictions are counted: samples, labels and errors."""
 
-from collections.abc import Sequence
-from difflib import get_close_matches
-from typing import ClassVar, NamedTuple, Protocol, Self
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from heedful.checks import check_whole
 
 IGNORE = -100
 """The label of a position without loss, as in transformers and `torch.nn.CrossEntropyLoss`."""
@@ -30,28 +33,95 @@ class Samples(NamedTuple):
     attention_mask: Int[Tensor, "N T"]
 
 
-class Task(Protocol):
-    """The outward shape of every task: a frozen configuration that samples, shows and scores.
+class Recipe(NamedTuple):
+    """How a small model learns a task within a minute or two on a CPU, and what is compared there.
 
-    `scored_by` says what `score` takes beside the labels: `"predictions"`, the argmax of the
-    logits at each position, or `"losses"`, what `token_losses` returns.
+    Arguments:
+        hidden, layers, heads: width, depth and heads of the model.
+        steps, batch: optimiser steps, and rows in each.
+        learning_rate: peak of the schedule.
+        mechanisms: names of those that are compared by default: where the papers claim a
+            difference.
+        mechanism_rate: factor on the learning rate of a mechanism's own parameters.
+        held_out: how many rows are held out.
+        changes: fields in which a named mechanism differs on this task.
     """
 
-    scored_by: ClassVar[str]
+    hidden: int
+    layers: int
+    heads: int
+    steps: int
+    batch: int
+    learning_rate: float
+    mechanisms: tuple[str, ...]
+    mechanism_rate: float = 1.0
+    held_out: int = 256
+    changes: Mapping[str, dict] = MappingProxyType({})
+
+
+class Task(ABC):
+    """What every task is: a frozen configuration that samples, shows and scores its own rows.
+
+    metric: what a run is judged by, a key of what `score` returns; lower is better.
+    also: further keys of it that are recorded.
+    scored_by: what `score` takes beside the labels: `"predictions"`, the argmax of the logits at
+        each position, or `"losses"`, what `token_losses` returns.
+    recipe: the small model that learns it, and the training.
+    end: how the end of a row is shown, which decodes to nothing.
+    """
+
+    metric: ClassVar[str] = "error"
+    also: ClassVar[tuple[str, ...]] = ()
+    scored_by: ClassVar[Literal["predictions", "losses"]] = "predictions"
+    recipe: ClassVar[Recipe]
+    end: ClassVar[str] = "EOS"
+
+    @classmethod
+    def default(cls, data: Sequence[str] = ()) -> Self:
+        """The task as the comparison runs it; `data` is text for tasks that read some."""
+        return cls()
 
     @property
-    def vocab_size(self) -> int: ...
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """How many ids there are."""
 
     @property
-    def length(self) -> int: ...
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens of a row."""
 
-    def sample(self, count: int, seed: int) -> Samples: ...
+    @abstractmethod
+    def sample(self, count: int, seed: int) -> Samples:
+        """`count` rows, the same for the same configuration, count and seed."""
 
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str: ...
+    def batch(self, count: int, seed: int, step: int) -> Samples:
+        """The training rows of one step: drawn when they are needed, and never kept."""
+        return self.sample(count, 1 + (seed << 32) + step)  # 0 draws the held-out rows
 
-    def evaluations(self) -> dict[str, Self]: ...
+    def held_out(self, count: int) -> Samples:
+        """Rows that are never trained on, the same at every call."""
+        return self.sample(count, 0)
 
-    def score(self, values: Tensor, labels: Int[Tensor, "N T"]) -> dict[str, float]: ...
+    @abstractmethod
+    def evaluations(self) -> dict[str, Self]:
+        """What a model is evaluated on, by name; the first is what a run is judged by."""
+
+    @abstractmethod
+    def score(self, values: Tensor, labels: Int[Tensor, "N T"]) -> dict[str, float]:
+        """The task's measures, by name."""
+
+    @abstractmethod
+    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of one row."""
+
+    def shown(self) -> Int[Tensor, " T"]:
+        """A held-out row short enough to be read."""
+        return self.sample(1, 0).input_ids[0]
+
+    def tokens(self, ids: Int[Tensor, " T"]) -> list[str]:
+        """The tokens of one row as text, one by one."""
+        return ["BOS", *(self.decode([i]) or self.end for i in ids.tolist()[1:])]
 
 
 def sequence_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> float:
@@ -151,26 +221,6 @@ def render(ids: Int[Tensor, " T"] | Sequence[int], symbols: Sequence[str]) -> st
                 "loss: decode input_ids, or leave such positions out"
             )
     return "".join(symbols[i] for i in ids)
-
-
-def check_whole(
-    name: str, value: int, least: int, most: int | None = None, *, way_out: str = ""
-) -> None:
-    """Raise unless `value` is a whole number from `least` to `most`."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not fits or (most is not None and value > most):
-        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-        tail = f"; {way_out}" if way_out else ""
-        raise ValueError(f"{name} must be a whole number {bound}, got {value!r}{tail}")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise unless `value` is one of `choices`."""
-    if value not in choices:
-        listed = ", ".join(repr(choice) for choice in choices)
-        near = get_close_matches(str(value), choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}{hint}")
 
 
 def check_draw(count: int, seed: int) -> None:

@@ -11,14 +11,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heedful.checks import check_choice, check_whole
 from heedful.data import corpus
 from heedful.tasks.samples import (
     IGNORE,
+    Recipe,
     Samples,
+    Task,
     check_aligned,
-    check_choice,
     check_draw,
-    check_whole,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _BYTES = 256
 _HELD_OUT = 0.1
+_SHOWN = 48  # tokens
 
 
 class _Corpus(NamedTuple):
@@ -38,7 +40,7 @@ class _Corpus(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Task):
     """Language modelling: predict every next token of real text.
 
     A row is BOS and `length - 1` consecutive tokens of a part of the corpus, whose documents are
@@ -69,7 +71,13 @@ class Text:
     part: Literal["train", "held-out"] = "train"
     limit_bytes: int | None = None
 
+    recipe: ClassVar[Recipe] = Recipe(
+        128, 4, 4, 400, 8, 3e-3, ("standard", "mta", "selective"), held_out=64
+    )
+    metric: ClassVar[str] = "perplexity"
+    also: ClassVar[tuple[str, ...]] = ("bits_per_byte",)
     scored_by: ClassVar[str] = "losses"
+    end: ClassVar[str] = "BOS"  # which parts documents: text has no other end
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
@@ -177,6 +185,15 @@ class Text:
         if self.tokenizer == "byte":
             return bytes(ids).decode(errors="replace")
         return self._corpus.tokenizer.decode(ids)
+
+    @classmethod
+    def default(cls, data: Sequence[str] = ()) -> Self:
+        """Of the text that is given."""
+        return cls(paths=tuple(data))
+
+    def shown(self) -> Int[Tensor, " T"]:
+        """The beginning of a held-out row."""
+        return self.evaluations()["held-out"].sample(1, 0).input_ids[0, :_SHOWN]
 
     def evaluations(self) -> dict[str, Self]:
         """The held-out part, as a task of its own that shares this one's corpus."""

@@ -1,17 +1,14 @@
 """What a trained model shows: its kernels, and one real sample with what attends and what hides."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
-from heedful.figures import HidingExhibit, KernelExhibit, MapExhibit, MixExhibit
 from heedful.hf.look import LayerLook, look
 from heedful.nn import MultiTokenAttention
-from heedful.tasks import Assignment, Blocks, Task, Text
-
-_TEXT_TOKENS = 48
+from heedful.report.figures import HidingExhibit, KernelExhibit, MapExhibit, MixExhibit
+from heedful.tasks import Task
 
 
 def exhibits_of(
@@ -23,11 +20,8 @@ def exhibits_of(
     another token than the first. The hiding is that of the layer that hides most.
     """
     yield from _parameters(model, name, mechanism)
-    ids = sample(task)
-    looks = look(model, ids[None])
-    # Both ends of a row are written as nothing; in text, which has no end, BOS parts documents.
-    end = "BOS" if isinstance(task, Text) else "EOS"
-    tokens = ["BOS", *(task.decode([i]) or end for i in ids.tolist()[1:])]
+    ids = task.shown()
+    looks, tokens = look(model, ids[None]), task.tokens(ids)
     layer, head = max(
         ((i, h) for i, seen in looks.items() for h in range(len(seen.weights))),
         key=lambda at: _sharpness(looks[at[0]], at[1]),
@@ -41,17 +35,6 @@ def exhibits_of(
         yield HidingExhibit(
             name, mechanism, layer, tokens, seen.hiding.mean(0).numpy(), seen.hidden.mean(0).numpy()
         )
-
-
-def sample(task: Task) -> torch.Tensor:
-    """A held-out row short enough to be read: `[T]` token ids."""
-    if isinstance(task, Blocks):
-        task = replace(task, blocks=min(task.blocks, 6))
-    if isinstance(task, Assignment):
-        task = replace(task, assignments=min(task.assignments, 16), queries=min(task.queries, 3))
-    if isinstance(task, Text):
-        return task.evaluations()["held-out"].sample(1, 0).input_ids[0, :_TEXT_TOKENS]
-    return task.sample(1, 0).input_ids[0]
 
 
 def _parameters(model: PreTrainedModel, name: str, mechanism: str) -> Iterator:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from heedful import figures
-from heedful.figures import (
+from heedful.records import METRICS, Record
+from heedful.records.files import write_whole
+from heedful.report import figures
+from heedful.report.figures import (
     Exhibit,
     HidingExhibit,
     KernelExhibit,
@@ -19,10 +21,7 @@ from heedful.figures import (
     array,
     visible,
 )
-from heedful.files import write_whole
-from heedful.page import PAGE
-from heedful.records import METRICS, Record, append_record, read_records
-from heedful.summary import (
+from heedful.report.summary import (
     BASELINE,
     RULE,
     Row,
@@ -34,23 +33,7 @@ from heedful.summary import (
     summarise,
     table,
 )
-
-__all__ = [
-    "Exhibit",
-    "HidingExhibit",
-    "KernelExhibit",
-    "MapExhibit",
-    "MixExhibit",
-    "Record",
-    "Row",
-    "append_record",
-    "configurations",
-    "findings",
-    "read_records",
-    "summarise",
-    "table",
-    "write_report",
-]
+from heedful.report.template import PAGE
 
 _ORDER = (HidingExhibit, MapExhibit, KernelExhibit, MixExhibit)
 _STRONGEST = 12  # hidings listed below a sample

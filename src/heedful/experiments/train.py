@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -23,14 +23,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from heedful.checkpoints import Checkpoints
+from heedful.checks import check_choice, check_whole
+from heedful.experiments.checkpoints import Checkpoints
+from heedful.experiments.comparison import Device
 from heedful.hf import conversion_of, convert
 from heedful.nn import Mechanism, to_json
-from heedful.tasks import Samples, Task, Text, token_losses
-from heedful.tasks.samples import check_choice, check_whole
+from heedful.tasks import Task, token_losses
 from heedful.testing import process_peak_mib
-
-Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ def train(
             fit.
     """
     check_device(device)
-    rows = task.sample(budget.steps * budget.batch, seed + 1)
+    rows = _Rows(task, budget, seed)
     checkpoints = Checkpoints(Path(folder), _identity(task, mechanism, size, budget, seed, rows))
     checkpoint = checkpoints.newest()
     model = from_scratch(task, mechanism, size, seed)
@@ -187,7 +186,7 @@ def train(
     trainer = _Trainer(
         model=model,
         args=_arguments(budget, seed, folder, device),
-        train_dataset=_Rows(rows),
+        train_dataset=rows,
         data_collator=lambda batch: batch,
         optimizers=(_optimizer(model, budget), None),
         callbacks=[watch],
@@ -229,35 +228,34 @@ def check_device(device: str) -> None:
 
 
 def _identity(
-    task: Task, mechanism: Mechanism, size: Size, budget: Budget, seed: int, rows: Samples
+    task: Task, mechanism: Mechanism, size: Size, budget: Budget, seed: int, rows: "_Rows"
 ) -> dict:
-    """What makes a run this run and no other; the rows too, which a changed text changes."""
+    """What makes a run this run and no other; rows of it too, which a changed text changes."""
+    digest = hashlib.sha256()
+    for step in {0, budget.steps - 1}:
+        digest.update(rows.of_step(step)["input_ids"].numpy().tobytes())
     return {
         "task": {"kind": type(task).__name__, **dataclasses.asdict(task)},
         "mechanism": to_json(mechanism),
         "size": dataclasses.asdict(size),
         "budget": dataclasses.asdict(budget),
         "seed": seed,
-        "rows": hashlib.sha256(rows.input_ids.numpy().tobytes()).hexdigest(),
+        "rows": digest.hexdigest(),
     }
 
 
 def final_scores(model: PreTrainedModel, task: Task, budget: Budget) -> tuple[str, dict]:
     """The task's metric, and its value on every evaluation split, judged split first."""
     splits = {name: score(model, other, budget) for name, other in task.evaluations().items()}
-    metric = "error" if task.scored_by == "predictions" else "perplexity"
-    final = {name: scores[metric] for name, scores in splits.items()}
-    for other in ("bits_per_byte",):
-        if other in next(iter(splits.values())):
-            final[other] = next(iter(splits.values()))[other]
-    return metric, final
+    final = {name: scores[task.metric] for name, scores in splits.items()}
+    judged = next(iter(splits.values()))
+    return task.metric, final | {name: judged[name] for name in task.also}
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, task: Task, budget: Budget) -> dict[str, float]:
     """The task's scores of a model on held-out rows, the same rows at every call."""
-    held_out = task.held_out if isinstance(task, Text) else lambda count: task.sample(count, 0)
-    rows = held_out(budget.held_out)
+    rows = task.held_out(budget.held_out)
     training = model.training
     model.eval()
     values = []
@@ -272,24 +270,32 @@ def score(model: PreTrainedModel, task: Task, budget: Budget) -> dict[str, float
 
 
 class _Rows(torch.utils.data.Dataset):
-    """Rows of a task, drawn beforehand and handed out a batch at a time."""
+    """The training rows of a run, drawn a batch at a time when they are asked for."""
 
-    def __init__(self, samples: Samples) -> None:
-        self.ids, self.labels = samples.input_ids, samples.labels
+    def __init__(self, task: Task, budget: Budget, seed: int) -> None:
+        self.task, self.budget, self.seed = task, budget, seed
 
     def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict:
-        return self.__getitems__([index])
+        return self.budget.steps * self.budget.batch
 
     def __getitems__(self, indices: list[int]) -> dict:
-        return {"input_ids": self.ids[indices], "labels": self.labels[indices]}
+        """The rows of one step: `_Trainer` asks in order, a batch at a time."""
+        step, first = divmod(indices[0], self.budget.batch)
+        if first or len(indices) != self.budget.batch:
+            raise IndexError(f"rows {indices[0]} to {indices[-1]} are not those of one step")
+        return self.of_step(step)
+
+    def of_step(self, step: int) -> dict:
+        samples = self.task.batch(self.budget.batch, self.seed, step)
+        return {"input_ids": samples.input_ids, "labels": samples.labels}
 
 
 class _Trainer(Trainer):
-    """Tells the watch every step's loss: Trainer's own means forget, when a run goes on, what they
-    had summed up before."""
+    """Takes the rows in order, and tells the watch every step's loss: Trainer's own means forget,
+    when a run goes on, what they had summed up before."""
+
+    def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
@@ -352,7 +358,7 @@ class _Watch(TrainerCallback):
         value = None
         if step % self.every == 0 or last:
             scores = score(model, self.task.evaluations()[_judged(self.task)], self.budget)
-            value = scores["error" if "error" in scores else "perplexity"]
+            value = scores[self.task.metric]
             self.history.append({"step": step, "held_out": value})
         if self.progress is not None:
             self.progress(step, value)

@@ -4,7 +4,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from heedful.files import write_whole
+from heedful.records.files import write_whole
 
 _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
     "reference": (":", ""),

@@ -9,25 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heedful.ops import (
-    Visibility,
-    differential_attention,
-    multi_token_attention,
-    selective_attention,
-)
+from heedful.nn.mechanisms import TABLE, Leaves
+from heedful.ops import Visibility
 
 if TYPE_CHECKING:
-    from heedful.bench import Bench
+    from heedful.bench.config import Bench
 
-MECHANISMS = (
-    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
-    "differential",
-)  # fmt: skip
+_ROWS = {case: row for row in TABLE for case in row.inputs}
+
+MECHANISMS = tuple(_ROWS)
 OURS = ("reference", "tiled", "fused")
 PEERS = ("x-transformers", "flex", "liger")
 PASSES = ("forward", "forward+backward", "decode")
-
-Leaves = dict[str, Tensor]
 
 
 def device() -> str:
@@ -38,34 +31,26 @@ def device() -> str:
 def draw(config: "Bench", mechanism: str, tokens: int, passed: str) -> Leaves:
     """The tensors of one case in fp64: of `decode`, the last queries that one new token needs."""
     torch.manual_seed(0)
-    heads = config.heads
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, dtype=torch.float64)
-
-    leaves = {name: normal(config.batch, heads, tokens, config.dim) for name in ("q", "k", "v")}
-    if mechanism == "mta-identity":
-        leaves["conv"] = torch.zeros(heads, 6, 11, dtype=torch.float64)
-        leaves["conv"][:, -1, 5] = 1
-    if mechanism == "mta-rank-one":
-        leaves["conv"] = normal(heads, 6, 1) * normal(heads, 1, 11) / 6
-    if mechanism in ("mta-pre", "mta"):
-        leaves["conv"] = normal(heads, 6, 11) / 6
-    if mechanism in ("mta-post", "mta"):
-        leaves["post_conv"] = normal(heads, 6, 11) / 6
-    if mechanism in ("mta", "talking-heads"):
-        leaves["mix"] = normal(1, heads, heads) / heads**0.5
-        leaves["post_mix"] = normal(1, heads, heads) / heads**0.5
-    if mechanism == "differential":
-        leaves["v"] = torch.cat([leaves["v"][:, ::2], leaves["v"][:, 1::2]], dim=-1)
-        leaves["lam"] = torch.tensor(0.5, dtype=torch.float64)
+    size = (config.batch, config.heads, tokens, config.dim)
+    leaves = {name: torch.randn(size, dtype=torch.float64) for name in ("q", "k", "v")}
+    if mechanism in _ROWS:
+        leaves = _ROWS[mechanism].inputs[mechanism](leaves)
     if passed == "decode":
         kernels = [x for name, x in leaves.items() if name.endswith("conv")]
         rows = 1 + sum(kernel.shape[1] - 1 for kernel in kernels)
         leaves["q"] = leaves["q"][:, :, -rows:].clone()
         if mechanism == "selective":
-            leaves["state"] = normal(config.batch, 1, tokens - 1).abs()
-    return {name: x.to(device()) for name, x in leaves.items()}
+            leaves["state"] = torch.randn(config.batch, 1, tokens - 1, dtype=torch.float64).abs()
+    leaves = {name: x.to(device()) for name, x in leaves.items()}
+    if config.layout == "transposed":
+        per_token = ("q", "k", "v")
+        leaves |= {name: _transposed(leaves[name]) for name in per_token}
+    return leaves
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same numbers, as a model's projections hand them over."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def call(mechanism: str, impl: str, leaves: Leaves) -> Tensor:
@@ -76,12 +61,8 @@ def call(mechanism: str, impl: str, leaves: Leaves) -> Tensor:
         return scaled_dot_product_attention(q[:, :, -k.shape[2] :], k, v, is_causal=_square(q, k))
     if impl in PEERS:
         return _PEER_CALLS[impl, mechanism](q, k, v, **rest)
-    if mechanism == "selective":
-        output = selective_attention(q, k, v, **rest, impl=impl).output
-    elif mechanism == "differential":
-        output = differential_attention(q, k, v, **rest, impl=impl)
-    else:
-        output = multi_token_attention(q, k, v, **rest, impl=impl)
+    output = _ROWS[mechanism].operator(q, k, v, **rest, impl=impl)
+    output = output if isinstance(output, Tensor) else output.output
     return output if _square(q, k) else output[:, :, -1:]
 
 
@@ -97,7 +78,11 @@ def obstacle(config: "Bench", mechanism: str, impl: str, passed: str) -> str | N
     if impl == "fused":
         leaves = draw(config, mechanism, 16, passed)
         try:
-            call(mechanism, impl, {name: x.to(config.torch_dtype) for name, x in leaves.items()})
+            call(
+                mechanism,
+                impl,
+                {name: x.to(getattr(torch, config.dtype)) for name, x in leaves.items()},
+            )
         except ValueError as error:  # the operator says itself what it cannot serve
             return str(error)
     return None

@@ -8,7 +8,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from heedful.files import write_whole
+from heedful.records.files import write_whole
 
 _IDENTITY = "run.json"
 _SEAL = "whole.json"

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from heedful.records import METRICS, Record
-from heedful.summary import BASELINE, number
+from heedful.report.summary import BASELINE, number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

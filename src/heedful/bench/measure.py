@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import groupby, product
 from pathlib import Path
 from typing import NamedTuple
@@ -13,66 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heedful.bench_cases import MECHANISMS, OURS, PASSES, PEERS, call, draw, exists, obstacle
-from heedful.bench_plot import plot
-from heedful.environment import environment
-from heedful.files import write_lines
-from heedful.tasks.samples import check_choice, check_whole
+from heedful.bench.cases import call, draw, exists, obstacle
+from heedful.bench.config import Bench
+from heedful.bench.plot import plot
+from heedful.records.environment import environment
+from heedful.records.files import write_lines
 from heedful.testing import assert_matches_oracle, peak_memory_mib
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHECKED_TOKENS = 150
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What to measure.
-
-    Arguments:
-        mechanisms: among `MECHANISMS`; SDPA is always measured beside them. Before the softmax,
-            `mta-pre` has random 6x11 kernels, `mta-rank-one` such of rank one, `mta-identity`
-            identity ones; `mta-post` has random ones after it; `mta` has both convolutions and full
-            mixing before and after.
-        impls: `"reference"` (dense), `"tiled"`, `"fused"` (GPU), and by others, where installed:
-            `"x-transformers"`, `"flex"` (FlexAttention), `"liger"`.
-        lengths: tokens T.
-        passes: `"forward"`, `"forward+backward"`, and `"decode"`: one new token with T keys.
-        batch, heads, dim: of q, k and v.
-        dtype: `"float32"`, `"bfloat16"` or `"float16"`.
-        rounds: timed calls of each, taken in turn.
-        memory: also measure peak memory but of `decode`; on a CPU each in a process of its own.
-    """
-
-    mechanisms: tuple[str, ...] = MECHANISMS
-    impls: tuple[str, ...] = OURS + PEERS
-    lengths: tuple[int, ...] = (1024, 2048, 4096)
-    passes: tuple[str, ...] = PASSES
-    batch: int = 1
-    heads: int = 8
-    dim: int = 64
-    dtype: str = "float32"
-    rounds: int = 5
-    memory: bool = True
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("mechanisms", MECHANISMS),
-            ("impls", OURS + PEERS),
-            ("passes", PASSES),
-        ):
-            for value in getattr(self, name):
-                check_choice(name, value, known)
-        check_choice("dtype", self.dtype, tuple(_DTYPES))
-        for name in ("batch", "heads", "dim", "rounds"):
-            check_whole(name, getattr(self, name), 1)
-        if self.heads % 2:
-            raise ValueError(f"heads must be even (differential pairs them), got {self.heads}")
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths must be positive, got {self.lengths}")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.dtype]
 
 
 class Case(NamedTuple):
@@ -150,10 +99,10 @@ def check(config: Bench, cases: Sequence[Case]) -> None:
         sorted(cases, key=lambda case: (case.mechanism, case.passed)),
         lambda case: (case.mechanism, case.passed),
     ):
-        plain = _results(config, mechanism, "reference", passed, config.torch_dtype)
+        plain = _results(config, mechanism, "reference", passed, _DTYPES[config.dtype])
         exact = _results(config, mechanism, "reference", passed, torch.float64)
         for case in group:
-            found = _results(config, mechanism, case.impl, passed, config.torch_dtype)
+            found = _results(config, mechanism, case.impl, passed, _DTYPES[config.dtype])
             for number, parts in enumerate(zip(found, plain, exact, strict=True)):
                 try:
                     assert_matches_oracle(f"result {number}", *parts, terms=_CHECKED_TOKENS)
@@ -182,7 +131,7 @@ def _results(
 
 
 def _precision(config: Bench, name: str) -> torch.dtype:
-    return _as(name, config.torch_dtype)
+    return _as(name, _DTYPES[config.dtype])
 
 
 def _as(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -261,7 +210,7 @@ def _peak(config: Bench, case: Case, tokens: int) -> float | None:
         run()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     peak = peak_memory_mib(
-        "import torch\nfrom heedful import bench\n"
+        "import torch\nfrom heedful.bench import measure as bench\n"
         f"config = bench.Bench(**{asdict(config)!r})\n"
         f"case = bench.Case(*{tuple(case)!r})\n"
         "bench._runner(config, case, 64)()\n"

@@ -6,24 +6,31 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from heedful.checkpoints import differences, saved_step
-from heedful.environment import environment
-from heedful.exhibits import exhibits_of
-from heedful.files import only_writer, write_whole
+from heedful.experiments.checkpoints import differences, saved_step
+from heedful.experiments.comparison import Comparison
+from heedful.experiments.train import (
+    Budget,
+    Diverged,
+    Size,
+    check_device,
+    from_scratch,
+    train,
+)
 from heedful.hf import load
-from heedful.nn import NAMES, Mechanism, MultiToken, mechanism, to_json
+from heedful.nn import Mechanism, mechanism, to_json
 from heedful.records import Record, append_record, read_numbered
+from heedful.records.environment import environment
+from heedful.records.files import only_writer, write_whole
 from heedful.report import configurations, findings, summarise, table, write_report
-from heedful.tasks import TASKS, Assignment, Blocks, Copy, Parity, Task, Text
-from heedful.tasks.samples import check_choice, check_whole
-from heedful.train import Budget, Device, Diverged, Size, check_device, from_scratch, train
+from heedful.report.exhibits import exhibits_of
+from heedful.tasks import TASKS, Task
 
 
 class Setup(NamedTuple):
@@ -36,90 +43,38 @@ class Setup(NamedTuple):
     """What is compared by default: where the papers claim a difference."""
 
     def mechanism(self, name: str) -> Mechanism:
-        """The configuration behind a name, in the form the paper used on this task."""
-        if name == "mta" and isinstance(self.task, Blocks):
-            # In every layer, as in the paper's toy task (arXiv 2504.00927, section 4.1), but with
-            # the published kernels and mixing: they learn it sooner than 2 x 9 kernels alone.
-            return MultiToken(conv_every=1)
-        return mechanism(name)
+        """The configuration behind a name, in the form that this task takes."""
+        return replace(mechanism(name), **self.task.recipe.changes.get(name, {}))
 
 
 def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
     """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
-    return {
-        "blocks": Setup(
-            Blocks(), Size(64, 3, 4), Budget(900, 32, 4e-3, mechanism_rate=8.0), ("standard", "mta")
-        ),
-        "assignment": Setup(
-            Assignment(queries=8),
-            Size(64, 2, 2),
-            Budget(500, 32, 3e-3),
-            ("standard", "selective"),
-        ),
-        "copy": Setup(Copy(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")),
-        "parity": Setup(Parity(), Size(64, 2, 2), Budget(400, 32, 3e-3), ("standard", "selective")),
-        "text": Setup(
-            Text(paths=tuple(data)),
-            Size(128, 4, 4),
-            Budget(400, 8, 3e-3, held_out=64),
-            ("standard", "mta", "selective"),
-        ),
-    }
+    return {name: _setup(kind.default(tuple(data))) for name, kind in TASKS.items()}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What to compare.
+def _setup(task: Task) -> Setup:
+    recipe = task.recipe
+    budget = Budget(
+        recipe.steps,
+        recipe.batch,
+        recipe.learning_rate,
+        mechanism_rate=recipe.mechanism_rate,
+        held_out=recipe.held_out,
+    )
+    return Setup(task, Size(recipe.hidden, recipe.layers, recipe.heads), budget, recipe.mechanisms)
 
-    Arguments:
-        tasks: names of `heedful.tasks.TASKS`.
-        mechanisms: names of `heedful.nn.NAMES`; empty takes each task's own.
-        seeds: how many seeds each run is repeated with.
-        data: text for the task `text`: files, folders or `hf:NAME`; empty takes the standard
-            library's sources.
-        steps, batch: override the tasks' budgets.
-        device: `"auto"`, `"cpu"` or `"cuda"`.
-    """
 
-    tasks: tuple[str, ...] = ("blocks", "assignment", "text")
-    mechanisms: tuple[str, ...] = ()
-    seeds: int = 1
-    data: tuple[str, ...] = ()
-    steps: int | None = None
-    batch: int | None = None
-    device: Device = "auto"
-
-    def __post_init__(self) -> None:
-        for field in ("tasks", "mechanisms", "data"):
-            if isinstance(value := getattr(self, field), str):
-                raise ValueError(f"{field} must be a tuple, got {value!r}; write ({value!r},)")
-        for name in self.tasks:
-            check_choice("tasks", name, tuple(TASKS))
-        for name in self.mechanisms:
-            check_choice("mechanisms", name, NAMES)
-        for field in ("steps", "batch"):
-            if getattr(self, field) is not None:
-                check_whole(field, getattr(self, field), 1)
-        if not self.tasks:
-            raise ValueError(f"tasks must name at least one of {', '.join(TASKS)}")
-        for field in ("tasks", "mechanisms"):
-            if len(set(getattr(self, field))) != len(getattr(self, field)):
-                raise ValueError(f"{field} must be different, got {getattr(self, field)}")
-        check_whole("seeds", self.seeds, 1)
-        if self.data and "text" not in self.tasks:
-            raise ValueError("data is read by the task 'text': add it to the tasks")
-        check_device(self.device)
-
-    def setups(self) -> dict[str, Setup]:
-        """The chosen tasks with this comparison's overrides."""
-        chosen = {}
-        for name in self.tasks:
-            setup = setups(self.data)[name]
-            steps, batch = self.steps or setup.budget.steps, self.batch or setup.budget.batch
-            names = self.mechanisms or setup.mechanisms
-            budget = replace(setup.budget, steps=steps, batch=batch)
-            chosen[name] = setup._replace(budget=budget, mechanisms=names)
-        return chosen
+def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
+    """The chosen tasks with this comparison's overrides."""
+    known, chosen = setups(comparison.data), {}
+    for name in comparison.tasks:
+        setup = known[name]
+        steps = comparison.steps or setup.budget.steps
+        batch = comparison.batch or setup.budget.batch
+        names = comparison.mechanisms or setup.mechanisms
+        budget = replace(setup.budget, steps=steps, batch=batch)
+        chosen[name] = setup._replace(budget=budget, mechanisms=names)
+    return chosen
 
 
 class _Job(NamedTuple):
@@ -160,7 +115,8 @@ def compare(
         ValueError: `out` holds another comparison or is in use by another process, or an argument
             does not fit.
     """
-    chosen = comparison.setups()
+    check_device(comparison.device)
+    chosen = chosen_setups(comparison)
     for setup in chosen.values():
         setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
         for name in setup.mechanisms:

@@ -1,0 +1,1 @@
+"""Time and memory of the operators: cases, measurement, a picture."""

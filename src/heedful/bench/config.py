@@ -1,0 +1,59 @@
+"""What to measure: the configuration of `heedful bench`, in a file that imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from heedful.checks import check_literals, check_whole
+
+CaseName = Literal[
+    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
+    "differential",
+]  # fmt: skip
+ImplName = Literal["reference", "tiled", "fused", "x-transformers", "flex", "liger"]
+PassName = Literal["forward", "forward+backward", "decode"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Layout = Literal["contiguous", "transposed"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time and peak memory of the operators beside SDPA; refuses to time what is wrong."""
+
+    mechanisms: tuple[CaseName, ...] = (
+        "mta-pre", "mta", "talking-heads", "selective", "differential",
+    )  # fmt: skip
+    """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
+    identity; mta-post: after it; mta: on both sides, with full head mixing."""
+    impls: tuple[ImplName, ...] = (
+        "reference", "tiled", "fused", "x-transformers", "flex", "liger",
+    )  # fmt: skip
+    """By which implementation; what cannot run here is left out, and said."""
+    lengths: tuple[int, ...] = (1024, 2048)
+    """Tokens."""
+    passes: tuple[PassName, ...] = ("forward", "forward+backward")
+    """decode: one new token with T keys."""
+    batch: int = 1
+    """Rows."""
+    heads: int = 8
+    """Heads of q, k and v; even."""
+    dim: int = 64
+    """Head dim."""
+    dtype: Dtype = "float32"
+    """Of q, k and v."""
+    layout: Layout = "contiguous"
+    """transposed: q, k and v as models hand them over, [B, T, H, D] seen as [B, H, T, D]."""
+    rounds: int = 5
+    """Timed calls of each case, taken in turn."""
+    memory: bool = True
+    """Also measure peak memory, each case in a process of its own."""
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        for name in ("batch", "heads", "dim", "rounds"):
+            check_whole(name, getattr(self, name), 1)
+        if self.heads % 2:
+            raise ValueError(f"heads must be even (differential pairs them), got {self.heads}")
+        if not self.lengths:
+            raise ValueError("lengths must name at least one number of tokens, got none")
+        for length in self.lengths:
+            check_whole("lengths", length, 1)

@@ -1,0 +1,1 @@
+"""What is run: training one model, and the side-by-side comparison."""
