@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from heedful import bench, cli, compare
+from heedful.doctor import TESTED
 from heedful.nn import ablations
 from heedful.train import Size
 
@@ -135,6 +136,7 @@ def test_a_fresh_clone_needs_one_command_line_each():
         (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
+        assert f"install torch=={TESTED['torch']} &&" in line, "doctor says what was tested"
 
 
 def test_the_ablation_table_has_the_presets_of_the_code():
