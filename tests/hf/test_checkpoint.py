@@ -1,6 +1,7 @@
 """Checkpoints: what they hold, who may load them, and what damage does."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,16 @@ import pytest
 import torch
 from families import config_of, logits, stir, tiny, tokens
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3ForConditionalGeneration,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 import heedful
 from heedful.hf import register
@@ -126,22 +136,41 @@ import sys
 from transformers import LlamaForCausalLM
 LlamaForCausalLM.from_pretrained(sys.argv[1])
 """
+ADVICE = r"heedful: open this folder with heedful.load\(folder\)"
 
 
-def test_a_family_class_cannot_load_it_without_the_mechanism(folder):
-    """Where heedful was never imported, and where it was."""
+def test_a_family_class_cannot_load_it_where_heedful_was_never_imported(folder):
     done = subprocess.run(
         [sys.executable, "-c", STOCK, str(folder)], capture_output=True, text=True
     )
     assert done.returncode == 1
-    assert 'attn_implementation="heedful"` is not supported' in done.stderr
+    assert re.search(ADVICE, done.stderr)
 
-    # Here the attention is known, and the sizes may even fit.
-    config = config_of("llama", num_hidden_layers=3)
-    config._attn_implementation = "heedful"
-    stock = LlamaForCausalLM.from_pretrained(folder, config=config)
-    with pytest.raises(ValueError, match=r"this LlamaAttention is none: .* heedful.load\(folder\)"):
-        logits(stock, tokens())
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        LlamaForCausalLM,
+        LlamaModel,
+        LlamaForSequenceClassification,
+        LlamaConfig,
+        GPT2LMHeadModel,
+        Gemma3ForConditionalGeneration,
+    ],
+)
+def test_no_class_of_a_family_takes_it_for_a_model_of_default_sizes(family, folder):
+    """In a process that has converted and registered, whatever the loader is told."""
+    register()
+    heedful.convert(tiny(), "standard")
+    for options in ({}, {"attn_implementation": "sdpa"}, {"dtype": torch.bfloat16}):
+        with pytest.raises(Exception, match=ADVICE):
+            family.from_pretrained(folder, **options)
+    if family is LlamaForCausalLM:
+        saved = json.loads((folder / "config.json").read_text())
+        own = config_of("llama", num_hidden_layers=3)
+        own._attn_implementation = saved["attn_implementation"]
+        with pytest.raises(ValueError, match=ADVICE):
+            family(own)
 
 
 def test_saving_in_more_or_fewer_files_leaves_nothing_old(tmp_path):
@@ -260,6 +289,32 @@ def test_damage_is_named(message, folder):
     DAMAGE[message](folder)
     with pytest.raises(ValueError, match=message):
         heedful.load(folder)
+
+
+def change_base(folder, **changes):
+    saved = json.loads((folder / "config.json").read_text())
+    change_config(folder, heedful={"base": saved["heedful"]["base"] | changes})
+
+
+@pytest.mark.parametrize("kind", [None, 3, "llamma"])
+def test_a_base_of_no_known_type(kind, folder):
+    change_base(folder, model_type=kind)
+    with pytest.raises(ValueError, match=f"holds a model of type {kind!r}, which this"):
+        heedful.load(folder)
+
+
+@pytest.mark.parametrize("named", [["AutoModel"], ["NoSuchClass"], [None], []], ids=str)
+def test_the_model_class_comes_from_the_type_where_none_is_named(named, folder):
+    expected = heedful.load(folder)
+    change_base(folder, architectures=named)
+    ids = tokens()
+    assert torch.equal(logits(heedful.load(folder), ids), logits(expected, ids))
+
+
+@pytest.mark.parametrize("option", ["attn_implementation", "output_loading_info", "config"])
+def test_options_that_loading_refuses(option, folder):
+    with pytest.raises(ValueError, match=f"{option} is not an option of heedful.load"):
+        heedful.load(folder, **{option: "sdpa"})
 
 
 def test_no_weights_at_all(folder):

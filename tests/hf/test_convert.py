@@ -2,19 +2,28 @@
 
 import copy
 import math
+import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
-from families import FAMILIES, config_of, logits, ragged_mask, stir, tiny, tokens, twin
+from families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    DogeConfig,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    InklingTextConfig,
+    JetMoeConfig,
     LlamaForSequenceClassification,
     LlamaModel,
     T5Config,
@@ -228,6 +237,12 @@ UNFIT = {
     "GPT2LMHeadModel cannot be converted: .* cross-attention|not causal|same layer": lambda: tiny(
         "gpt2", add_cross_attention=True
     ),
+    r"DogeForCausalLM cannot be converted: .* makes its own attention mask \(attn_mask\)": lambda: (
+        AutoModelForCausalLM.from_config(DogeConfig(**SMALL, intermediate_size=32))
+    ),
+    "InklingForCausalLM cannot be converted: .* passes position_bias": lambda: (
+        AutoModelForCausalLM.from_config(InklingTextConfig(**SMALL, intermediate_size=32))
+    ),
 }
 
 
@@ -244,6 +259,9 @@ REFUSED = {
     "mechanism must be a name or a configuration": {"mechanism": MultiToken},
     r"layers must be among 0 to 2, got \[3, 7\]": {"layers": [0, 3, 7]},
     r"layers must be among 0 to 2, got \[-1\]": {"layers": [-1]},
+    "layers must be layer indices such as .* got 2": {"layers": 2},
+    r"layers must be layer indices such as .* got \[1.0\]": {"layers": [1.0]},
+    "layers must be layer indices such as .* got '1'": {"layers": "1"},
     "layers must name at least one layer, got none; None converts all": {"layers": []},
     "mix groups of 3 heads do not divide the model's 4 heads": {"mechanism": TalkingHeads(3)},
     "head must be below the model's 4 heads, got 9": {"mechanism": Selective(head=9)},
@@ -325,18 +343,21 @@ def test_masks_of_four_dimensions_are_refused():
 def test_the_route_gets_no_square_mask(family, monkeypatch):
     """Padding arrives as one entry per key, whatever the family's layers."""
     seen = []
-    assert family in FAMILIES
     model = tiny(family)
     heedful.convert(model, "standard")
-    original = heedful.hf.attention.visibility_of
-    monkeypatch.setattr(
-        heedful.hf.attention,
-        "visibility_of",
-        lambda mask, *args: seen.append(mask) or original(mask, *args),
-    )
+    for module in model.modules():
+        if isinstance(layer := getattr(module, "heedful", None), torch.nn.Module):
+            layer.register_forward_pre_hook(
+                lambda _, given, options: seen.append(options["visibility"]), with_kwargs=True
+            )
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())
-    assert [None if m is None else tuple(m.shape) for m in seen] == [(2, 11)] * 3 + [None] * 3
+    assert [None if v.padding is None else tuple(v.padding.shape) for v in seen] == (
+        [(2, 11)] * 3 + [None] * 3
+    )
+    windows = [v.window for v in seen]
+    assert windows == ([4, None, 4] if family == "gemma3_text" else [None] * 3) * 2
+    assert all(v.documents is None or v.documents.ndim == 2 for v in seen)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -377,3 +398,85 @@ def test_training_under_autocast(name):
     loss.backward()
     for parameter, p in model.named_parameters():
         assert p.grad is not None and bool(p.grad.isfinite().all()), parameter
+
+
+@every
+def test_pickling_keeps_the_mechanism(name, tmp_path):
+    model, ids = tiny(), tokens()
+    heedful.convert(model, EVERYWHERE[name])
+    stir(model, 0.1, only=".heedful.")
+    expected, plain = logits(model, ids), logits(heedful.revert(twin(model)), ids)
+    torch.save(model, tmp_path / "model.pt")
+    for again in (
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+    ):
+        assert type(again) is type(model)
+        assert torch.equal(logits(again, ids), expected)
+        assert torch.equal(logits(heedful.revert(again), ids), plain)
+
+
+def test_a_pickled_model_opens_in_another_process(tmp_path):
+    model, ids = tiny(num_hidden_layers=2), tokens()
+    heedful.convert(model, "mta")
+    torch.save((model, ids, logits(model, ids)), tmp_path / "model.pt")
+    code = (
+        "import sys, torch\n"
+        "model, ids, before = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True)
+
+
+def test_heads_that_are_not_those_of_the_configuration_are_refused():
+    """JetMoE attends once per expert, with other heads than its attention module names."""
+    model = AutoModelForCausalLM.from_config(
+        JetMoeConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, kv_channels=8)
+    ).eval()
+    heedful.convert(model, "mta")
+    with pytest.raises(ValueError, match=r"attends with .* and its configuration says HeadShape"):
+        logits(model, tokens())
+
+
+def seeing_model():
+    text = SMALL | {"head_dim": 16, "intermediate_size": 48, "num_key_value_heads": 2}
+    text |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = Gemma3Config(
+        text_config=text | {"vocab_size": 64},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=60,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
+    model = Gemma3ForConditionalGeneration(config).double().eval()
+    stir(model, 0.2)
+    return model
+
+
+def test_of_a_model_that_sees_only_the_text_part_is_converted():
+    model = seeing_model()
+    ids = tokens(1, 14)
+    ids[0, 3:7] = 60
+    given = {"pixel_values": torch.randn(1, 3, 28, 28).double()}
+    # As its processor gives them: tokens of an image see each other, the later ones too.
+    marked = given | {"token_type_ids": (ids == 60).long(), "attention_mask": torch.ones_like(ids)}
+    before, apart = logits(model, ids, **given), logits(model, ids, **marked)
+    assert not torch.allclose(before, apart, atol=1e-3)
+    classes = [type(m) for m in model.model.vision_tower.modules()]
+    conversion = heedful.convert(model, "mta")
+    assert [type(m) for m in model.model.vision_tower.modules()] == classes
+    torch.testing.assert_close(logits(model, ids, **given), before, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits(model, ids, **marked), apart, rtol=0, atol=1e-12)
+    stir(model, 0.2, only=".heedful.")
+    assert not torch.allclose(logits(model, ids, **marked), apart, atol=1e-3)
+    conversion.revert()
+    assert torch.equal(logits(model, ids, **marked), apart)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from families import logits, stir, tiny, tokens
 from torch import Tensor
+from transformers import GenerationConfig
 
 import heedful
 from heedful.nn import NAMES, MultiToken, mechanism
@@ -73,13 +74,44 @@ def test_cached_steps_are_the_full_forward(name):
 
 
 @pytest.mark.parametrize("name", ["mta", "mta-published", "selective"])
-def test_a_cache_of_keys_and_values_alone_is_refused(name):
+def test_asked_for_a_cache_generation_warns_and_goes_on_without(name):
+    """As evaluation harnesses ask, whatever the model."""
     model = converted(name)
     ids = tokens(1, 5)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
-    with pytest.raises(ValueError, match=r"use_cache=True keeps keys and values only.*use_cache=F"):
-        model.generate(ids, use_cache=True, **options)
-    assert model.generate(ids, **options).shape == (1, 8)
+    expected = model.generate(ids, **options)
+    with pytest.warns(UserWarning, match="no cache yet, so generate goes on without one"):
+        assert torch.equal(model.generate(ids, use_cache=True, **options), expected)
+    config = GenerationConfig(use_cache=True, max_new_tokens=3, do_sample=False)
+    with pytest.warns(UserWarning, match="no cache yet"):
+        assert torch.equal(model.generate(ids, generation_config=config), expected)
+    assert config.use_cache is True
+
+
+@pytest.mark.parametrize("name", ["mta", "selective"])
+def test_a_cache_of_keys_and_values_alone_is_refused(name):
+    model = converted(name)
+    ids = tokens(1, 5)
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"use_cache=True keeps keys and values only"):
+        model(input_ids=ids[:, :1], past_key_values=cache)
+    for option, value in (
+        ("past_key_values", cache),
+        ("assistant_model", model),
+        ("prompt_lookup_num_tokens", 2),
+    ):
+        with pytest.raises(ValueError, match=f"{option} needs a cache, .* generate without"):
+            model.generate(ids, max_new_tokens=2, **{option: value})
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_assisted_decoding_is_greedy_decoding(name):
+    model, ids = converted(name), tokens(1, 9)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **options), expected)
+    assistant = converted("standard")
+    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
 
 
 def test_static_caches_are_refused():

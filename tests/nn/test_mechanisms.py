@@ -109,9 +109,13 @@ REFUSED = {
     "selector must be one of 'head', .* got 'first'": lambda: Selective(selector="first"),
     "head must be a head index, .* got -1": lambda: Selective(head=-1),
     "head must be .* got 2 with selector='mean'": lambda: Selective(selector="mean", head=2),
-    "mix must be 'all', a group size or None, got -2": lambda: TalkingHeads(-2).build(
-        HeadShape(4, 4, 8, 32, 0)
-    ),
+    "mix must be 'all', a group size or None, got True": lambda: MultiToken(mix=True),
+    "conv must be .* got .2, True.": lambda: MultiToken(conv=(2, True)),
+    "group must be 'all' or a group size, got -2": lambda: TalkingHeads(-2),
+    "group must be 'all' or a group size, got 'x'": lambda: TalkingHeads("x"),
+    "head must be a head index, .* got 1.5": lambda: Selective(head=1.5),
+    "head must be a head index, .* got 'a'": lambda: Selective(head="a"),
+    "protect_first must be True or False, got 1": lambda: Selective(protect_first=1),
 }
 
 

@@ -11,6 +11,7 @@ import traceback
 import torch
 from mechanisms import MECHANISMS, Mechanism, Shape, ragged
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from heedful.ops import Visibility
 from heedful.ops.selective import tiled as selective
@@ -55,8 +56,8 @@ def operator_mta() -> None:
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, segments, True, True, 7, 0.5, False),
-        (*qkv, None, None, None, None, None, False, False, None, 0.5, True),
+        (*qkv, *steps, segments, segments, True, True, 7, 0.5, False),
+        (*qkv, None, None, None, None, None, None, False, False, None, 0.5, True),
     ):
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
@@ -72,14 +73,14 @@ def operator_selective() -> None:
     state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
     segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
     for arguments in (
-        (*inputs, state, segments, first, 7, 0.3, 0.5),
-        (*inputs, None, None, None, None, None, 0.5),
+        (*inputs, state, segments, segments, first, 7, 0.3, 0.5),
+        (*inputs, None, None, None, None, None, None, 0.5),
     ):
         torch.library.opcheck(selective._tiled, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-        *outputs, bases = selective._tiled(*fixed)
+        *outputs, pair = selective._tiled(*fixed)
         grads = [torch.randn_like(t) for t in outputs]
-        backward = (*grads, bases, *fixed[:5], *fixed[6:])
+        backward = (*grads, pair, *fixed)
         torch.library.opcheck(selective._tiled_backward, backward)
 
 
@@ -95,8 +96,8 @@ def whole_graph(mechanism: Mechanism) -> None:
         check_equal(results(compiled, x, visibility), results(function, x, visibility))
 
 
-def dynamic(mechanism: Mechanism, expected: int) -> None:
-    """Six lengths; a graph for each of them would recompile in every training step."""
+def dynamic(mechanism: Mechanism) -> None:
+    """Six lengths, one graph; a graph for each of them would recompile in every training step."""
     graphs = []
 
     def count(graph, inputs):
@@ -107,10 +108,59 @@ def dynamic(mechanism: Mechanism, expected: int) -> None:
         return mechanism.run(x, "auto", visibility)
 
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
-    for tokens in (5, 17, 63, 64, 65, 130):
+    # The first is unlike any other size, which torch would take to be the same for ever.
+    for tokens in (7, 17, 63, 64, 65, 130):
         x = transposed(leaves(mechanism.draw(SHAPE.long(tokens)), torch.float64))
         check_equal(results(compiled, x, None), results(function, x, None))
-    assert len(graphs) == expected, f"{len(graphs)} graphs for six lengths"
+    assert len(graphs) == 1, f"{len(graphs)} graphs for six lengths"
+
+
+def export(mechanism: Mechanism) -> None:
+    """One exported program for every length, with padding, from a short and from a long example."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, padding):
+            return mechanism.run(x, "auto", Visibility(padding=padding))
+
+    def inputs(tokens: int) -> tuple[dict[str, Tensor], Tensor]:
+        x = {name: t.detach() for name, t in leaves(mechanism.draw(SHAPE.long(tokens))).items()}
+        return x, torch.arange(tokens)[None] >= tokens // 3
+
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    for example in (9, 130):
+        x, padding = inputs(example)
+        shapes = {name: {2: tokens} if name in mechanism.per_token else None for name in x}
+        program = torch.export.export(Model(), (x, padding), dynamic_shapes=(shapes, {1: tokens}))
+        for length in (2, 17, 64, 65, 257):
+            given = inputs(length)
+            check_equal(list(program.module()(*given)), list(Model()(*given)))
+
+
+def forward_mode() -> None:
+    """Refused here too, be it inside or around what is compiled."""
+    mechanism = BY_NAME["differential"]
+    tensors = leaves(mechanism.draw(SHAPE))
+    q = tensors["q"].detach()
+
+    def function(x):
+        return mechanism.run(tensors | {"q": x}, "auto")[0]
+
+    def inside():
+        torch.compile(lambda x: torch.func.jvp(function, (x,), (x,)), backend="aot_eager")(q)
+
+    def around():
+        compiled = torch.compile(function, backend="aot_eager")
+        compiled(q)
+        with forward_ad.dual_level():
+            compiled(forward_ad.make_dual(q, q))
+
+    for call in (inside, around):
+        try:
+            call()
+        except ValueError as error:
+            assert "impl='reference' has them all" in str(error), error
+        else:
+            raise AssertionError(f"{call.__name__}: not refused")
 
 
 def inductor() -> None:
@@ -151,17 +201,18 @@ def llama(name: str) -> None:
     check_equal(loss_and_grads(compiled), loss_and_grads(model))
 
 
-# Selective attention keeps one row per block of queries, and torch treats a size of one apart.
-GRAPHS = {"mta-full": 1, "selective-own": 2, "differential": 1}
+LENGTHS = ("mta-full", "selective-own", "differential")
 
 CHECKS = {
     "operator mta": operator_mta,
     "operator selective": operator_selective,
     "inductor": inductor,
+    "forward mode": forward_mode,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
     **{
-        f"dynamic {name}": lambda name=name, graphs=graphs: dynamic(BY_NAME[name], graphs)
-        for name, graphs in GRAPHS.items()
+        f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])
+        for kind, check in (("dynamic", dynamic), ("export", export))
+        for name in LENGTHS
     },
     **{
         f"llama {name}": lambda name=name: llama(name)

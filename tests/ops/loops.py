@@ -12,13 +12,16 @@ from heedful.ops import Visibility
 def sight(visibility: Visibility | None, queries: int, keys: int) -> Callable[..., bool]:
     """`sees(row, query, key)` as the docstring of `Visibility` states it."""
     visibility = Visibility() if visibility is None else visibility
-    documents, padding = (
-        None if x is None else x.tolist() for x in (visibility.documents, visibility.padding)
+    documents, padding, mutual = (
+        None if x is None else x.tolist()
+        for x in (visibility.documents, visibility.padding, visibility.mutual)
     )
 
     def sees(row: int, query: int, key: int) -> bool:
         token = query + keys - queries
-        if visibility.causal and key > token:
+        runs = [-1] * keys if mutual is None else mutual[row % len(mutual)]
+        together = runs[token] >= 0 and runs[token] == runs[key]
+        if visibility.causal and key > token and not together:
             return False
         if visibility.window is not None and token - key >= visibility.window:
             return False

@@ -6,6 +6,8 @@ from loops import cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import Visibility, selective_attention
+from heedful.ops.selective.tiled import _Total
+from heedful.testing import assert_matches_oracle
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 EXACT = {"rtol": 0, "atol": 1e-12}
@@ -176,3 +178,47 @@ def test_f_is_summed_in_fp32_for_half_precision(impl):
     # Query i has i - 2 keys hidden by at least one: all but the first, the last and itself.
     hidden = (torch.arange(tokens) - 2).clamp(min=0).float()
     assert torch.equal(found.memory[0], hidden)
+
+
+def test_a_total_is_taken_apart_again():
+    """Before each block the backward finds what the forward had, to the rounding of a logit."""
+    parts = torch.rand(300, 1, 1, 50) * torch.logspace(-6, 4, 300)[:, None, None, None]
+    total, before = _Total(torch.zeros(2, 1, 1, 50)), []
+    for part in parts:
+        before.append(total.rounded())
+        total.add(part, slice(0, 50))
+    unit = torch.finfo(torch.float32).eps
+    exact = parts.double().sum(0)
+    torch.testing.assert_close(total.rounded().double(), exact, rtol=unit, atol=0)
+    for part, expected in zip(parts.flip(0), reversed(before), strict=True):
+        total.add(-part, slice(0, 50))
+        torch.testing.assert_close(total.rounded(), expected, rtol=unit, atol=unit)
+
+
+def test_gradients_after_much_has_been_hidden():
+    """Totals of some thousands, next to which an early F is small."""
+    tokens = 400
+    tensors = {"q": 3 * draw(1, 2, tokens, 8), "k": 3 * draw(1, 2, tokens, 8)}
+    tensors["v"], direction = draw(1, 2, tokens, 8), draw(1, 2, tokens, 8)
+
+    def grads(impl: str, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(torch.float32).to(dtype).requires_grad_() for x in tensors.values()]
+        out = selective_attention(*leaves, impl=impl)
+        assert out.state.max() > 1000
+        return torch.autograd.grad((out.output * direction).sum(), leaves)
+
+    tiled, plain = grads("tiled", torch.float32), grads("reference", torch.float32)
+    for name, *x in zip(tensors, tiled, plain, grads("reference", torch.float64), strict=True):
+        assert_matches_oracle(f"grad {name}", *x, terms=tokens)
+
+
+@each_impl
+def test_an_infinite_state_hides_a_key_for_good(impl):
+    q, k, v = (draw(1, 2, 9, 4).requires_grad_() for _ in range(3))
+    state = torch.zeros(1, 1, 9, dtype=torch.float64)
+    state[..., 3] = float("inf")
+    out = selective_attention(q[:, :, 5:], k, v, state=state, impl=impl)
+    assert out.state[0, 0, 3] == float("inf")
+    grads = torch.autograd.grad(out.output.square().sum(), (q, k, v))
+    assert bool(out.output.isfinite().all()) and all(bool(g.isfinite().all()) for g in grads)
+    assert bool((grads[2][:, :, 3] == 0).all())

@@ -22,13 +22,27 @@ VISIBILITIES = {
     "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
     "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
     "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
+    "mutual": lambda keys: Visibility(mutual=runs(keys)),
+    "mutual in a window": lambda keys: Visibility(
+        window=20, mutual=runs(keys), padding=ragged(keys)[2]
+    ),
 }
 
 
-def with_grads(mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility) -> dict:
+def runs(keys: int) -> Tensor:
+    """Two rows with runs of tokens that see each other; one crosses the border of a row block."""
+    token = torch.arange(keys)
+    first = torch.where((token > 3) & (token < 30), 0, -1)
+    second = torch.where((token >= keys - 95) & (token < keys - 75), 4, first)
+    return torch.stack([second, first.roll(2)])
+
+
+def with_grads(
+    mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility, **options
+) -> dict:
     """Outputs and the gradient of a fixed functional of them in every tensor."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    outputs = mechanism.run(leaves, impl, visibility)
+    outputs = mechanism.run(leaves | options, impl, visibility)
     generator = torch.Generator().manual_seed(1)
     loss = sum(
         (
@@ -89,6 +103,32 @@ def test_tiled_is_the_definition_in_fp64(mechanism, visible):
 
 
 @every
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_scales_that_are_not_positive(mechanism, scale):
+    """Also with identity parameters, where torch's own kernel runs."""
+    tensors = mechanism.draw(Shape(batch=1).long(130))
+    for given in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
+        actual = with_grads(mechanism, given, "tiled", None, scale=scale)
+        expected = with_grads(mechanism, given, "reference", None, scale=scale)
+        for name, x in actual.items():
+            size = expected[name].abs().max().item()
+            torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
+
+
+@every
+def test_transposed_inputs_give_the_same_bits(mechanism):
+    """As models hand them over: [B, T, H, D] seen as [B, H, T, D]."""
+    tensors = {n: x.float() for n, x in mechanism.draw(Shape().long(100)).items()}
+    transposed = {
+        name: x.transpose(1, 2).contiguous().transpose(1, 2) if name in mechanism.per_token else x
+        for name, x in tensors.items()
+    }
+    actual = with_grads(mechanism, transposed, "tiled", None)
+    for name, x in with_grads(mechanism, tensors, "tiled", None).items():
+        assert torch.equal(actual[name], x), name
+
+
+@every
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
     against_oracle(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
@@ -106,6 +146,37 @@ def test_head_dims(mechanism, dim):
 def test_visibilities_and_cross_lengths(mechanism, visible, queries):
     shape = Shape(queries=queries, keys=150)
     against_oracle(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
+
+
+INTEGERS = [
+    torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+]  # fmt: skip
+
+
+@every
+@each_impl
+def test_documents_may_be_integers_of_any_type(mechanism, impl):
+    """Numbers up to the largest of the narrowest types, beside padding."""
+    _, documents, padding = ragged(30)
+    tensors = mechanism.draw(Shape().long(30))
+    for largest, types in ((127, INTEGERS), (255, [torch.uint8])):
+        numbers = documents * (largest - 3) + 3
+        expected = mechanism.run(tensors, impl, Visibility(documents=numbers, padding=padding))
+        for dtype in types:
+            narrow = Visibility(documents=numbers.to(dtype), padding=padding)
+            for x, y in zip(mechanism.run(tensors, impl, narrow), expected, strict=True):
+                assert torch.equal(x, y), dtype
+
+
+@every
+@each_impl
+def test_negative_documents_are_padding(mechanism, impl):
+    _, documents, padding = ragged(30)
+    tensors = mechanism.draw(Shape().long(30))
+    negative = Visibility(documents=documents.where(padding, -1 - documents))
+    expected = mechanism.run(tensors, impl, Visibility(documents=documents, padding=padding))
+    for x, y in zip(mechanism.run(tensors, impl, negative), expected, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
@@ -176,6 +247,30 @@ def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
         return mechanism.run(tensors | named, impl, visibility)[0].transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
+
+
+@every
+@each_impl
+def test_of_tokens_that_see_each_other_only_they_see_later_ones(mechanism, impl):
+    tensors = mechanism.draw(Shape().long(70))
+    mutual = torch.full((1, 70), -1)
+    mutual[:, 60:66] = 0
+    visibility = Visibility(mutual=mutual)
+    before = mechanism.run(tensors, impl, visibility)[0]
+    changed = {name: x.clone() for name, x in tensors.items()}
+    for name in mechanism.per_token:
+        changed[name][:, :, 64] += 1
+    moved = (mechanism.run(changed, impl, visibility)[0] != before).any(-1).any(1)
+    assert not bool(moved[:, :60].any()) and bool(moved[:, 60:].all())
+    alone = mechanism.run(tensors, impl)[0]
+    torch.testing.assert_close(before[:, :, :60], alone[:, :, :60], rtol=1e-12, atol=1e-12)
+
+
+@every
+def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted):
+    tensors = {name: x.float() for name, x in mechanism.draw(Shape()).items()}
+    with pytest.raises(ValueError, match=r"impl='fused' cannot .* see later ones"):
+        mechanism.run(tensors, "fused", Visibility(mutual=torch.zeros(1, 17).long()))
 
 
 @every
@@ -265,13 +360,31 @@ def test_autocast_casts_the_inputs_and_nothing_else(mechanism, impl):
         assert name.startswith("grad") or x.dtype == expected[name].dtype
 
 
+@every
+@each_impl
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_how_far_nan_reaches(mechanism, impl, part):
+    """Never into another row; of q and k, without a convolution, not out of the document."""
+    tensors = mechanism.draw(Shape().long(100))
+    visibility = Visibility(documents=(torch.arange(100) >= 61).long()[None])
+    damaged = tensors | {part: tensors[part].clone()}
+    damaged[part][0, :, 60] = float("nan")
+    before, after = (mechanism.run(x, impl, visibility)[0] for x in (tensors, damaged))
+    assert bool(after[0, :, 60].isnan().all())
+    assert torch.equal(after[1], before[1])
+    if part != "v" and not {"conv", "post_conv"} & tensors.keys():
+        assert torch.equal(after[0, :, :60], before[0, :, :60])
+        assert torch.equal(after[0, :, 61:], before[0, :, 61:])
+
+
 PROGRAM = """
 import torch
 from heedful.ops import *
 torch.manual_seed(0)
 T = {tokens}
-q, k, v = (torch.randn(1, 8, T, 64, requires_grad={train}) for _ in range(3))
-c = torch.randn(8, 6, 11, requires_grad={train}); m = torch.randn(1, 8, 8, requires_grad={train})
+q, k, v = (torch.randn(1, {heads}, T, {dim}, requires_grad={train}) for _ in range(3))
+c = torch.randn({heads}, 6, 11, requires_grad={train})
+m = torch.randn(1, {heads}, {heads}, requires_grad={train})
 def attend(q, k, v):
     out = {call}
     if {train}:
@@ -289,9 +402,10 @@ CALLS = {
 }
 
 
-def peak(name: str, impl: str, tokens: int, train: bool) -> float:
+def peak(name: str, impl: str, tokens: int, train: bool, heads: int = 8, dim: int = 64) -> float:
+    sizes = {"tokens": tokens, "heads": heads, "dim": dim}
     call = CALLS[name].format(impl=impl)
-    return peak_memory_mib(PROGRAM.format(tokens=tokens, call=call, train=train))
+    return peak_memory_mib(PROGRAM.format(call=call, train=train, **sizes))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -305,3 +419,30 @@ def test_peak_memory_grows_linearly(name, train):
 def test_a_map_in_memory_shows_up_in_this_measure(train):
     tiled, dense = (peak("mta-pre", impl, 2048, train) for impl in ("tiled", "reference"))
     assert dense > 4 * tiled, (dense, tiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
+def test_long_rows_of_selective_attention(train):
+    """Few and narrow heads: beside them anything kept per block of queries would show."""
+    short, long = (
+        peak("selective", "tiled", tokens, train, heads=2, dim=32) for tokens in (8192, 32768)
+    )
+    assert long < 4.5 * short, (short, long)
+
+
+@every
+def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
+    def kept(tokens: int) -> int:
+        sizes = []
+        tensors = mechanism.draw(Shape(batch=1).long(tokens))
+        leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+        pack = torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.append(x.numel()) or x, lambda x: x
+        )
+        with pack:
+            mechanism.run(leaves, "tiled")
+        return sum(sizes)
+
+    one, two, three = (kept(tokens) for tokens in (128, 256, 384))
+    assert three - two == two - one

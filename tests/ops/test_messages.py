@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,116 @@ def test_queries_keys_and_values(operator, message):
         OPERATORS[operator](*QKV[message])
 
 
+# Sparse and nested tensors are made where they are used: torch warns about each.
+NO_TENSORS = {
+    "None": lambda: None,
+    r"\[\[1.0\]\]": lambda: [[1.0]],
+    "'q'": lambda: "q",
+    "1.5": lambda: 1.5,
+    r"a sparse_coo one; use its to_dense\(\)": lambda: Q.to_sparse(),
+    r"a nested one; use its to_padded_tensor\(0.0\), with Visibility\(padding=": (
+        lambda: torch.nested.nested_tensor([x(4, 5, 8), x(4, 3, 8)])
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("got", NO_TENSORS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_no_dense_tensor(operator, got):
+    for place, name in enumerate("qkv"):
+        given = [Q, Q, Q]
+        given[place] = NO_TENSORS[got]()
+        function = {"differential_attention": _differential}.get(operator, OPERATORS[operator])
+        with pytest.raises(ValueError, match=rf"^{name} must be .* got {got}"):
+            function(*given)
+
+
+def _differential(q, k, v):
+    return differential_attention(q, k, v, lam=torch.tensor(0.5))
+
+
+NO_DENSE_PARAMETERS = {
+    "conv": (multi_token_attention, {"conv": x(4, 3, 5).to_sparse()}),
+    "post_mix": (multi_token_attention, {"post_mix": "identity"}),
+    "selector_q": (selective_attention, {"selector_q": [1], "selector_k": Q}),
+    "selector_k": (selective_attention, {"selector_q": Q, "selector_k": Q.to_sparse()}),
+    "state": (selective_attention, {"state": 0.0}),
+    "lam": (differential_attention, {"lam": torch.rand(2).to_sparse()}),
+}
+
+
+@pytest.mark.parametrize("name", NO_DENSE_PARAMETERS)
+def test_parameters_that_are_no_dense_tensors(name):
+    operator, options = NO_DENSE_PARAMETERS[name]
+    v = x(2, 2, 5, 8) if name == "lam" else Q
+    with pytest.raises(ValueError, match=rf"^{name} must be a (dense )?tensor"):
+        operator(Q, Q, v, **options)
+
+
+def test_a_state_is_not_the_whole_output():
+    out = selective_attention(Q, Q, Q)
+    with pytest.raises(ValueError, match=r"state must be .* got a whole .*; pass its \.state"):
+        selective_attention(Q, Q, Q, state=out)
+
+
+NO_NUMBERS = {
+    "nan": float("nan"),
+    "inf": float("inf"),
+    r"\[1\]": [1],
+    r"1j": 1j,
+    "True": True,
+    "'x'": "x",
+    r"1000000+\.\.\.0+": 10**400,
+}
+
+
+@every
+@pytest.mark.parametrize("got", NO_NUMBERS)
+def test_scales_that_are_no_finite_numbers(operator, got):
+    for name in ("auto", "reference"):
+        with pytest.raises(ValueError, match=f"^scale must be a finite number, got .*{got}"):
+            OPERATORS[operator](Q, Q, Q, scale=NO_NUMBERS[got], impl=name)
+
+
+@pytest.mark.parametrize("got", NO_NUMBERS)
+def test_caps_that_are_no_finite_numbers(got):
+    with pytest.raises(ValueError, match=f"^tau must be a finite number, got .*{got}"):
+        selective_attention(Q, Q, Q, tau=NO_NUMBERS[got])
+
+
+@every
+def test_a_learned_scale_would_get_no_gradient(operator):
+    for scale in (torch.tensor(0.5, requires_grad=True), torch.tensor(0.5)):
+        with pytest.raises(ValueError, match=r"^scale must be a plain .* multiply q by it"):
+            OPERATORS[operator](Q, Q, Q, scale=scale)
+    with pytest.raises(ValueError, match=r"^tau must be a plain number, .* use its .item\(\)"):
+        selective_attention(Q, Q, Q, tau=torch.tensor(1.0, requires_grad=True))
+
+
+@every
+def test_numbers_of_other_libraries(operator):
+    expected, actual = (
+        OPERATORS[operator](Q + 1, Q + 1, Q + 1, scale=scale) for scale in (2.0, np.float32(2))
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@every
+def test_visibility_on_another_device(operator):
+    for name, dtype in (("documents", torch.int64), ("padding", torch.bool)):
+        visibility = Visibility(**{name: torch.zeros(2, 5, dtype=dtype, device="meta")})
+        for choice in ("auto", "reference"):
+            expected = rf"^visibility.{name} must be on q's device cpu, got meta; move it with .to"
+            with pytest.raises(ValueError, match=expected):
+                OPERATORS[operator](Q, Q, Q, visibility=visibility, impl=choice)
+
+
+def test_protection_is_a_flag():
+    with pytest.raises(ValueError, match="protect_first must be True or False, got 'no'"):
+        selective_attention(Q, Q, Q, protect_first="no")
+
+
 @pytest.mark.parametrize("operator", ["multi_token_attention", "selective_attention"])
 def test_heads(operator):
     k = x(2, 3, 5, 8)
@@ -76,11 +187,15 @@ def test_heads(operator):
 
 
 @every
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_visibility(operator):
     mask = torch.ones(5, 5, dtype=torch.bool)
-    expected = r"visibility must be a heedful.Visibility .* tensor of shape \(5, 5\); describe a"
+    expected = r"visibility must be a heedful.Visibility .* got \(5, 5\); describe a"
     with pytest.raises(ValueError, match=expected):
         OPERATORS[operator](Q, Q, Q, visibility=mask)
+    nested = torch.nested.nested_tensor([x(5), x(4)])
+    with pytest.raises(ValueError, match=r"visibility must be .* a nested tensor; describe a"):
+        OPERATORS[operator](Q, Q, Q, visibility=nested)
     with pytest.raises(ValueError, match=r"visibility must be .* got 'causal'; describe a mask"):
         OPERATORS[operator](Q, Q, Q, visibility="causal")
     padding = Visibility(padding=torch.ones(2, 4, dtype=torch.bool))
@@ -218,7 +333,7 @@ def test_pairs(message):
     ("lam", "got"), [(0.5, "0.5"), (x(3), r"\(3,\)"), (x(2, 1), r"\(2, 1\)")], ids=str
 )
 def test_lambda(lam, got):
-    with pytest.raises(ValueError, match=rf"lam must be a tensor \[\] or \[2\] .* got {got}"):
+    with pytest.raises(ValueError, match=rf"lam must be a tensor \[\] or \[[2P]\] .* got {got}"):
         differential_attention(Q, Q, x(2, 2, 5, 16), lam=lam)
 
 

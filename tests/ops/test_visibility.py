@@ -27,7 +27,13 @@ def visibilities(draw) -> tuple[Visibility, int]:
         padding = torch.stack([(tokens >= a) & (tokens < keys - b) for a, b in ends])
     causal = draw(st.booleans())
     window = draw(st.none() | st.integers(1, keys + 1)) if causal else None
-    return Visibility(causal=causal, window=window, documents=documents, padding=padding), keys
+    mutual = None
+    if causal and draw(st.booleans()):
+        joined = draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
+        runs = torch.tensor(joined).logical_not().long().cumsum(0)
+        mutual = runs.where(torch.tensor(draw(st.sampled_from([joined, [False] * keys]))), -1)[None]
+    made = Visibility(causal, window, documents, padding, mutual)
+    return made, keys
 
 
 def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
@@ -101,7 +107,22 @@ WRONG = {
     r"documents must be a tensor \[B, Tk\], got \(3,\)": lambda: Visibility(
         documents=torch.zeros(3, dtype=torch.long)
     ),
-    r"padding must be a tensor \[B, Tk\], got list": lambda: Visibility(padding=[[True]]),
+    "mutual must hold whole numbers, got torch.bool": lambda: Visibility(
+        mutual=torch.ones(1, 3, dtype=torch.bool)
+    ),
+    "mutual needs causal=True": lambda: Visibility(causal=False, mutual=torch.zeros(1, 3).long()),
+    r"padding must be a tensor \[B, Tk\], got \[\[True\]\]": lambda: Visibility(padding=[[True]]),
+    "padding must be a dense tensor .*, got a sparse_coo one; use its to_dense": lambda: Visibility(
+        padding=torch.ones(1, 3, dtype=torch.bool).to_sparse()
+    ),
+    "window must be .* got True": lambda: Visibility(window=True),
+    r"window must be .* at most 2\*\*62, got 1180591620717411303424": lambda: Visibility(
+        window=2**70
+    ),
+    "causal must be True or False, got 'yes'": lambda: Visibility(causal="yes"),
+    "documents must hold whole numbers, got torch.complex64": lambda: Visibility(
+        documents=torch.ones(1, 3, dtype=torch.complex64)
+    ),
     r"padding must be boolean .* got torch.int64; convert a 0/1 mask with mask.bool\(\)": (
         lambda: Visibility(padding=torch.ones(1, 3, dtype=torch.long))
     ),
@@ -111,7 +132,22 @@ WRONG = {
     "documents must hold whole numbers, got torch.float32": lambda: Visibility(
         documents=torch.ones(1, 3)
     ),
-    r"cu_seqlens must be a vector of at least two offsets, got shape \(1,\)": lambda: (
+    r"cu_seqlens must be a tensor of offsets \[n\], got \[0, 12\]": lambda: Visibility.packed(
+        [0, 12]
+    ),
+    "cu_seqlens must be .* whole offsets, got .2,. of torch.float32": lambda: Visibility.packed(
+        torch.tensor([0.0, 12.0])
+    ),
+    "cu_seqlens must hold numbers, got a tensor on meta": lambda: Visibility.packed(
+        torch.tensor([0, 12], device="meta")
+    ),
+    "length must be a whole number of tokens or None, got '12'": lambda: Visibility.packed(
+        torch.tensor([0, 12]), length="12"
+    ),
+    "length must be a whole number of tokens or None, got 12.0": lambda: Visibility.packed(
+        torch.tensor([0, 12]), length=12.0
+    ),
+    r"cu_seqlens must be a vector of at least two whole offsets, got \(1,\)": lambda: (
         Visibility.packed(torch.tensor([0]))
     ),
     r"cu_seqlens must start at 0 and not fall, got \[1, 2\]": lambda: Visibility.packed(

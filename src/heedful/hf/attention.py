@@ -127,5 +127,6 @@ def converted_attention(base: type) -> type:
 
 def unpickle(converted: "functools._lru_cache_wrapper", base: type) -> nn.Module:
     """An empty module of a converted class, which exists in no file that pickle could import."""
+    register_attention()  # in a process that has converted nothing yet
     cls = converted(base)
     return cls.__new__(cls)

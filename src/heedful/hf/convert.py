@@ -300,11 +300,16 @@ def _layers(layers: Iterable[int] | None, found: dict[int, nn.Module]) -> list[i
 
 
 def _read_documents(model: PreTrainedModel, apart: bool) -> list:
-    """Let every model inside that takes positions tell which tokens are packed documents."""
+    """Let every model inside that takes positions tell which tokens are packed documents.
+
+    But for a head, which hands them on to the model below it, where masks are made.
+    """
     hooks = []
     for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or module.base_model is not module:
+            continue
         names = tuple(inspect.signature(module.forward).parameters)
-        if isinstance(module, PreTrainedModel) and "position_ids" in names:
+        if "position_ids" in names:
             read = ReadDocuments(names, apart)
             hooks.append(module.register_forward_pre_hook(read, with_kwargs=True))
             hooks.append(module.register_forward_hook(ForgetDocuments(), always_call=True))

@@ -17,17 +17,15 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 from transformers.utils import is_tracing
 
 from heedful.ops import Visibility
-from heedful.ops.visibility import see_at
 
 _ROWS = 8  # whole rows of the family's mask that are compared
 _PACKED = "heedful_packed"  # marks a cache that holds packed documents
-_MASK = "the attention mask of this model"
-_SERVED = " (causal order, a window, documents, padding); call heedful.revert(model) for this input"
 
 # Of the forward pass under way in this thread; a mask function is handed no positions.
 _given = threading.local()
@@ -90,11 +88,6 @@ def visibility_for(
         ValueError: the family's mask is more than causal order, a window, documents and padding,
             or the lengths do not fit.
     """
-    if use_vmap:
-        raise ValueError(
-            "this model adds its own function to the attention mask, which a Visibility (causal, "
-            "window, documents, padding) cannot express; it cannot be converted"
-        )
     _check_lengths(q_length, kv_length, q_offset, kv_offset, attention_mask)
     padding = None
     if attention_mask is not None:
@@ -104,52 +97,85 @@ def visibility_for(
     if mask_function is causal_mask_function:
         return Visibility(documents=packed, padding=padding)
 
-    said = _Said(mask_function, batch_size, kv_offset, kv_length, device)
-    alone = said.alone()
-    documents = _numbered(alone)
-    said.compare(q_offset, q_length, local_size, documents)
+    said = _Said(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
+    alone, mutual = said.alone(), said.mutual()
+    documents, window = _numbered(alone), local_size
+    if window is None and alone is None:
+        window = said.window(q_offset + q_length - 1)
+    said.compare(q_offset, q_length, Visibility(window=window, documents=documents, mutual=mutual))
     if packed is not None and alone is None:
         documents = packed
     elif packed is not None:
         documents = _numbered(_alone_when_packed(said, alone, packed, padding))
-    return Visibility(window=local_size, documents=documents, padding=padding)
+    return Visibility(window=window, documents=documents, padding=padding, mutual=mutual)
 
 
 class _Said(NamedTuple):
     """What a family's mask function says, asked at chosen places."""
 
     mask_function: Callable
+    one_by_one: bool  # it takes single numbers, not tensors of indices
     batch: int
     first: int  # key
     keys: int
     device: torch.device
 
     def at(self, i: Tensor, j: Tensor) -> Bool[Tensor, "B ..."]:
-        """Whether token i sees token j; i and j broadcast to two dimensions."""
+        """Whether token i sees token j; both broadcast to `[B or 1, n, m]`."""
         rows = torch.arange(self.batch, device=self.device)[:, None, None]
-        seen = self.mask_function(rows, 0, i[None], j[None])
-        return seen.expand(self.batch, *torch.broadcast_shapes(i.shape, j.shape))
+        rows, i, j = torch.broadcast_tensors(rows, i, j)
+        if not self.one_by_one:
+            return self.mask_function(rows, 0, i, j).expand(rows.shape)
+        with TransformGetItemToIndex():
+            each = torch.vmap(self.mask_function, in_dims=(0, None, 0, 0))
+            return each(rows.flatten(), 0, i.flatten(), j.flatten()).view(rows.shape)
 
     def alone(self) -> Bool[Tensor, "B keys-1"] | None:
         """Which tokens, from the second on, do not see the one before; `None` where all do."""
-        token = torch.arange(self.first + 1, self.first + self.keys, device=self.device)[None]
         if self.keys < 2:
             return None
+        token = self._tokens()[1:]
         alone = ~self.at(token, token - 1)[:, 0]
-        _require(~self.at(token - 1, token).any(), f"{_MASK} lets tokens see later ones{_SERVED}")
         return alone if is_tracing(alone) or bool(alone.any()) else None
 
-    def compare(
-        self, first: int, queries: int, window: int | None, documents: Int[Tensor, "B n"] | None
-    ) -> None:
-        """Raise unless a few rows are those of causal order, this window and these documents."""
+    def mutual(self) -> Int[Tensor, "B keys"] | None:
+        """Runs of tokens that see each other later ones included; `None` where there are none.
+
+        A compiled model takes none: `compare` refuses them when it runs.
+        """
+        if self.keys < 2:
+            return None
+        token = self._tokens()[:-1]
+        ahead = self.at(token, token + 1)[:, 0]
+        if is_tracing(ahead) or not bool(ahead.any()):
+            return None
+        inside = F.pad(ahead, (0, 1)) | F.pad(ahead, (1, 0))
+        run = F.pad((~ahead).cumsum(1), (1, 0))
+        return run.where(inside, -1)
+
+    def window(self, newest: int) -> int | None:
+        """How far back the newest token sees, where a family adds a window without a word of it."""
+        token = self._tokens()
+        seen = self.at(token[-1:, None], token)
+        if is_tracing(seen) or bool(seen.all()):
+            return None
+        return newest - self.first + 1 - int(seen[0, 0].int().argmax())
+
+    def compare(self, first: int, queries: int, ours: Visibility) -> None:
+        """Raise unless a few rows, of `queries` tokens from `first` on, are those of `ours`."""
         evenly = torch.arange(_ROWS, device=self.device)
-        i = first + evenly * (queries - 1) // (_ROWS - 1)
-        j = torch.arange(self.first, self.first + self.keys, device=self.device)
-        i, j = i[:, None], j[None]
-        ours = see_at(documents, True, window, i - self.first, j - self.first)
-        same = (self.at(i, j) == ours).all()
-        _require(same, f"{_MASK} hides or shows other tokens than a converted one can{_SERVED}")
+        i, j = first + evenly * (queries - 1) // (_ROWS - 1), self._tokens()
+        expected = ours.at(i - self.first, j - self.first)
+        same = (self.at(i[:, None], j) == expected).all()
+        _require(
+            same,
+            "the attention mask of this model hides or shows other tokens than a converted one can "
+            "(causal order, a window, documents, padding, images); call heedful.revert(model) for "
+            "this input",
+        )
+
+    def _tokens(self) -> Int[Tensor, " keys"]:
+        return torch.arange(self.first, self.first + self.keys, device=self.device)
 
 
 def _numbered(alone: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B n+1"] | None:
@@ -177,8 +203,7 @@ def _alone_when_packed(
     start = token.where(F.pad(borders, (1, 0)), 0).cummax(1).values
     left = 0 if padding is None else padding.int().argmax(1, keepdim=True)
     place = token - start + (start > 0) * left
-    rows = torch.arange(len(alone), device=packed.device)[:, None]
-    joined = said.mask_function(rows, 0, place[:, 1:], place[:, :-1])
+    joined = said.at(place[:, None, 1:], place[:, None, :-1])[:, 0]
     return torch.where(knows, alone, borders | ~joined)
 
 

@@ -2,11 +2,14 @@
 
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
+from torch.library import CustomOpDef
 
 Impl = Literal["auto", "reference", "tiled", "fused"]
 IMPLS = ("auto", "reference", "tiled", "fused")
@@ -19,7 +22,12 @@ _log = logging.getLogger("heedful")
 _logged: set[str] = set()
 
 
-def choose(operator: str, impl: str, unfused: Callable[[], str | None]) -> str:
+def choose(
+    operator: str,
+    impl: str,
+    unfused: Callable[[], str | None],
+    tensors: Iterable[Tensor | None],
+) -> str:
     """The implementation to run for `impl`; asking for one that cannot serve raises.
 
     Arguments:
@@ -27,8 +35,15 @@ def choose(operator: str, impl: str, unfused: Callable[[], str | None]) -> str:
         impl: `"auto"`, `"reference"`, `"tiled"` or `"fused"`. `auto` takes `tiled`, and logs it
             once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; asked only if need be.
+        tensors: what the call may be differentiated in.
     """
     check_impl(impl)
+    if impl != "reference" and _transformed(tensors):
+        raise ValueError(
+            f"impl={impl!r} cannot serve this {operator} call: it has gradients for .backward() "
+            "and torch.autograd.grad only, not for torch.func (grad, vjp, jvp) or forward-mode "
+            "derivatives; impl='reference' has them all"
+        )
     if impl == "fused" and (reason := unfused()) is not None:
         raise ValueError(
             f"impl='fused' cannot serve this {operator} call: {reason}; use auto, tiled or "
@@ -40,6 +55,32 @@ def choose(operator: str, impl: str, unfused: Callable[[], str | None]) -> str:
         _logged.add(operator)
         _log.info("%s: impl=auto runs tiled (%s)", operator, UNTRIED)
     return "tiled"
+
+
+def _transformed(tensors: Iterable[Tensor | None]) -> bool:
+    """Forward mode or torch.func takes derivatives in one of them; custom operators lose those."""
+    if torch.compiler.is_compiling():
+        return forward_ad._current_level >= 0  # torch.func.grad fails by itself there
+    if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
+        return False
+    return any(x is not None and _followed(x) for x in tensors)
+
+
+def _followed(x: Tensor) -> bool:
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def refuse_second_derivative(backward: CustomOpDef, operator: str) -> None:
+    """Differentiating this backward raises, and says what can."""
+
+    def second(ctx, *grads):
+        raise ValueError(f"this form of {operator} has no second derivatives; impl='reference' has")
+
+    backward.register_autograd(second)
 
 
 def check_impl(impl: str) -> None:

@@ -6,6 +6,8 @@ So a caller can ask before anything is imported.
 import torch
 from torch import Tensor
 
+from heedful.ops.visibility import Visibility
+
 WIDEST = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -17,6 +19,13 @@ def over_limit(q: Tensor, /, **head_dims: int) -> str | None:
     for name, size in head_dims.items():
         if size > WIDEST:
             return f"{name} has head dim {size}, above {WIDEST}"
+    return None
+
+
+def unseen(visibility: Visibility) -> str | None:
+    """What of the visibility the fused kernels do not know, as one clause, or `None`."""
+    if visibility.mutual is not None:
+        return "its kernels know no tokens that see later ones (visibility.mutual)"
     return None
 
 

@@ -17,9 +17,12 @@ def widen(x: Tensor) -> Tensor:
 
 
 def operand(x: Tensor) -> Tensor:
-    """An input as products take it: as it is where the device has units for it, else widened."""
+    """An input as products take it: in its precision where the device has units for it, else wide.
+
+    Contiguous: products with parts of a model's transposed heads would copy them for every tile.
+    """
     narrow = x.dtype == torch.bfloat16 and (x.is_cuda or (x.device.type == "cpu" and _bf16_cpu()))
-    return x if narrow else widen(x)
+    return (x if narrow else widen(x)).contiguous()
 
 
 def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:

@@ -18,6 +18,8 @@ def standard_attention(
     # SDPA's is_causal aligns unequal lengths at the top, a Visibility at the bottom.
     if causal and queries != keys and queries != 1:
         return None
+    if scale is not None:
+        q, scale = with_positive_scale(q, scale)
     return torch.nn.functional.scaled_dot_product_attention(
         q,
         k,
@@ -26,3 +28,15 @@ def standard_attention(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def with_positive_scale(
+    q: Float[Tensor, "B H Tq D"], scale: float
+) -> tuple[Float[Tensor, "B H Tq D"], float]:
+    """Queries and scale of the same logits, for torch's kernels.
+
+    They mask before they scale: minus infinity times zero or less would hide nothing.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0.0, 1.0)

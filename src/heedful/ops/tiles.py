@@ -20,13 +20,15 @@ class Sight(NamedTuple):
     """A visibility as plain values, the form that crosses a custom operator's boundary.
 
     `segments` is the document number per token, -1 for padding; `documents` says whether it holds
-    documents at all (then a convolution must not cross their borders).
+    documents at all (then a convolution must not cross their borders). `mutual` is that of a
+    `Visibility`.
     """
 
     segments: Int[Tensor, "B Tk"] | None
     documents: bool
     causal: bool
     window: int | None
+    mutual: Int[Tensor, "B Tk"] | None = None
 
 
 class Field:
@@ -35,6 +37,7 @@ class Field:
     def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
         self._bounds = None if sight.segments is None else _bounds(sight.segments)
+        self._ends = None if sight.mutual is None else _ends(sight.mutual)
 
     def columns(self, rows: range, aside: int = 0) -> range:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
@@ -44,6 +47,8 @@ class Field:
         """
         start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
         stop = rows.stop + aside if self.sight.causal else self.keys
+        if self._ends is not None:
+            stop = max(self._ends[rows.start : rows.stop]) + aside
         if self._bounds is not None:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
@@ -70,7 +75,9 @@ class Field:
             edge = rows.start + 1 if sight.causal else columns.stop
             clear = max(0, min(edge - columns.start, len(columns)))
         rest = range(columns.start + clear, columns.stop)
-        visible = see(sight.segments, sight.causal, sight.window, rows, rest, self.device)
+        visible = see(
+            sight.segments, sight.causal, sight.window, rows, rest, self.device, sight.mutual
+        )
         return Hidden(clear, ~visible[:, None])
 
     def row_documents(self, first: int, last: int) -> Int[Tensor, "B N"] | None:
@@ -121,6 +128,13 @@ def _bounds(segments: Int[Tensor, "B Tk"]) -> _Bounds:
         begin.where(real, keys).amax(0).tolist(),
         end.where(real, 0).amin(0).tolist(),
     )
+
+
+def _ends(mutual: Int[Tensor, "B Tk"]) -> list[int]:
+    """Per token the key after the last that it sees in any row of the batch: itself, or its run."""
+    token = torch.arange(mutual.shape[1], device=mutual.device).expand(mutual.shape)
+    stop = segment_bounds(mutual)[1].where(mutual >= 0, token + 1)
+    return stop.amax(0).tolist()
 
 
 def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:

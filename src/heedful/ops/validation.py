@@ -1,35 +1,79 @@
 """Checks that every operator makes of its arguments before it computes anything."""
 
+import math
+import reprlib
+from numbers import Real
+
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
-
-from heedful.ops.visibility import Visibility
 
 _FLOATS = ("torch.float64", "torch.float32", "torch.bfloat16", "torch.float16")
 
 
-def check_visibility(visibility: Visibility | None, batch: int, queries: int, keys: int):
-    """The visibility to use; a mask in its place is refused."""
-    if visibility is None:
-        visibility = Visibility()
-    if not isinstance(visibility, Visibility):
-        what = (
-            f"a tensor of shape {tuple(visibility.shape)}"
-            if isinstance(visibility, Tensor)
-            else repr(visibility)
-        )
+def shown(x: object) -> str:
+    """What was given, short: a tensor by its shape, if it has one."""
+    if isinstance(x, Tensor):
+        return "a nested tensor" if x.is_nested else str(tuple(x.shape))
+    return reprlib.repr(x)
+
+
+def check_dense(name: str, x: object, what: str) -> None:
+    """Raise unless `x` is a tensor, neither sparse nor nested; `what` tells its shape.
+
+    `what` names sizes by letters: to print a size would fix it where a length is symbolic.
+    """
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor {what}, got {shown(x)}")
+    if x.is_nested or x.layout != torch.strided:
+        kind = "a nested" if x.is_nested else f"a {str(x.layout).removeprefix('torch.')}"
+        way = "to_padded_tensor(0.0), with Visibility(padding=...)" if x.is_nested else "to_dense()"
+        raise ValueError(f"{name} must be a dense tensor {what}, got {kind} one; use its {way}")
+
+
+def check_flag(name: str, x: object) -> None:
+    """Raise unless `x` is `True` or `False`."""
+    if not isinstance(x, bool):
+        raise ValueError(f"{name} must be True or False, got {shown(x)}")
+
+
+def check_scale(scale: float | None, q: Tensor) -> float:
+    """The factor on the logits; the default is the head dim's inverse square root."""
+    if scale is None:
+        return q.shape[-1] ** -0.5
+    return _finite("scale", scale, "multiply q by it")
+
+
+def check_tau(tau: float | None) -> float | None:
+    """The cap of F in the memory, above zero, or `None`."""
+    if tau is None:
+        return None
+    tau = _finite("tau", tau, "use its .item()")
+    if not tau > 0:
+        raise ValueError(f"tau must be positive, got {tau:g}; None computes no memory")
+    return tau
+
+
+def _finite(name: str, x: float, way_out: str) -> float:
+    if isinstance(x, Tensor):
         raise ValueError(
-            f"visibility must be a heedful.Visibility or None (causal), got {what}; describe a "
-            "mask with Visibility(window=..., documents=..., padding=...)"
+            f"{name} must be a plain number, got a tensor, which would get no gradient; {way_out}"
         )
-    visibility.check(batch, queries, keys)
-    return visibility
+    if isinstance(x, Real | torch.SymFloat | torch.SymInt) and not isinstance(x, bool):
+        try:
+            value = float(x)
+        except OverflowError:  # a whole number beyond every float
+            value = math.inf
+        if torch.compiler.is_compiling() or math.isfinite(value):
+            return value
+    raise ValueError(f"{name} must be a finite number, got {shown(x)}")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, value_heads: str = "k") -> None:
     """Raise unless q, k, v are `[B, H, T, D]` that fit (GQA: `k`, `v` may have fewer heads)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dense(name, x, "[B, H, T, D]")
         if x.ndim != 4:
             raise ValueError(f"{name} must be [B, H, T, D], got shape {tuple(x.shape)}")
         if str(x.dtype) not in _FLOATS:
@@ -61,20 +105,20 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, value_heads: str = "k") -> Non
 
 
 def check_parameter(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    """Raise unless a parameter tensor has this shape, a float dtype and the device of `like`."""
-    if not isinstance(x, Tensor) or tuple(x.shape) != shape:
-        got = tuple(x.shape) if isinstance(x, Tensor) else repr(x)
-        raise ValueError(f"{name} must be {list(shape)}, got {got}")
+    """Raise unless a parameter has this shape, a float dtype, finite numbers, `like`'s device."""
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must be {list(shape)}, got {shown(x)}")
     if str(x.dtype) not in _FLOATS or x.device != like.device:
         raise ValueError(
             f"{name} must be a floating-point tensor on {like.device}, got {x.dtype} on {x.device}"
         )
-    # On an accelerator, or while compiling, this look would stall the stream or break the graph;
-    # there convert() and load() have looked once.
+    # On an accelerator this look would stall the stream, while compiling it would break the graph,
+    # and under torch.func there may be nothing to look at; convert() and load() have looked once.
     if (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not isinstance(x, FakeTensor)
+        and _functorch.peek_interpreter_stack() is None
         and not bool(x.isfinite().all())
     ):
         raise ValueError(

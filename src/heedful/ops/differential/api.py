@@ -7,9 +7,9 @@ from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.limits import over_limit
-from heedful.ops.validation import check_parameter, check_qkv, check_visibility
-from heedful.ops.visibility import Visibility
+from heedful.ops.limits import over_limit, unseen
+from heedful.ops.validation import check_dense, check_parameter, check_qkv, check_scale, shown
+from heedful.ops.visibility import Visibility, check_visibility
 
 
 def differential_attention(
@@ -55,16 +55,17 @@ def differential_attention(
             f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join "
             "the values of two heads along the head dim"
         )
-    visibility = check_visibility(visibility, q.shape[0], q.shape[2], k.shape[2])
-    if not isinstance(lam, Tensor) or lam.shape not in ((), (pairs,)):
-        got = tuple(lam.shape) if isinstance(lam, Tensor) else repr(lam)
-        raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {got}")
+    visibility = check_visibility(visibility, q, k.shape[2])
+    check_dense("lam", lam, "[] or [P] (one number per pair)")
+    if lam.shape not in ((), (pairs,)):
+        raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
     check_parameter("lam", lam, tuple(lam.shape), q)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = check_scale(scale, q)
     chosen = choose(
         "differential_attention",
         impl,
-        lambda: no_triton(q) or over_limit(q, q=q.shape[3], v=v.shape[3]),
+        lambda: no_triton(q) or unseen(visibility) or over_limit(q, q=q.shape[3], v=v.shape[3]),
+        (q, k, v, lam),
     )
     if chosen == "fused":
         from heedful.ops.differential.fused import differential_attention_fused as run

@@ -5,11 +5,12 @@ from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.limits import unseen
 from heedful.ops.mta.launch import unsupported
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
-from heedful.ops.validation import check_parameter, check_qkv, check_visibility
-from heedful.ops.visibility import Visibility
+from heedful.ops.validation import check_dense, check_parameter, check_qkv, check_scale, shown
+from heedful.ops.visibility import Visibility, check_visibility
 
 
 def multi_token_attention(
@@ -57,15 +58,18 @@ def multi_token_attention(
     """
     q, k, v = cast_inputs(q, k, v)
     check_qkv(q, k, v)
-    batch, heads, queries, _ = q.shape
-    visibility = check_visibility(visibility, batch, queries, k.shape[2])
+    heads = q.shape[1]
+    visibility = check_visibility(visibility, q, k.shape[2])
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
         _check_kernel(name, kernel, heads, q)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = check_scale(scale, q)
     chosen = choose(
-        "multi_token_attention", impl, lambda: no_triton(q) or unsupported(q, v, conv, post_conv)
+        "multi_token_attention",
+        impl,
+        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, conv, post_conv),
+        (q, k, v, conv, post_conv, mix, post_mix),
     )
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused import multi_token_attention_fused as run
@@ -91,10 +95,10 @@ def multi_token_attention(
 def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:
     if kernel is None:
         return
-    if not isinstance(kernel, Tensor) or kernel.ndim != 3 or kernel.shape[0] != heads:
-        got = tuple(kernel.shape) if isinstance(kernel, Tensor) else repr(kernel)
+    check_dense(name, kernel, "[H, c_q, c_k]")
+    if kernel.ndim != 3 or kernel.shape[0] != heads:
         raise ValueError(
-            f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {got}"
+            f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {shown(kernel)}"
         )
     if kernel.shape[1] < 1 or kernel.shape[2] % 2 == 0:
         raise ValueError(
@@ -107,9 +111,11 @@ def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) ->
 def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> None:
     if weights is None:
         return
-    if not isinstance(weights, Tensor) or weights.ndim != 3:
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else repr(weights)
-        raise ValueError(f"{name} must be [H/g, g, g] indexed [group, out, in], got {got}")
+    check_dense(name, weights, "[H/g, g, g]")
+    if weights.ndim != 3:
+        raise ValueError(
+            f"{name} must be [H/g, g, g] indexed [group, out, in], got {shown(weights)}"
+        )
     size = weights.shape[1]
     if size < 1 or heads % size:
         raise ValueError(

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.blocks import Parameters, Steps, attend_backward
 from heedful.ops.tiles import Field, Sight, gather_heads, spread_heads
 from heedful.ops.visibility import Visibility
@@ -64,11 +65,12 @@ def define(
     @torch.library.custom_op(f"heedful::{name}", mutates_args=())
     def operator(
         q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-        mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, documents: bool,
-        causal: bool, window: int | None, scale: float, wide: bool,
+        mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None,
+        mutual: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+        wide: bool,
     ) -> Tensor:  # fmt: skip
         parameters = Parameters(conv, post_conv, mix, post_mix)
-        sight = Sight(segments, documents, causal, window)
+        sight = Sight(segments, documents, causal, window, mutual)
         out = forward(Call(q, k, v, parameters, sight, scale, wide))
         return out.to(_output_dtype(q, wide))
 
@@ -76,20 +78,21 @@ def define(
     def backward_operator(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None,
         post_conv: Tensor | None, mix: Tensor | None, post_mix: Tensor | None,
-        segments: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
-        wide: bool,
-    ) -> list[Tensor]:  # fmt: skip
+        segments: Tensor | None, mutual: Tensor | None, documents: bool, causal: bool,
+        window: int | None, scale: float, wide: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         parameters = Parameters(conv, post_conv, mix, post_mix)
-        call = Call(q, k, v, parameters, Sight(segments, documents, causal, window), scale, wide)
+        sight = Sight(segments, documents, causal, window, mutual)
+        call = Call(q, k, v, parameters, sight, scale, wide)
         steps = steps_of(call)
         x = operands(call, steps)
         dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), *x, steps, scale)
         grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
         inputs = (q, k, v, *parameters)
-        return [
+        return tuple(
             q.new_empty(0) if x is None else g.to(x.dtype)
             for g, x in zip(grads, inputs, strict=True)
-        ]
+        )
 
     @operator.register_fake
     def _(q, k, v, *rest):
@@ -98,17 +101,19 @@ def define(
     @backward_operator.register_fake
     def _(grad, *inputs):
         empty = inputs[0].new_empty
-        return [empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7]]
+        return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7])
+
+    refuse_second_derivative(backward_operator, "multi_token_attention")
 
     def save(ctx, inputs, output) -> None:
-        ctx.save_for_backward(*inputs[:8])
-        ctx.options = inputs[8:]
+        ctx.save_for_backward(*inputs[:9])
+        ctx.options = inputs[9:]
 
     def backward(ctx, grad):
         tensors = ctx.saved_tensors
         grads = without_autocast(backward_operator)(grad, *tensors, *ctx.options)
         given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
-        return *given, *[None] * 6
+        return *given, *[None] * 7
 
     operator.register_autograd(backward, setup_context=save)
 
@@ -127,7 +132,7 @@ def define(
     ) -> Float[Tensor, "B H Tq Dv"]:
         """The operator of `multi_token_attention`; peak memory O(B H T (D + rows per block))."""
         return operator(
-            q, k, v, conv, post_conv, mix, post_mix, visibility.segments(),
+            q, k, v, conv, post_conv, mix, post_mix, visibility.segments(), visibility.mutual,
             visibility.documents is not None, visibility.causal, visibility.window, scale,
             wide,
         )  # fmt: skip

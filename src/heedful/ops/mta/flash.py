@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from heedful.ops.mta.low_rank import LowRank
 from heedful.ops.mta.wide import near_values
 from heedful.ops.products import widen
+from heedful.ops.standard import with_positive_scale
 from heedful.ops.tiles import Sight
 
 
@@ -29,8 +30,9 @@ def flash_attention(
     if not plain or v.device.type != "cpu" or width != v.shape[3] or band >= keys:
         return None
     back = keys - band
+    q, scale = with_positive_scale(wide.q[:, :, band:], wide.scale)
     far, far_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        wide.q[:, :, band:], wide.k[:, :, :back], v[:, :, :back], 0.0, True, scale=wide.scale
+        q, wide.k[:, :, :back], v[:, :, :back], 0.0, True, scale=scale
     )  # and the logarithm of the sum of exponentials
     if band == 0:
         return widen(far).contiguous()

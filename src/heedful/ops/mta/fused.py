@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta import launch
 from heedful.ops.mta.fused_backward import keys_kernel, map_kernel, queries_kernel
 from heedful.ops.mta.fused_call import SPLIT, Call, Widened, call, widen_keys
@@ -220,6 +221,9 @@ def _fold(
 def _(grad, out, lse, q, k, v, conv, *_):
     inputs = (q, k, v, conv)
     return [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs]
+
+
+refuse_second_derivative(_fused_backward, "multi_token_attention")
 
 
 def _save(ctx, inputs, output) -> None:

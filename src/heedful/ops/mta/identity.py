@@ -20,10 +20,10 @@ def identity_attention(
     """What torch's own kernel computes; `None` where a parameter is not the identity any more.
 
     So a freshly converted model gives the very logits that it gave before. `None` too where the
-    visibility needs a mask, and on a GPU, where looking at a parameter would stall the stream.
+    visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.
     """
     window = sight.window is not None and sight.window < k.shape[2]
-    if q.is_cuda or sight.segments is not None or window:
+    if q.device.type != "cpu" or sight.segments is not None or window or sight.mutual is not None:
         return None
     if v.shape[3] != q.shape[3]:  # torch would take its dense path
         return None

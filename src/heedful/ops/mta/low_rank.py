@@ -51,8 +51,14 @@ def low_rank(
     sight: Sight,
     scale: float,
 ) -> LowRank | None:
-    """The wide form of these kernels, or `None` where it does not pay: high rank, few queries."""
-    factors = _factors(conv) if q.shape[2] >= _QUERIES else None
+    """The wide form of these kernels, or `None` where it does not pay: high rank, few queries.
+
+    `None` too anywhere but on a CPU: there looking for the rank would stall the stream.
+    """
+    looked = q.device.type == "cpu" and q.shape[2] >= _QUERIES
+    if sight.mutual is not None:
+        return None  # its edge of visibility is no band
+    factors = _factors(conv) if looked else None
     if factors is None:
         return None
     left, right = factors

@@ -57,9 +57,9 @@ def multi_token_attention_map(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     queries, keys, wide = q.shape[2], k.shape[2], torch.promote_types(q.dtype, torch.float32)
     visible = visibility.dense(queries, keys, q.device)[:, None]
-    documents = visibility.documents
-    if documents is not None:
-        documents = documents[:, keys - queries :]
+    documents = None
+    if visibility.documents is not None:
+        documents = visibility.segments()[:, keys - queries :]
 
     c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
     if conv is not None:

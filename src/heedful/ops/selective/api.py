@@ -8,11 +8,12 @@ from torch import Tensor
 
 from heedful.ops.autocast import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.limits import unseen
 from heedful.ops.selective.fused_launch import unsupported
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
-from heedful.ops.validation import check_qkv, check_visibility
-from heedful.ops.visibility import Visibility
+from heedful.ops.validation import check_dense, check_flag, check_qkv, check_scale, check_tau, shown
+from heedful.ops.visibility import Visibility, check_visibility
 
 
 class SelectiveOutput(NamedTuple):
@@ -77,9 +78,8 @@ def selective_attention(
     """
     q, k, v, selector_q, selector_k = cast_inputs(q, k, v, selector_q, selector_k)
     check_qkv(q, k, v)
-    batch, _, queries, _ = q.shape
     keys = k.shape[2]
-    visibility = check_visibility(visibility, batch, queries, keys)
+    visibility = check_visibility(visibility, q, keys)
     if not visibility.causal:
         raise ValueError(
             "visibility must be causal for selective attention: F sums over earlier queries"
@@ -89,14 +89,15 @@ def selective_attention(
     if selector_q is None:
         selector_q, selector_k = q[:, :1], k[:, :1]
     _check_selector(selector_q, selector_k, q, keys)
-    if tau is not None and not tau > 0:
-        raise ValueError(f"tau must be positive, got {tau}; None computes no memory")
-    state = _whole_state(state, (batch, selector_q.shape[1], keys), q)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    tau = check_tau(tau)
+    check_flag("protect_first", protect_first)
+    state = _whole_state(state, (q.shape[0], selector_q.shape[1], keys), q)
+    scale = check_scale(scale, q)
     chosen = choose(
         "selective_attention",
         impl,
-        lambda: no_triton(q) or unsupported(q, v, selector_q, scale),
+        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, selector_q, scale),
+        (q, k, v, selector_q, selector_k, state),
     )
     if chosen == "fused":
         from heedful.ops.selective.fused import selective_attention_fused as run
@@ -112,7 +113,7 @@ def selective_attention(
             selector_q,
             selector_k,
             state=state,
-            tau=None if tau is None else float(tau),
+            tau=tau,
             protect_first=protect_first,
             visibility=visibility,
             scale=scale,
@@ -123,9 +124,10 @@ def selective_attention(
 def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int) -> None:
     batch, heads, queries, _ = q.shape
     for name, x, tokens in (("selector_q", selector_q, queries), ("selector_k", selector_k, keys)):
+        check_dense(name, x, "[B, 1 or H, T, Ds]")
         if x.ndim != 4 or x.shape[0] != batch or x.shape[2] != tokens:
             raise ValueError(
-                f"{name} must be [{batch}, 1 or {heads}, {tokens}, Ds], got {tuple(x.shape)}"
+                f"{name} must be [{batch}, 1 or {heads}, {tokens}, Ds], got {shown(x)}"
             )
         if x.shape[1] not in (1, heads):
             raise ValueError(
@@ -147,10 +149,13 @@ def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int
 def _whole_state(state: Tensor | None, shape: tuple[int, int, int], q: Tensor) -> Tensor | None:
     if state is None:
         return None
+    if isinstance(state, SelectiveOutput):
+        raise ValueError("state must be a tensor, got a whole SelectiveOutput; pass its .state")
+    check_dense("state", state, "[B, Hs, T]")
     if state.ndim != 3 or state.shape[:2] != shape[:2] or state.shape[2] > shape[2]:
         raise ValueError(
             f"state must be [{shape[0]}, {shape[1]}, at most {shape[2]}] (one F per key), got "
-            f"{tuple(state.shape)}"
+            f"{shown(state)}"
         )
     wide = torch.promote_types(q.dtype, torch.float32)
     if state.dtype != wide or state.device != q.device:

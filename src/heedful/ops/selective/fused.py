@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.limits import padded
 from heedful.ops.selective import fused_backward, fused_forward, fused_selector
 from heedful.ops.selective.fused_field import Field, visits, weight_limit, weightless
@@ -205,6 +206,9 @@ def _parts(selector: Tensor, chunks: int) -> Tensor:
 def _(grad, grad_state, grad_memory, out, remainder, lse, q, k, v, selector_q, selector_k, *_):
     inputs = (q, k, v, selector_q, selector_k, grad_state)
     return [x.new_empty(x.shape) for x in inputs]
+
+
+refuse_second_derivative(_fused_backward, "selective_attention")
 
 
 def _save(ctx, inputs, output) -> None:

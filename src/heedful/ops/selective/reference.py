@@ -67,11 +67,11 @@ def selection(
 def may_hide(
     protect_first: bool, visibility: Visibility, rows: range, columns: range, like: Tensor
 ) -> Bool[Tensor, "B R C"]:
-    """Where token p may hide token j: p sees j, j is not p, j is not a protected first token."""
+    """Where token p may hide token j: p sees j, j is earlier, and not a protected first token."""
     allowed = visibility.tile(rows, columns, like.device)
     p = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
     j = torch.arange(columns.start, columns.stop, device=like.device)[None, :]
-    allowed = allowed & (p != j)
+    allowed = allowed & (j < p)
     if protect_first:
         first = visibility.first_tokens(columns.stop, like.device)
         allowed = allowed & ~first[:, None, columns.start :]

@@ -1,9 +1,9 @@
 """Selective attention in memory linear in T: blocks of query rows, recomputed in the backward.
 
-F is a sum over earlier queries. Between blocks it travels as one fp32 number per key; inside a
-block the missing part is a product with a strictly triangular matrix of ones. The running totals at
-each block's start are kept for the backward: T^2 / 64 numbers per selector, a twelfth of what q, k
-and v of eight 64-wide heads take at T = 8192.
+F is a sum over earlier queries. Between blocks it travels as one running total per key; inside a
+block the missing part is a product with a strictly triangular matrix of ones. The backward goes
+from the last block to the first and takes from the total what the forward added to it, so nothing
+is kept of the blocks between. For that the total is held exactly enough: see `_Total`.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.autocast import without_autocast
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.products import operand, product, scores
 from heedful.ops.standard import standard_attention
 from heedful.ops.tiles import (
@@ -44,117 +45,144 @@ def selective_attention_tiled(
     """The operator of `selective_attention`, in blocks of query rows."""
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, visibility.segments(), first,
+        q, k, v, selector_q, selector_k, state, visibility.segments(), visibility.mutual, first,
         visibility.window, tau, scale,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
 
-class _Tile(NamedTuple):
-    """One block before the product with the values; `p` is the softmax, `f` what is hidden."""
+class _Total:
+    """A running total per key as the sum of two numbers, the second what rounding took so far.
 
-    columns: range
-    hidden: Hidden
-    active: Tensor  # where S has a slope
-    s: Tensor
-    f: Tensor
-    p: Tensor
+    So sums and differences are as if in twice the precision: taking away what was added leaves what
+    was there before, however small beside what was added later.
+    """
+
+    def __init__(self, pair: Float[Tensor, "2 B Hs Tk"]) -> None:
+        self.pair = pair
+
+    def add(self, x: Float[Tensor, "B Hs C"], cut: slice) -> None:
+        """Adds to the keys in `cut`; `taken` is exactly what rounding takes (Knuth's two-sum)."""
+        total, rest = self.pair[..., cut]
+        more = total + x
+        added = more - total
+        taken = (total - (more - added)) + (x - added)
+        rest += taken
+        total.copy_(more)
+
+    def rounded(self, cut: slice = slice(None)) -> Float[Tensor, "B Hs C"]:
+        return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
 class _Inputs(NamedTuple):
-    """Widened inputs with key heads spread over query heads."""
+    """Operands with key heads spread over query heads."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     selector_q: Tensor
     selector_k: Tensor
+    state: Tensor | None
     field: Field
     first: Tensor | None
     scale: float
 
 
-def _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale) -> _Inputs:
+class _Selection(NamedTuple):
+    """What one block of queries hides from later ones."""
+
+    rows: slice
+    cut: slice  # of the keys
+    hidden: Hidden
+    active: Tensor  # where S has a slope
+    s: Tensor
+
+    @property
+    def sums(self) -> Float[Tensor, "B Hs C"]:
+        return self.s.sum(2)
+
+
+def _prepare(
+    q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale
+) -> _Inputs:
     heads = q.shape[1]
-    field = Field(Sight(segments, False, True, window), q.shape[2], k.shape[2], q.device)
+    field = Field(Sight(segments, False, True, window, mutual), q.shape[2], k.shape[2], q.device)
     return _Inputs(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), field, first, scale,
+        operand(selector_q), operand(selector_k), state, field, first, scale,
     )  # fmt: skip
 
 
-def _tile(
-    x: _Inputs, base: Float[Tensor, "B Hs Tk"], rows: range, room: Tensor | None = None
-) -> _Tile:
-    """`room`: a buffer for the logits of any block."""
-    owned = range(x.field.offset + rows.start, x.field.offset + rows.stop)
+def _selection(x: _Inputs, start: int, stop: int) -> _Selection:
+    owned = range(x.field.offset + start, x.field.offset + stop)
     columns = x.field.columns(owned)
-    cut = slice(columns.start, columns.stop)
+    rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.field.hidden(owned, columns)
-
-    own = slice(rows.start, rows.stop)
-    logits = scores(x.selector_q[:, :, own], x.selector_k[:, :, cut], x.scale)
-    active = hidden.fill(logits >= 0, False)
-    active.diagonal(owned.start - columns.start, 2, 3).fill_(False)
+    logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
+    # Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
+    active = hidden.fill(logits >= 0, False).tril_(owned.start - columns.start - 1)
     if x.first is not None:
         active &= ~x.first[:, None, None, cut]
-    s = logits.masked_fill_(~active, 0.0)
-    f = base[:, :, None, cut] + _earlier(len(rows), s) @ s
-
-    logits = scores(x.q[:, :, own], x.k[:, :, cut], x.scale, room)
-    return _Tile(columns, hidden, active, s, f, softmax_(logits.sub_(f), hidden))
+    return _Selection(rows, cut, hidden, active, logits.masked_fill_(~active, 0.0))
 
 
-def _earlier(rows: int, like: Tensor) -> Tensor:
+def _maps(
+    x: _Inputs, block: _Selection, total: _Total, room: Tensor | None = None
+) -> tuple[Float[Tensor, "B Hs R C"], Float[Tensor, "B H R C"]]:
+    """F and the softmax of a block; `total` is of the blocks before, `room` a buffer for logits."""
+    base = total.rounded(block.cut)
+    if x.state is not None:
+        base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
+    f = base[:, :, None] + _earlier(block.s) @ block.s
+    logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
+    return f, softmax_(logits.sub_(f), block.hidden)
+
+
+def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
     """Strictly lower triangle of ones: row i sums what stands above it."""
+    rows = like.shape[2]
     return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
-    scale: float,
+    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
+    tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
-    blocks = -(-queries // ROWS)
-    whole = segments is None and (window is None or window >= k.shape[2])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
+    memory = pair.new_zeros(batch, queries if tau is not None else 0)
+    whole = segments is mutual is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
         if out is not None:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
-            return out, base, base.new_zeros(batch, 0), base.repeat(blocks, 1, 1, 1)
-    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    base = q.new_zeros(batch, selectors, k.shape[2], dtype=wide)
-    if state is not None:
-        base += state
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    memory = base.new_zeros(batch, queries if tau is not None else 0)
-    bases = base.new_empty(blocks, *base.shape)
+            return out, torch.zeros_like(pair[0]), memory, pair
+    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
+    out, total = q.new_empty(*q.shape[:3], v.shape[3]), _Total(pair)
     # From the first block to the last tiles grow, and none would find room where another stood.
-    room = base.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
+    room = pair.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
     for start, stop in row_blocks(queries, ascending=True):
-        bases[start // ROWS] = base
-        tile = _tile(x, base, range(start, stop), room)
-        cut = slice(tile.columns.start, tile.columns.stop)
-        out[:, :, start:stop] = product(tile.p, x.v[:, :, cut])
-        base[:, :, cut] += tile.s.sum(2)
+        block = _selection(x, start, stop)
+        f, p = _maps(x, block, total, room)
+        out[:, :, start:stop] = product(p, x.v[:, :, block.cut])
+        total.add(block.sums, block.cut)
         if tau is not None:
-            kept = tile.hidden.fill(tile.f.clamp(max=tau), 0.0)
+            kept = block.hidden.fill(f.clamp(max=tau), 0.0)
             memory[:, start:stop] = kept.sum((1, 3)) / selectors
             del kept
-        del tile
-    return out, base, memory, bases
+        del block, f, p
+    last = total.rounded()
+    return out, last if state is None else last + state, memory, pair
 
 
 def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor | None:
     """Standard attention, to the last bit, while a selector initialised to zero is untrained.
 
-    Not on a GPU, where this look at the selector would stall the stream.
+    On a CPU only: elsewhere this look at the selector would stall the stream.
     """
-    if q.is_cuda or v.shape[3] != q.shape[3]:
+    if q.device.type != "cpu" or v.shape[3] != q.shape[3]:
         return None
     if bool(selector_q.any()) and bool(selector_k.any()):
         return None
@@ -163,83 +191,87 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
 
 
 @_tiled.register_fake
-def _(q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale):
+def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, tau, scale):
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    blocks = -(-queries // ROWS)
     return (
         q.new_empty(*q.shape[:3], v.shape[3]),
         q.new_empty(batch, selectors, k.shape[2], dtype=wide),
         q.new_empty(batch, queries if tau is not None else 0, dtype=wide),
-        q.new_empty(blocks, batch, selectors, k.shape[2], dtype=wide),
+        q.new_empty(2, batch, selectors, k.shape[2], dtype=wide),
     )
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
-    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, bases: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, selector_q: Tensor, selector_k: Tensor, segments: Tensor | None,
-    first: Tensor | None, window: int | None, tau: float | None, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    x = _prepare(q, k, v, selector_q, selector_k, segments, first, window, scale)
-    grad, selectors = operand(grad), selector_q.shape[1]
+    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
+    tau: float | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
+    grad, selectors, total = operand(grad), selector_q.shape[1], _Total(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     dq, dk, dv, dsq, dsk = (
-        torch.zeros(t.shape, dtype=bases.dtype, device=t.device)
+        torch.zeros(t.shape, dtype=pair.dtype, device=t.device)
         for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
     )
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
     for start, stop in row_blocks(q.shape[2]):
-        tile = _tile(x, bases[start // ROWS], range(start, stop))
-        cut = slice(tile.columns.start, tile.columns.stop)
+        block = _selection(x, start, stop)
+        cut = block.cut
+        total.add(-block.sums, cut)
+        f, p = _maps(x, block, total)
         out_grad = grad[:, :, start:stop]
-        dv[:, :, cut] += product(tile.p.mT, out_grad)
+        dv[:, :, cut] += product(p.mT, out_grad)
         dp = product(out_grad, x.v[:, :, cut].mT)
-        dlogits = torch._softmax_backward_data(dp, tile.p, -1, dp.dtype)
-        del dp  # tiles are what the peak is made of
+        dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+        del dp, p  # tiles are what the peak is made of
 
         df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
         if tau is not None:
-            counted = tile.hidden.fill(tile.f <= tau, False)
+            counted = block.hidden.fill(f <= tau, False)
             df += counted * (grad_memory[:, None, start:stop, None] / selectors)
-        ds = later[:, :, None, cut] + _earlier(stop - start, df).mT @ df
+        ds = later[:, :, None, cut] + _earlier(df).mT @ df
         later[:, :, cut] += df.sum(2)
-        ds = ds.masked_fill_(~tile.active, 0.0).mul_(scale)
+        ds = ds.masked_fill_(~block.active, 0.0).mul_(scale)
         dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
         dsk[:, :, cut] += product(ds.mT, x.selector_q[:, :, start:stop])
 
         dlogits.mul_(scale)
         dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
         dk[:, :, cut] += product(dlogits.mT, x.q[:, :, start:stop])
-        del tile, dlogits, df, ds
+        del block, f, dlogits, df, ds
     dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
     inputs = (q, k, v, selector_q, selector_k)
     grads = [g.to(i.dtype) for g, i in zip((dq, dk, dv, dsq, dsk), inputs, strict=True)]
-    return [*grads, later]
+    return *grads, later
 
 
 @_tiled_backward.register_fake
-def _(grad, grad_state, grad_memory, bases, q, k, v, selector_q, selector_k, *_):
+def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, *_):
     inputs = (q, k, v, selector_q, selector_k, grad_state)
-    return [x.new_empty(x.shape) for x in inputs]
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+refuse_second_derivative(_tiled_backward, "selective_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, selector_q, selector_k, state, segments, first, window, tau, scale = inputs
-    bases = output[3]
-    ctx.mark_non_differentiable(bases)
-    ctx.save_for_backward(bases, q, k, v, selector_q, selector_k, segments, first)
+    *tensors, window, tau, scale = inputs
+    pair = output[3]
+    ctx.mark_non_differentiable(pair)
+    ctx.save_for_backward(pair, *tensors)
     ctx.options = (window, tau, scale)
-    ctx.state_dtype = None if state is None else state.dtype
+    ctx.from_state = tensors[5] is not None
 
 
 def _backward(ctx, grad, grad_state, grad_memory, _):
     *grads, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    state = None if ctx.state_dtype is None else later.to(ctx.state_dtype)
-    return *grads, state, None, None, None, None, None
+    return *grads, later if ctx.from_state else None, *(None,) * 6
 
 
 _tiled.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,102 @@
+"""Converted models under torch.compile and torch.export, run by test_compile_models.py.
+
+In a process of its own: the shape checks that the other tests install cannot be compiled. Each
+check prints one line of JSON.
+"""
+
+import json
+import sys
+import traceback
+
+import torch
+from families import stir, tiny, tokens
+from torch._dynamo.utils import counters
+
+import heedful
+from heedful.nn import MultiToken, Selective
+
+MECHANISMS = {
+    "standard": "standard",
+    "mta": MultiToken(conv_every=1),
+    "selective": Selective(),
+    "differential": "differential",
+}
+LENGTHS = (11, 17, 9)
+
+
+def converted(name: str):
+    model = tiny("mistral", num_hidden_layers=2)
+    heedful.convert(model, MECHANISMS[name])
+    stir(model, 0.1, only=".heedful.")
+    return model
+
+
+def calls(ids: torch.Tensor) -> dict[str, dict]:
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    tokens = ids.shape[1]
+    packed = torch.cat([torch.arange(5), torch.arange(tokens - 5)])[None].expand(2, -1)
+    return {
+        "plain": {},
+        "padded": {"attention_mask": mask},
+        "packed": {"position_ids": packed},
+        "packed with a mask": {"position_ids": packed, "attention_mask": torch.ones_like(ids)},
+    }
+
+
+@torch.no_grad()
+def check(name: str, way: str, use_cache: bool) -> None:
+    """The eager logits at every length, from two graphs: one fixed, one for all lengths."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = converted(name)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for length in LENGTHS:
+        ids = tokens(2, length)
+        options = calls(ids)[way]
+        found = compiled(input_ids=ids, use_cache=use_cache, **options).logits
+        expected = model(input_ids=ids, use_cache=use_cache, **options).logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 2, f"{graphs} graphs for {len(LENGTHS)} lengths"
+
+
+def refused_when_it_runs() -> None:
+    """What eager mode refuses for its values, a compiled model refuses when it runs."""
+    torch._dynamo.reset()
+    model = converted("standard")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    cache = model(input_ids=tokens(1, 4)).past_key_values
+    again = torch.tensor([[0, 1]])
+    try:
+        compiled(input_ids=tokens(1, 2), position_ids=again, past_key_values=cache)
+    except RuntimeError as error:
+        assert "position_ids start again" in str(error), error
+    else:
+        raise AssertionError("a restart in a filled cache was served")
+
+
+CHECKS = {
+    "standard": (check, "standard", "plain", False),
+    "standard with a cache": (check, "standard", "plain", True),
+    "standard, packed with a mask and a cache": (check, "standard", "packed with a mask", True),
+    "multi-token, packed": (check, "mta", "packed", False),
+    "selective, padded": (check, "selective", "padded", False),
+    "differential, padded with a cache": (check, "differential", "padded", True),
+    "refused when it runs": (refused_when_it_runs,),
+}
+
+
+def main() -> None:
+    for name, (run, *arguments) in CHECKS.items():
+        torch.manual_seed(0)
+        try:
+            run(*arguments)
+            problem = None
+        except Exception:  # every check is told, whatever became of the others
+            problem = traceback.format_exc()
+        print(json.dumps({"check": name, "problem": problem}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Adapters of PEFT on converted models: trained, saved, reloaded and merged, or warned about."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from families import logits, stir, tiny, tokens
+
+import heedful
+from heedful.nn import Differential, MultiToken, Selective
+
+peft = pytest.importorskip("peft")
+
+CONFIGS = {
+    "mta-published": MultiToken.published(),
+    "selective-bilinear": Selective(selector="bilinear"),
+    "selective-extra": Selective(selector="extra"),
+    "differential": Differential(),
+}
+every = pytest.mark.parametrize("name", CONFIGS)
+
+
+def converted(name: str):
+    model = tiny(dtype=torch.float32)
+    heedful.convert(model, CONFIGS[name])
+    stir(model, 0.1, only=".heedful.")
+    return model
+
+
+def lora(**options):
+    return peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, **options)
+
+
+@every
+def test_adapters_reach_the_linear_layers_of_a_mechanism(name):
+    """What wraps a module is run, not read past; so its merge changes nothing."""
+    model = peft.get_peft_model(converted(name), lora())
+    ids = tokens()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    own = [n for n in trained if ".heedful." in n]
+    assert bool(own) == (name != "differential")
+    for parameter, p in trained.items():
+        assert p.grad is not None and bool((p.grad != 0).any()), parameter
+    adapted = logits(model, ids)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(logits(merged, ids), adapted, rtol=1e-4, atol=1e-4)
+    assert merged._heedful.mechanism == CONFIGS[name]
+
+
+@every
+def test_an_adapter_with_the_mechanism_trains_saves_and_reloads_it(name, tmp_path):
+    base = converted(name)
+    model = peft.get_peft_model(copy.deepcopy(base), lora(modules_to_save=["heedful"]))
+    own = [n for n, p in model.named_parameters() if ".heedful." in n and p.requires_grad]
+    assert len(own) == len(base._heedful.parameters())
+    stir(model, 0.1, only="modules_to_save")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="this adapter")
+        model.train().eval()
+    model.save_pretrained(tmp_path)
+    ids = tokens()
+    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    expected = logits(model, ids)
+    merged = again.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = heedful.load(tmp_path / "merged")
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_that_would_lose_the_mechanism_is_warned_about():
+    model = peft.get_peft_model(converted("differential"), lora())
+    with pytest.warns(UserWarning, match=r"neither trains nor saves .* modules_to_save=\['heedful"):
+        model.train()
+
+
+def test_adapters_come_after_the_mechanism():
+    plain = tiny(dtype=torch.float32)
+    adapted = peft.get_peft_model(plain, lora())
+    with pytest.raises(ValueError, match=r"PeftModel.*; convert the model before get_peft_model"):
+        heedful.convert(adapted, "mta")
+    with pytest.raises(ValueError, match=r"model holds adapters of PEFT.* convert the model first"):
+        heedful.convert(plain, "mta")
+
+
+@every
+def test_dynamic_quantization_leaves_the_mechanism_as_it_is(name):
+    model, ids = converted(name), tokens()
+    own = {n: p.clone() for n, p in model._heedful.parameters().items()}
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
+    assert bool(logits(quantized, ids).isfinite().all())
+    for n, p in quantized._heedful.parameters().items():
+        assert torch.equal(p, own[n]), n

@@ -1,0 +1,23 @@
+"""Converted models compile whole, for every length; see compiled_models.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, str | None]:
+    program = Path(__file__).with_name("compiled_models.py")
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["check"]: line["problem"] for line in lines}
+
+
+def test_every_check_of_a_compiled_model(problems):
+    assert len(problems) == 7
+    wrong = {check: problem for check, problem in problems.items() if problem is not None}
+    assert not wrong, "\n".join(f"{check}: {problem}" for check, problem in wrong.items())
