@@ -17,7 +17,7 @@ from heedful.summary import RULE
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
-TEXT = RESULTS / "text-cpu.jsonl"
+TEXT, LONGER = RESULTS / "text-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
 HALF = RESULTS / "operators-cpu-bf16.jsonl"
 
 
@@ -25,6 +25,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What fills each marked block, by name."""
     return {
         "compare": compare,
+        "longer": longer,
         "corpora": corpora,
         "bench": lambda: bench("forward+backward"),
         "bench-forward": lambda: bench("forward"),
@@ -43,6 +44,32 @@ def compare() -> str:
     said = "\n".join(f"- {sentence}" for sentence in [*findings(rows), *configurations(records)])
     made = origin([record.environment for record in records])
     return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{made}"
+
+
+def longer() -> str:
+    """Perplexity per byte of one seed after short and longer training, beside standard's."""
+    for path in (COMPARE, LONGER):
+        if not path.is_file():
+            return _missing(path)
+    short = [r for r in read_records(COMPARE) if r.task == "text" and r.seed == 0]
+    long = read_records(LONGER)
+    lines = []
+    for records in (short, long):
+        base = next(r.value for r in records if r.mechanism == "standard")
+        lines.append(
+            [
+                f"{records[0].steps:,}",
+                *(
+                    f"{r.value:.2f}"
+                    if r.mechanism == "standard"
+                    else f"{r.value:.2f} ({r.value / base:.2f} ×)"
+                    for r in records
+                ),
+            ]
+        )
+    table = _markdown(["steps", *(r.mechanism for r in long)], lines)
+    made = origin([record.environment for record in long])
+    return f"{table}\n\nPerplexity per byte, seed 0, and × standard.\n\n{made}"
 
 
 def corpora() -> str:

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.look import look
 
 torch.manual_seed(0)
 text = "y=7;x=1;x=3;z=5;x=?"
@@ -20,7 +19,7 @@ config = LlamaConfig(
 model = AutoModelForCausalLM.from_config(config)
 heedful.convert(model, "selective")  # untrained: what it hides means nothing yet
 
-layer = look(model, torch.tensor([[ord(letter) for letter in text]]))[1]
+layer = heedful.look(model, torch.tensor([[ord(letter) for letter in text]]))[1]
 print(f"{len(layer.weights)} heads; hidden most: {text[int(layer.hidden[0].argmax())]!r}")
 
 figure = Figure(figsize=(9, 4.5), layout="constrained")

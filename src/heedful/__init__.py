@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, revert
+    from heedful.hf.look import LayerLook, look
     from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
         SelectiveOutput,
@@ -26,12 +27,14 @@ _ROOMS = {
     ),
     "heedful.nn": ("Differential", "MultiToken", "Selective", "Standard", "TalkingHeads"),
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
+    "heedful.hf.look": ("LayerLook", "look"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
 __all__ = [
     "Conversion",
     "Differential",
+    "LayerLook",
     "MultiToken",
     "Selective",
     "SelectiveOutput",
@@ -42,13 +45,14 @@ __all__ = [
     "convert",
     "differential_attention",
     "load",
+    "look",
     "multi_token_attention",
     "revert",
     "selective_attention",
 ]
 
 
-_MODULES = ("bench", "data", "hf", "look", "nn", "ops", "report", "tasks", "testing", "train")
+_MODULES = ("bench", "data", "hf", "nn", "ops", "report", "tasks", "testing", "train")
 
 
 def __getattr__(name: str):

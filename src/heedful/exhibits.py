@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from heedful.figures import HidingExhibit, KernelExhibit, MapExhibit, MixExhibit
-from heedful.look import LayerLook, look
+from heedful.hf.look import LayerLook, look
 from heedful.nn import MultiTokenAttention
 from heedful.tasks import Assignment, Blocks, Task, Text
 
@@ -24,10 +24,7 @@ def exhibits_of(
     """
     yield from _parameters(model, name, mechanism)
     ids = sample(task)
-    try:
-        looks = look(model, ids[None])
-    except ValueError:
-        return  # a mechanism without a single map
+    looks = look(model, ids[None])
     # Both ends of a row are written as nothing; in text, which has no end, BOS parts documents.
     end = "BOS" if isinstance(task, Text) else "EOS"
     tokens = ["BOS", *(task.decode([i]) or end for i in ids.tolist()[1:])]

@@ -100,7 +100,8 @@ def test_layers_and_settings_come_back(tmp_path):
     assert written["model_type"] == "heedful"
     about = written["heedful"]
     base = about.pop("base")
-    assert about == {"format": 1, "mechanism": {"kind": "Differential"}, "layers": [1]}
+    part = {"mechanism": {"kind": "Differential"}, "layers": [1]}
+    assert about == {"format": 2, "mechanisms": [part]}
     assert base["architectures"] == ["LlamaForCausalLM"] and base["use_cache"] is True
     assert again._heedful.mechanism == Differential()
 
@@ -224,6 +225,12 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(saved))
 
 
+def change_part(folder, **changes):
+    saved = json.loads((folder / "config.json").read_text())
+    (part,) = saved["heedful"]["mechanisms"]
+    change_config(folder, heedful={"mechanisms": [part | changes]})
+
+
 def change_weights(folder, change):
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -233,8 +240,8 @@ def change_weights(folder, change):
 
 MIX = "model.layers.1.self_attn.heedful.mix"
 DAMAGE = {
-    "format 2, this version of heedful reads 1; load it with the version that": lambda f: (
-        change_config(f, heedful={"format": 2})
+    "format 3, this version of heedful reads 2; load it with the version that": lambda f: (
+        change_config(f, heedful={"format": 3})
     ),
     "checkpoint format None": lambda f: change_config(f, heedful=None),
     r"checkpoint format None, ": lambda f: change_config(f, heedful=[]),
@@ -242,18 +249,16 @@ DAMAGE = {
         f, heedful={"base": None}
     ),
     "config.json has no valid 'mechanism'": lambda f: change_config(
-        f, heedful={"mechanism": "mta"}
+        f, heedful={"mechanisms": [{"mechanism": "mta", "layers": [0]}]}
     ),
-    "config.json has no valid 'layers'": lambda f: change_config(f, heedful={"layers": 3}),
+    "config.json has no valid 'layers'": lambda f: change_part(f, layers=3),
     "mechanism kind must be one of .* got 'Grouped'; it was written by another": lambda f: (
-        change_config(f, heedful={"mechanism": {"kind": "Grouped"}})
+        change_part(f, mechanism={"kind": "Grouped"})
     ),
-    "Selective has no field size; it was written by another": lambda f: change_config(
-        f, heedful={"mechanism": {"kind": "Selective", "size": 3}}
+    "Selective has no field size; it was written by another": lambda f: change_part(
+        f, mechanism={"kind": "Selective", "size": 3}
     ),
-    r"layers must be among 0 to 2, got \[7\]": lambda f: change_config(
-        f, heedful={"layers": [0, 7]}
-    ),
+    r"layers must be among 0 to 2, got \[7\]": lambda f: change_part(f, layers=[0, 7]),
     "holds a plain 'llama' model without a mechanism: load it with AutoModel": lambda f: (
         change_config(f, model_type="llama")
     ),
@@ -294,6 +299,16 @@ def test_damage_is_named(message, folder):
 def change_base(folder, **changes):
     saved = json.loads((folder / "config.json").read_text())
     change_config(folder, heedful={"base": saved["heedful"]["base"] | changes})
+
+
+def test_a_folder_of_the_first_format_opens(folder):
+    ids, expected = tokens(), heedful.load(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_text())
+    (part,) = saved["heedful"].pop("mechanisms")
+    saved["heedful"] |= {"format": 1, **part}
+    path.write_text(json.dumps(saved))
+    assert torch.equal(logits(heedful.load(folder), ids), logits(expected, ids))
 
 
 @pytest.mark.parametrize("kind", [None, 3, "llamma"])

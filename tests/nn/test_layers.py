@@ -11,7 +11,9 @@ from heedful import ops
 from heedful.nn import (
     NAMES,
     Differential,
+    Given,
     HeadShape,
+    Layer,
     MultiToken,
     Selective,
     Standard,
@@ -36,9 +38,7 @@ def qkv(tokens: int = 9, queries: int | None = None) -> tuple[Tensor, Tensor, Te
 
 def layer(config, shape: HeadShape = SHAPE) -> torch.nn.Module:
     """Built, initialised, in fp64."""
-    made = config.build(shape)
-    made.reset_parameters()
-    return made.double()
+    return config.build(shape).double()
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ IDENTITIES = {
 @pytest.mark.parametrize("name", IDENTITIES)
 def test_identity_at_initialisation(name):
     q, k, v = qkv()
-    out = layer(IDENTITIES[name])(q, k, v, hidden=draw(2, 9, 20))
+    out = layer(IDENTITIES[name])(q, k, v, given=Given(input=draw(2, 9, 20))).output
     torch.testing.assert_close(out, standard(q, k, v), **EXACT)
 
 
@@ -80,17 +80,15 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     made = layer(ALL[name])
     perturb(made)
     q, k, v = (x.requires_grad_() for x in qkv())
-    made(q, k, v).square().sum().backward()
+    made(q, k, v).output.square().sum().backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *made.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
 
 @pytest.mark.parametrize("name", [*NAMES, "pre+post conv, pre+post mix, vector gate"])
-def test_uninitialised_parameters_are_all_set_by_the_reset(name):
-    made = ALL[name].build(SHAPE).to_empty(device="cpu")
-    assert all(bool(p.isnan().all()) for p in made.parameters()), "the test poisons such memory"
-    made.reset_parameters()
-    assert all(bool(p.isfinite().all()) for p in made.parameters())
+def test_built_means_initialised(name):
+    assert bool(torch.empty(3).isnan().all()), "uninitialised memory is poisoned"
+    assert all(bool(p.isfinite().all()) for p in ALL[name].build(SHAPE).parameters())
 
 
 def test_the_ablation_has_the_rows_of_the_paper():
@@ -115,19 +113,80 @@ def test_layers_with_convolutions(every, layers):
         made = config.build(HeadShape(4, 2, 6, 20, index))
         assert (made.conv is not None) == (made.post_conv is not None) == (index in layers)
         assert made.mix is not None and made.post_mix is not None
-        assert made.needs_past_queries == (index in layers)
+        assert (made.past_queries > 0) == (index in layers)
 
 
-def test_what_needs_past_queries():
-    for config, needs in {
-        Standard(): False,
-        TalkingHeads(): False,
-        Differential(): False,
-        MultiToken(conv=(1, 5), post_conv=None): False,
-        MultiToken(conv=None, post_conv=(2, 1)): True,
-        Selective(): True,
+def test_what_layers_declare():
+    """Earlier query rows, what is kept beside keys and values, and what is given."""
+    nothing, given = frozenset(), frozenset({"input"})
+    for config, declared in {
+        Standard(): (0, (), nothing),
+        TalkingHeads(): (0, (), nothing),
+        Differential(): (0, (), nothing),
+        MultiToken(conv=(1, 5), post_conv=None): (0, (), nothing),
+        MultiToken(conv=(4, 3), post_conv=None): (3, (), nothing),
+        MultiToken(conv=None, post_conv=(2, 1)): (1, (), nothing),
+        MultiToken(): (10, (), nothing),
+        Selective(): (0, ("F",), nothing),
+        Selective(selector="extra"): (0, ("F", "selector keys"), given),
     }.items():
-        assert config.build(SHAPE).needs_past_queries == needs, config
+        made = config.build(SHAPE)
+        assert isinstance(made, Layer)
+        assert (made.past_queries, made.keeps, made.needs) == declared, config
+        assert made.plain_cache == (declared[:2] == (0, ())), config
+
+
+@pytest.mark.parametrize("config", [MultiToken(conv=(3, 5), post_conv=(2, 3)), TalkingHeads()])
+def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
+    made = layer(config)
+    perturb(made)
+    q, k, v = qkv(12)
+    whole = made(q, k, v).output[:, :, -1]
+    rows = made.past_queries + 1
+    torch.testing.assert_close(made(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
+    if rows > 1:
+        fewer = made(q[:, :, 1 - rows :], k, v).output[:, :, -1]
+        assert not torch.allclose(fewer, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_maps_are_what_multiplies_the_values(name):
+    made = layer(mechanism(name))
+    perturb(made)
+    if getattr(made, "norm", None) is not None:
+        made.norm.forward = lambda x: x
+    made.gate = None
+    q, k, v = qkv()
+    maps = made.maps(q, k, visibility=Visibility(window=5)).weights
+    out = made(q, k, v, visibility=Visibility(window=5)).output
+    if name == "differential":
+        joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
+        pairs = maps @ joined.repeat_interleave(2, dim=1)
+        found = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
+    else:
+        found = maps @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found, out, **EXACT)
+
+
+def test_what_a_selective_layer_returns_for_caches_and_losses():
+    q, k, v = qkv()
+    made = layer(Selective())
+    plain = made(q, k, v)
+    made.tau = 0.5
+    found = made(q, k, v)
+    expected = selective_attention(q, k, v, tau=0.5)
+    assert plain.memory is None and torch.equal(found.output, plain.output)
+    assert torch.equal(found.state, expected.state)
+    assert torch.equal(found.memory, expected.memory)
+
+
+@pytest.mark.parametrize("theirs", [None, 3, 7])
+def test_a_window_of_ones_own_narrows_the_models(theirs):
+    q, k, v = qkv()
+    given = Visibility(window=theirs)
+    found = layer(Standard(window=5))(q, k, v, visibility=given).output
+    narrow = Visibility(window=min(theirs or 9, 5))
+    torch.testing.assert_close(found, layer(Standard())(q, k, v, visibility=narrow).output, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +201,7 @@ def test_norm_is_an_rms_norm_of_each_head(norm, factor):
     for head in expected.view(-1, 6):
         scale = (sum(x * x for x in head.tolist()) / 6 + 1e-5) ** -0.5
         head.copy_(head * scale * weight * factor)
-    torch.testing.assert_close(made(q, k, v), expected, **EXACT)
+    torch.testing.assert_close(made(q, k, v).output, expected, **EXACT)
 
 
 def test_depth_factors_are_the_published_ones():
@@ -166,7 +225,7 @@ def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
             dtype=torch.float64,
         )
         head.copy_(normed * opening * (2 if start == "identity" else 1))
-    torch.testing.assert_close(made(q, k, v), expected, **EXACT)
+    torch.testing.assert_close(made(q, k, v).output, expected, **EXACT)
 
 
 def test_a_published_gate_starts_near_one_half():
@@ -175,7 +234,6 @@ def test_a_published_gate_starts_near_one_half():
     assert bool((made.gate.bias == 0).all())
     assert 0 < made.gate.weight.abs().max() <= 3 * std
     wide = MultiToken.published().build(HeadShape(1, 1, 4096, 100, 0))
-    wide.reset_parameters()
     assert wide.gate.weight.std().item() == pytest.approx(0.1 * 0.9867, rel=0.05)
 
 
@@ -189,7 +247,6 @@ def test_lambda():
     start = 0.8 - 0.6 * math.exp(-0.3 * 2)
     assert made.lam.item() == pytest.approx(first - second + start, abs=1e-12)
     wide = Differential().build(HeadShape(2, 2, 10_000, 20, 0))
-    wide.reset_parameters()
     assert wide.lambda_q2.std().item() == pytest.approx(0.1, rel=0.05)
 
 
@@ -200,7 +257,7 @@ def test_differential_layer():
     q, k, v = draw(2, 4, 7, 6), draw(2, 4, 7, 6), draw(2, 4, 7, 6)
     maps = (q @ k.mT / 6**0.5).masked_fill(~torch.ones(7, 7).bool().tril(), float("-inf"))
     maps = maps.softmax(-1)
-    out = made(q, k, v)
+    out = made(q, k, v).output
     for pair in (0, 1):
         joined = torch.cat([v[:, 2 * pair], v[:, 2 * pair + 1]], dim=-1)
         wide = (maps[:, 2 * pair] - made.lam * maps[:, 2 * pair + 1]) @ joined
@@ -236,7 +293,7 @@ def test_selectors():
     found = []
     for config, by in expected.items():
         made = own if config.selector == "bilinear" else layer(config)
-        found.append(made(q, k, v, hidden=hidden))
+        found.append(made(q, k, v, given=Given(input=hidden)).output)
         torch.testing.assert_close(found[-1], selected(q, k, v, by), **EXACT)
     for i, one in enumerate(found):
         for other in found[:i]:
@@ -246,7 +303,7 @@ def test_selectors():
 def test_unprotected_first_tokens():
     q, k, v = qkv()
     logits = (q @ k.repeat_interleave(2, 1).mT / 6**0.5)[:, :1]
-    out = layer(Selective(protect_first=False))(q, k, v)
+    out = layer(Selective(protect_first=False))(q, k, v).output
     torch.testing.assert_close(out, selected(q, k, v, logits, protect_first=False), **EXACT)
 
 
@@ -259,8 +316,12 @@ def test_own_selectors_project_the_last_queries_of_a_longer_input():
         selector_q=(hidden[:, -3:] @ made.query.weight.mT)[:, None],
         selector_k=(hidden @ made.key.weight.mT)[:, None],
     )  # fmt: skip
-    torch.testing.assert_close(made(q, k, v, hidden=hidden), expected.output, **EXACT)
-    with pytest.raises(ValueError, match="selector='bilinear' projects the layer's input: pass it"):
+    torch.testing.assert_close(
+        made(q, k, v, given=Given(input=hidden)).output, expected.output, **EXACT
+    )
+    with pytest.raises(
+        ValueError, match="SelectiveAttention needs input beside q, k and v: pass given"
+    ):
         made(q, k, v)
 
 
@@ -268,7 +329,7 @@ def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
     made = layer(Selective(selector="extra"))
     assert bool((made.key.weight == 0).all()) and bool((made.query.weight != 0).any())
     q, k, v = qkv()
-    (made(q, k, v, hidden=draw(2, 9, 20)) * draw(2, 4, 9, 6)).sum().backward()
+    (made(q, k, v, given=Given(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)).sum().backward()
     assert made.key.weight.grad.abs().max() > 1e-3
     assert bool((made.query.weight.grad == 0).all()), "behind keys of zero"
 
@@ -290,8 +351,8 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
     """Two routes, SDPA and this package's own operator, under every visibility."""
     q, k, v = qkv(9, queries=queries)
     bare = layer(MultiToken(conv=None, post_conv=None, mix=None, post_mix=None))
-    expected = bare(q, k, v, visibility=visibility)
-    found = layer(Standard())(q, k, v, visibility=visibility)
+    expected = bare(q, k, v, visibility=visibility).output
+    found = layer(Standard())(q, k, v, visibility=visibility).output
     torch.testing.assert_close(found, expected, **EXACT)
 
 
@@ -299,13 +360,12 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
     made = mechanism(name).build(SHAPE)
-    made.reset_parameters()
     perturb(made)
     rounded = [x.to(dtype) for x in qkv(40)]
-    found = made(*rounded)
+    found = made(*rounded).output
     assert found.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api):
         monkeypatch.setattr(api, "choose", lambda *_: "reference")
-    plain = made(*rounded)
-    oracle = made.double()(*(x.double() for x in rounded))
+    plain = made(*rounded).output
+    oracle = made.double()(*(x.double() for x in rounded)).output
     assert_matches_oracle(name, found, plain, oracle, terms=40)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.generic import TransformersKwargs
 
-from heedful.hf.mask import visibility_for
-from heedful.ops import Visibility
+from heedful.hf.mask import Seen, seen
+from heedful.nn import Given, Layer
 
 NAME = "heedful"
 """What a converted attention module calls its layer."""
@@ -29,7 +29,7 @@ _HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
 def register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, with its mask function; repeats do nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, visibility_for)
+    AttentionMaskInterface.register(IMPLEMENTATION, seen)
 
 
 def attention(
@@ -37,14 +37,15 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Visibility | None,
+    attention_mask: Seen | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
     output_attentions: bool | None = None,
-    heedful_hidden: Tensor | None = None,
+    heedful_input: Tensor | None = None,
+    heedful_cache: object | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' attention functions.
@@ -64,7 +65,7 @@ def attention(
     if output_attentions:
         raise ValueError(
             "output_attentions=True is not supported: no map is ever whole in memory; "
-            "heedful.look.look(model, input_ids) gives the maps of a short row"
+            "heedful.look(model, input_ids) gives the maps of a short row"
         )
     if unknown := [x for x, value in others.items() if value is not None and x not in _HARMLESS]:
         raise ValueError(
@@ -78,26 +79,48 @@ def attention(
             f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
             "heedful.load(folder) loads one"
         )
-    given = (query.shape[1], key.shape[1], query.shape[3])
-    expected = getattr(layer, "shape", None)
-    if expected is not None and given != (expected.heads, expected.key_heads, expected.dim):
-        raise ValueError(
-            f"{type(module).__name__} attends with {given[0]} heads, {given[1]} key heads and head "
-            f"dim {given[2]}, and its configuration says {expected}; this family does not fit"
-        )
-    if layer.needs_past_queries and query.shape[2] != key.shape[2]:
+    _check_shape(module, layer, query, key)
+    if not layer.plain_cache and query.shape[2] != key.shape[2]:
         raise ValueError(
             "use_cache=True keeps keys and values only, but this mechanism needs what earlier "
             "queries did: call the model with use_cache=False, the converted model's default"
         )
-    if attention_mask is not None and not isinstance(attention_mask, Visibility):
+    if attention_mask is not None and not isinstance(attention_mask, Seen):
         raise ValueError(
             f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
             f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
             "at 0"
         )
-    out = layer(query, key, value, visibility=attention_mask, scale=scaling, hidden=heedful_hidden)
+    visibility, ids, positions = attention_mask or (None, None, None)
+    given = Given(
+        input=heedful_input,
+        token_ids=_needed(module, layer, "token_ids", ids),
+        positions=_needed(module, layer, "positions", positions),
+        cache=heedful_cache,
+    )
+    out = layer(query, key, value, visibility=visibility, scale=scaling, given=given).output
     return out.transpose(1, 2).contiguous(), None
+
+
+def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:
+    found = (query.shape[1], key.shape[1], query.shape[3])
+    shape = layer.shape
+    if found != (shape.heads, shape.key_heads, shape.dim):
+        raise ValueError(
+            f"{type(module).__name__} attends with {found[0]} heads, {found[1]} key heads and head "
+            f"dim {found[2]}, and its configuration says {shape}; this family does not fit"
+        )
+
+
+def _needed(module: nn.Module, layer: Layer, name: str, x: Tensor | None) -> Tensor | None:
+    if name not in layer.needs:
+        return None
+    if x is None:
+        raise ValueError(
+            f"this mechanism needs {name}, and {type(module).__name__} was called without; give "
+            "the model input_ids and positions of one axis"
+        )
+    return x
 
 
 class ConvertedAttention:
@@ -109,10 +132,15 @@ class ConvertedAttention:
                 f"attn_implementation was changed to {self.config._attn_implementation!r}, which "
                 "would switch the mechanism off silently; call revert() to go back"
             )
-        if (factor := getattr(self.heedful, "input_factor", 1.0)) != 1.0:
-            hidden_states = hidden_states * factor
-        if getattr(self.heedful, "query", None) is not None:
-            kwargs["heedful_hidden"] = hidden_states
+        layer = self.heedful
+        if layer.input_factor != 1.0:
+            hidden_states = hidden_states * layer.input_factor
+        if "input" in layer.needs:
+            kwargs["heedful_input"] = hidden_states
+        if "cache" in layer.needs:
+            names = ("past_key_values", "layer_past")
+            cache = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+            kwargs["heedful_cache"] = None if cache is None else cache.layers[self.layer_idx]
         return super().forward(hidden_states, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from heedful.nn import to_json
 from heedful.ops.impl import Impl
 
-FORMAT = 1
+FORMAT = 2
 
 # A family's own class reads any configuration and takes its defaults for what it does not find: a
 # model of billions of random weights. These fields stop it, each with a message that says why: no
@@ -62,8 +62,10 @@ def save_converted(
                 **_REFUSED_ELSEWHERE,
                 "heedful": {
                     "format": FORMAT,
-                    "mechanism": to_json(conversion.mechanism),
-                    "layers": list(conversion.layers),
+                    "mechanisms": [
+                        {"mechanism": to_json(mechanism), "layers": list(layers)}
+                        for mechanism, layers in conversion.mechanisms.items()
+                    ],
                     "base": inner,
                 },
             }
@@ -114,7 +116,7 @@ def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTra
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
-    restore(model, about["mechanism"], about["layers"], tensors, impl)
+    restore(model, about["mechanisms"], tensors, impl)
     return model
 
 
@@ -179,15 +181,22 @@ def _read_config(folder: Path) -> dict:
         )
     about = saved.get("heedful")
     version = about.get("format") if isinstance(about, dict) else None
+    if version == 1:  # one mechanism for all of its layers
+        one = {name: about.get(name) for name in ("mechanism", "layers")}
+        about = {"format": FORMAT, "mechanisms": [one], "base": about.get("base")}
+        version = FORMAT
     if version != FORMAT:
         raise ValueError(
             f"{folder} was written in checkpoint format {version}, this version of heedful reads "
             f"{FORMAT}; load it with the version that wrote it"
         )
-    kinds = {"mechanism": dict, "layers": list, "base": dict}
-    for key, kind in kinds.items():
-        if not isinstance(about.get(key), kind):
+    parts = about.get("mechanisms")
+    whole = isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)
+    for key, kind in (("mechanism", dict), ("layers", list)):
+        if not whole or not all(isinstance(part.get(key), kind) for part in parts):
             raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
+    if not isinstance(about.get("base"), dict):
+        raise ValueError(f"{path} has no valid 'base'; the checkpoint is damaged")
     if about["base"].get("model_type") not in transformers.CONFIG_MAPPING:
         raise ValueError(
             f"{path} holds a model of type {about['base'].get('model_type')!r}, which this "

@@ -4,11 +4,11 @@ import copy
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.hf.attention import (
@@ -25,9 +25,10 @@ from heedful.hf.families import (
     head_shape,
     only_attention_mixes,
     parameter_device,
+    projections,
 )
-from heedful.hf.mask import ForgetDocuments, ReadDocuments
-from heedful.nn import Mechanism, StandardAttention, from_json, mechanism, to_json
+from heedful.hf.mask import ForgetCall, ReadCall
+from heedful.nn import Layer, Mechanism, Standard, from_json, mechanism
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -36,21 +37,33 @@ class Conversion:
     """What `convert` did to a model.
 
     model: the converted model, the same object that was given.
-    mechanism: its configuration.
-    layers: indices of the converted layers.
+    mechanisms: the layers' indices by mechanism; all others have standard attention.
     """
 
     model: PreTrainedModel = field(repr=False)
-    mechanism: Mechanism
-    layers: tuple[int, ...]
+    mechanisms: dict[Mechanism, tuple[int, ...]]
     _before: dict = field(repr=False)
 
+    @property
+    def mechanism(self) -> Mechanism:
+        """The one mechanism; raises where there are several."""
+        if len(self.mechanisms) > 1:
+            raise ValueError(
+                "this model has several mechanisms: see conversion.mechanisms for their layers"
+            )
+        return next(iter(self.mechanisms))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the converted layers."""
+        return tuple(sorted(index for layers in self.mechanisms.values() for index in layers))
+
     def revert(self) -> PreTrainedModel:
-        """Take the mechanism out again; the model computes and saves what it did before."""
+        """Take the mechanisms out again; the model computes and saves what it did before."""
         return revert(self.model)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The mechanism's own parameters by name, to train alone or faster."""
+        """The mechanisms' own parameters by name, to train alone or faster."""
         marked = f".{NAME}."
         return {name: p for name, p in self.model.named_parameters() if marked in name}
 
@@ -64,12 +77,24 @@ class _ScaledInput(NamedTuple):
         return inputs[0] * self.factor, *inputs[1:]
 
 
+class _BeforeRotation(NamedTuple):
+    """A forward hook that lets a layer change what a projection gives; a class, as above."""
+
+    part: Literal["q", "k", "v"]
+    attention: nn.Module
+
+    def __call__(self, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+        layer = getattr(self.attention, NAME)
+        heads = output.unflatten(-1, (-1, layer.shape.dim))
+        return layer.before_rotation(self.part, heads).flatten(-2)
+
+
 class ConvertedModel:
     """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
 
     def generate(self, *args, **kwargs):
         """As the family's; without a cache where the mechanism has none yet."""
-        if needs_past_queries(self):
+        if not plain_cache(self):
             kwargs = without_cache(kwargs)
         return super().generate(*args, **kwargs)
 
@@ -108,7 +133,7 @@ def _converted_model(base: type) -> type:
 
 def convert(
     model: PreTrainedModel,
-    mechanism: Mechanism | str,
+    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
     impl: Impl = "auto",
@@ -124,7 +149,8 @@ def convert(
         model: a decoder-only model that routes through transformers' attention interface, from a
             configuration or loaded; on any device, also `meta`.
         mechanism: a configuration (`MultiToken`, `TalkingHeads`, `Selective`, `Differential`,
-            `Standard`) or a name of `heedful.nn.NAMES`.
+            `Standard`) or a name of `heedful.nn.NAMES`; or several with the layers of each, as in
+            `{"mta": [0, 4], heedful.Standard(window=256): [1, 2, 3]}`.
         layers: indices of the layers to convert; default all. The others keep standard attention.
         impl: which implementation of the operators runs; not saved with the model.
 
@@ -150,23 +176,24 @@ def convert(
         )
     if isinstance(model, ConvertedModel):
         raise ValueError(
-            f"model is converted already ({model._heedful.mechanism}); call heedful.revert(model) "
-            "before converting it again"
+            f"model is converted already ({', '.join(map(str, model._heedful.mechanisms))}); call "
+            "heedful.revert(model) before converting it again"
         )
     check_impl(impl)
-    config = _mechanism(mechanism)
     found = find_attention(model)
-    chosen = _layers(layers, found)
-    built = {}
-    for index in chosen:
-        with parameter_device(found[index]):
-            built[index] = config.build(head_shape(found[index]))
-        built[index].impl = impl
-
+    plan = _plan(mechanism, layers, {module.layer_idx for module in found.values()})
+    built: dict[str, Layer] = {}
+    for path, module in found.items():
+        config = next((c for c, those in plan.items() if module.layer_idx in those), Standard())
+        with parameter_device(module):
+            built[path] = config.build(head_shape(module))
+        built[path].impl = impl
+    early = [path for path, layer in built.items() if "unrotated" in layer.needs]
+    unrotated = {path: projections(found[path]) for path in early}
     scaled = [
-        (find_mlp(model, found[index]), factor)
-        for index, layer in built.items()
-        if (factor := getattr(layer, "input_factor", 1.0)) != 1.0
+        (find_mlp(model, found[path]), layer.input_factor)
+        for path, layer in built.items()
+        if layer.input_factor != 1.0
     ]
 
     _own_config(model)
@@ -179,13 +206,16 @@ def convert(
     register_attention()
     for module_config in configs.values():
         module_config._attn_implementation = IMPLEMENTATION
-    before["hooks"] += _read_documents(model, only_attention_mixes(model, found))
-    for index, module in found.items():
+    before["hooks"] += _read_calls(model, only_attention_mixes(model, found.values()))
+    for path, module in found.items():
         module.__class__ = converted_attention(type(module))
-        module.heedful = built.get(index, StandardAttention()).train(model.training)
+        module.heedful = built[path].train(model.training)
+        for part, projection in unrotated.get(path, {}).items():
+            hook = _BeforeRotation(part, module)
+            before["hooks"].append(projection.register_forward_hook(hook))
     model.__class__ = _converted_model(type(model))
-    model._heedful = Conversion(model, config, tuple(built), before)
-    if needs_past_queries(model):
+    model._heedful = Conversion(model, plan, before)
+    if not plain_cache(model):
         set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     return model._heedful
 
@@ -225,10 +255,11 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
 
 
 def restore(
-    model: PreTrainedModel, data: dict, layers: list[int], tensors: dict, impl: Impl
+    model: PreTrainedModel, mechanisms: list[dict], tensors: dict, impl: Impl
 ) -> Conversion:
-    """Convert a freshly loaded model to a saved mechanism and give it the saved parameters."""
-    conversion = convert(model, from_json(data), layers, impl=impl)
+    """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
+    plan = {from_json(part["mechanism"]): part["layers"] for part in mechanisms}
+    conversion = convert(model, plan, impl=impl)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
@@ -238,16 +269,17 @@ def restore(
         elif not bool(tensors[name].isfinite().all()):
             problems.append(f"{name} holds NaN or infinity")
     if problems:
-        raise ValueError(f"the checkpoint does not fit {to_json(conversion.mechanism)}: {problems}")
+        known = ", ".join(map(str, conversion.mechanisms))
+        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
     for name, parameter in own.items():
         parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
     return conversion
 
 
-def needs_past_queries(model: nn.Module) -> bool:
-    """Whether a layer's newest output needs earlier queries, which no cache holds yet."""
+def plain_cache(model: nn.Module) -> bool:
+    """Whether a cache of keys and values is all that the next token needs, in every layer."""
     layers = (getattr(module, NAME, None) for module in model.modules())
-    return any(layer.needs_past_queries for layer in layers if layer is not None)
+    return all(layer.plain_cache for layer in layers if layer is not None)
 
 
 def holds_adapter(model: nn.Module) -> bool:
@@ -273,6 +305,27 @@ def without_cache(options: dict) -> dict:
     return options | {"use_cache": False}
 
 
+def _plan(
+    given: Mechanism | str | Mapping, layers: Iterable[int] | None, known: set[int]
+) -> dict[Mechanism, tuple[int, ...]]:
+    """Which layers get which mechanism, checked."""
+    if not isinstance(given, Mapping):
+        return {_mechanism(given): _layers(layers, known)}
+    if layers is not None:
+        raise ValueError("layers must be None where mechanism names the layers of each mechanism")
+    if not given:
+        raise ValueError("mechanism must name at least one mechanism with its layers, got {}")
+    plan: dict[Mechanism, tuple[int, ...]] = {}
+    for one, those in given.items():
+        config, chosen = _mechanism(one), _layers(those, known)
+        if twice := sorted({i for taken in plan.values() for i in taken} & set(chosen)):
+            raise ValueError(f"layers must have one mechanism each, got several for {twice}")
+        if config in plan:
+            raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
+        plan[config] = chosen
+    return plan
+
+
 def _mechanism(given: Mechanism | str) -> Mechanism:
     if isinstance(given, str):
         return mechanism(given)
@@ -284,23 +337,23 @@ def _mechanism(given: Mechanism | str) -> Mechanism:
     return given
 
 
-def _layers(layers: Iterable[int] | None, found: dict[int, nn.Module]) -> list[int]:
+def _layers(layers: Iterable[int] | None, known: set[int]) -> tuple[int, ...]:
     if layers is None:
-        return list(found)
+        return tuple(sorted(known))
     whole = isinstance(layers, Iterable) and not isinstance(layers, str)
     layers = list(layers) if whole else layers
     if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
     chosen = sorted(set(layers))
-    if unknown := [index for index in chosen if index not in found]:
-        raise ValueError(f"layers must be among 0 to {max(found)}, got {unknown}")
+    if unknown := [index for index in chosen if index not in known]:
+        raise ValueError(f"layers must be among 0 to {max(known)}, got {unknown}")
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; None converts all")
-    return chosen
+    return tuple(chosen)
 
 
-def _read_documents(model: PreTrainedModel, apart: bool) -> list:
-    """Let every model inside that takes positions tell which tokens are packed documents.
+def _read_calls(model: PreTrainedModel, apart: bool) -> list:
+    """Let every model inside tell of packed documents, ids and positions.
 
     But for a head, which hands them on to the model below it, where masks are made.
     """
@@ -309,10 +362,10 @@ def _read_documents(model: PreTrainedModel, apart: bool) -> list:
         if not isinstance(module, PreTrainedModel) or module.base_model is not module:
             continue
         names = tuple(inspect.signature(module.forward).parameters)
-        if "position_ids" in names:
-            read = ReadDocuments(names, apart)
+        if "position_ids" in names or "input_ids" in names:
+            read = ReadCall(names, apart)
             hooks.append(module.register_forward_pre_hook(read, with_kwargs=True))
-            hooks.append(module.register_forward_hook(ForgetDocuments(), always_call=True))
+            hooks.append(module.register_forward_hook(ForgetCall(), always_call=True))
     return hooks
 
 

@@ -3,7 +3,9 @@
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterable
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,29 +22,27 @@ _PASSED = frozenset(
 )
 
 
-def find_attention(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The model's self-attention modules by layer index; raises where one cannot be converted."""
-    found: dict[int, nn.Module] = {}
+def find_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The model's self-attention modules by path; raises where one cannot be converted."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         kind = type(module)
         if not kind.__name__.endswith("Attention") or not hasattr(module, "layer_idx"):
             continue
         reason = _obstacle(module)
-        if reason is None and module.layer_idx in found:
-            reason = "it has two attention modules with the same layer index (an encoder-decoder?)"
         if reason is not None:
             raise ValueError(
                 f"model: {type(model).__name__} cannot be converted: its {kind.__name__} ({name}) "
                 f"does not fit because {reason}"
             )
-        found[module.layer_idx] = module
+        found[name] = module
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
             "index that goes through transformers' attention interface was found; decoder-only "
             "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one"
         )
-    return dict(sorted(found.items()))
+    return found
 
 
 def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
@@ -76,12 +76,24 @@ def head_shape(module: nn.Module) -> HeadShape:
     )
 
 
-def only_attention_mixes(model: PreTrainedModel, attention: dict[int, nn.Module]) -> bool:
+def projections(module: nn.Module) -> dict[Literal["q", "k", "v"], nn.Module]:
+    """The projections of queries, keys and values, each a module of its own."""
+    found = {part: getattr(module, f"{part}_proj", None) for part in ("q", "k", "v")}
+    if not all(isinstance(projection, nn.Module) for projection in found.values()):
+        raise ValueError(
+            f"model: {type(module).__name__} does not project queries, keys and values each by a "
+            "module of its own (q_proj, k_proj, v_proj), which this mechanism needs as it changes "
+            "them before the rotary embedding"
+        )
+    return found
+
+
+def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module]) -> bool:
     """Whether tokens meet in these attention modules alone: no recurrence, no convolution.
 
     Looked for in the lists of layers that hold the attention modules.
     """
-    kept = {id(module) for module in attention.values()}
+    kept = {id(module) for module in attention}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList):
             continue

@@ -1,13 +1,13 @@
 """What transformers says of visibility, turned into a `Visibility` and held against it.
 
 transformers asks a registered function once per forward pass for the mask of each kind of layer,
-and hands the answer to every attention layer. `visibility_for` is that function. What the family's
+and hands the answer to every attention layer. `seen` is that function. What the family's
 own mask function says is read at few places: which token sees the one before it gives documents
 and chunks, and a few whole rows are compared with the `Visibility` that goes on in its place. What
 a `Visibility` cannot express is refused.
 
 transformers looks for packed documents only where there is neither a mask nor a cache, and else
-lets them see each other. So `ReadDocuments` reads the positions before the model does.
+lets them see each other. So `ReadCall` reads the positions before the model does.
 """
 
 import threading
@@ -31,8 +31,20 @@ _PACKED = "heedful_packed"  # marks a cache that holds packed documents
 _given = threading.local()
 
 
-class ReadDocuments(NamedTuple):
-    """A forward pre-hook that reads packed documents from a model's arguments.
+class Seen(NamedTuple):
+    """What the attention layers of one kind are handed in place of a mask.
+
+    It goes the way of the mask, through the family's own code, so that a layer that is computed
+    again in the backward pass gets the same.
+    """
+
+    visibility: Visibility
+    token_ids: Int[Tensor, "B T"] | None
+    positions: Int[Tensor, "#B T"] | None
+
+
+class ReadCall(NamedTuple):
+    """A forward pre-hook that reads packed documents, ids and positions from a model's arguments.
 
     A class, so that converted models can be copied and pickled.
 
@@ -45,6 +57,7 @@ class ReadDocuments(NamedTuple):
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
+        _given.token_ids, _given.positions = given.get("input_ids"), _positions(given)
         documents = _documents(given)
         if documents is not None and not self.apart:
             _require(
@@ -56,14 +69,21 @@ class ReadDocuments(NamedTuple):
         _given.documents = documents
 
 
-class ForgetDocuments(NamedTuple):
-    """The forward hook that ends what `ReadDocuments` began, also after an error."""
+class ForgetCall(NamedTuple):
+    """The forward hook that ends what `ReadCall` began, also after an error."""
 
     def __call__(self, module: torch.nn.Module, args: tuple, output: object) -> None:
         packed, _given.documents = getattr(_given, "documents", None), None
+        _given.token_ids = _given.positions = None
         cache = getattr(output, "past_key_values", None)
         if packed is not None and cache is not None:
             setattr(cache, _PACKED, True)
+
+
+def seen(*args: object, **kwargs: object) -> Seen:
+    """The mask function that transformers calls: `visibility_for`, with ids and positions."""
+    ids, positions = getattr(_given, "token_ids", None), getattr(_given, "positions", None)
+    return Seen(visibility_for(*args, **kwargs), ids, positions)
 
 
 def visibility_for(
@@ -79,7 +99,7 @@ def visibility_for(
     device: torch.device | None = None,
     **_: object,
 ) -> Visibility:
-    """Who sees whom among `kv_length` keys from `kv_offset` on; called by transformers.
+    """Who sees whom among `kv_length` keys from `kv_offset` on.
 
     Arguments as transformers gives them: `attention_mask` is 1 for real tokens among all seen so
     far, `local_size` the width of a sliding window or of a chunk.
@@ -232,6 +252,25 @@ def _check_lengths(queries: int, keys: int, q_offset, kv_offset, mask: Tensor | 
         )
 
 
+def _positions(given: dict) -> Int[Tensor, "#B T"] | None:
+    """The positions of a forward pass, also where the model makes them itself."""
+    positions = given.get("position_ids")
+    if isinstance(positions, Tensor):
+        return positions if positions.ndim == 2 else None  # several axes, as of images
+    tokens = _tokens(given)
+    if tokens is None:
+        return None
+    cache = given.get("past_key_values")
+    seen = 0 if cache is None else cache.get_seq_length()
+    return (torch.arange(tokens.shape[1], device=tokens.device) + seen)[None]
+
+
+def _tokens(given: dict) -> Tensor | None:
+    """The new tokens, as ids or as embeddings."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
 def _documents(given: dict) -> Int[Tensor, "B T"] | None:
     """The document of every token of a forward pass; `None` where all are of one.
 
@@ -276,6 +315,4 @@ def _from_offsets(given: dict) -> Int[Tensor, "1 T"] | None:
     offsets = given.get("cu_seq_lens_q")
     if offsets is None:
         return None
-    ids = given.get("input_ids")
-    tokens = given["inputs_embeds"] if ids is None else ids
-    return Visibility.packed(offsets, length=tokens.shape[1]).documents
+    return Visibility.packed(offsets, length=_tokens(given).shape[1]).documents

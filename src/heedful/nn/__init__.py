@@ -1,7 +1,8 @@
 """Layers: a frozen configuration per mechanism, its parameters, and one operator each."""
 
 from heedful.nn.differential import Differential, DifferentialAttention
-from heedful.nn.mechanisms import NAMES, Mechanism, from_json, mechanism, to_json
+from heedful.nn.layer import Given, Layer, LayerOutput, Maps
+from heedful.nn.mechanisms import NAMES, TABLE, Mechanism, Row, from_json, mechanism, to_json
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape
@@ -9,12 +10,18 @@ from heedful.nn.standard import Standard, StandardAttention
 
 __all__ = [
     "NAMES",
+    "TABLE",
     "Differential",
     "DifferentialAttention",
+    "Given",
     "HeadShape",
+    "Layer",
+    "LayerOutput",
+    "Maps",
     "Mechanism",
     "MultiToken",
     "MultiTokenAttention",
+    "Row",
     "Selective",
     "SelectiveAttention",
     "Standard",

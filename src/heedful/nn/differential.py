@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
 from heedful.nn.shape import HeadNorm, HeadShape
 from heedful.ops import Visibility, differential_attention
-from heedful.ops.impl import Impl
+from heedful.ops.mta.reference import multi_token_attention_map
 
 
 @dataclass(frozen=True)
@@ -26,23 +27,20 @@ class Differential:
         return DifferentialAttention(shape)
 
 
-class DifferentialAttention(nn.Module):
+class DifferentialAttention(Layer):
     """Lambda vectors and norm of one differential layer."""
 
-    needs_past_queries = False
-    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
-
     def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
+        super().__init__(shape)
         for name, count in (("heads", shape.heads), ("key heads", shape.key_heads)):
             if count % 2:
                 raise ValueError(
                     f"differential attention pairs heads, so the model's {name} must be even, got "
                     f"{count}"
                 )
-        self.shape, self.start = shape, shape.depth_factor
+        self.start = shape.depth_factor
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            setattr(self, name, nn.Parameter(torch.empty(shape.dim, dtype=torch.float32)))
+            setattr(self, name, parameter(shape.dim))
         self.norm = HeadNorm(2 * shape.dim, 1 - self.start)
         self.reset_parameters()
 
@@ -68,12 +66,19 @@ class DifferentialAttention(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        hidden: Tensor | None = None,
-    ) -> Float[Tensor, "B H Tq D"]:
-        """H / 2 heads of twice the width, in the shape of H heads; `hidden` is not used."""
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """H / 2 heads of twice the width, in the shape of H heads."""
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         out = differential_attention(
             q, k, joined, lam=self.lam, visibility=visibility, scale=scale, impl=self.impl
         )
         out = self.norm(out)
-        return out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
+        return LayerOutput(out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2))
+
+    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+        """The difference of the two maps, per pair of heads; entries may be negative."""
+        group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
+        k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
+        both = multi_token_attention_map(q, k, visibility=visibility, scale=scale)
+        return Maps(both[:, 0::2] - self.lam.to(both.dtype) * both[:, 1::2])

@@ -1,51 +1,148 @@
-"""Mechanisms by name, and as plain JSON for checkpoints and result files."""
+"""The table of mechanisms: names, configurations, operators; and JSON for files."""
 
 import dataclasses
 import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from heedful.nn.differential import Differential
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.selective import Selective
 from heedful.nn.standard import Standard
+from heedful.ops import differential_attention, multi_token_attention, selective_attention
 
 Mechanism = Standard | MultiToken | TalkingHeads | Selective | Differential
 
-_KINDS = {
-    kind.__name__: kind for kind in (Standard, MultiToken, TalkingHeads, Selective, Differential)
-}
+Leaves = dict[str, Tensor]
+Draw = Callable[[Leaves], Leaves]
+"""From q, k and v of one shape, `[B, H, T, D]` in fp64, all tensors of one call of an operator."""
 
-NAMES = (
-    "standard",
-    "mta",
-    "mta-published",
-    "mta-v1",
-    "talking-heads",
-    "selective",
-    "differential",
+
+class Row(NamedTuple):
+    """One named mechanism.
+
+    name: for `convert` and the command line.
+    config: the configuration behind the name.
+    identity: whether a converted model's outputs are those of standard attention at first.
+    about: one sentence for people.
+    operator: the function of `heedful.ops` that computes it; `None` for standard attention.
+    inputs: what `heedful bench` calls the operator with, by the name of the case.
+    """
+
+    name: str
+    config: Mechanism
+    identity: bool
+    about: str
+    operator: Callable | None = None
+    inputs: Mapping[str, Draw] = MappingProxyType({})
+
+
+def _inputs(**sizes: tuple[int, int] | str) -> Draw:
+    """Random kernels of these sizes, scaled so that logits keep theirs, and full mixing."""
+
+    def draw(leaves: Leaves) -> Leaves:
+        heads, more = leaves["q"].shape[1], {}
+        for name, size in sizes.items():
+            if size == "all":
+                more[name] = torch.randn(1, heads, heads, dtype=torch.float64) / heads**0.5
+            else:
+                more[name] = torch.randn(heads, *size, dtype=torch.float64) / size[0]
+        return leaves | more
+
+    return draw
+
+
+def _rank_one(leaves: Leaves) -> Leaves:
+    heads = leaves["q"].shape[1]
+    rows, columns = (torch.randn(heads, *n, dtype=torch.float64) for n in ((6, 1), (1, 11)))
+    return leaves | {"conv": rows * columns / 6}
+
+
+def _identity_kernels(leaves: Leaves) -> Leaves:
+    conv = torch.zeros(leaves["q"].shape[1], 6, 11, dtype=torch.float64)
+    conv[:, -1, 5] = 1
+    return leaves | {"conv": conv}
+
+
+def _pairs(leaves: Leaves) -> Leaves:
+    joined = torch.cat([leaves["v"][:, ::2], leaves["v"][:, 1::2]], dim=-1)
+    return leaves | {"v": joined, "lam": torch.tensor(0.5, dtype=torch.float64)}
+
+
+_BOTH = {"conv": (6, 11), "post_conv": (6, 11), "mix": "all", "post_mix": "all"}
+
+TABLE = (
+    Row("standard", Standard(), True, "softmax attention, the baseline"),
+    Row(
+        "mta",
+        MultiToken(),
+        True,
+        "both convolutions and full head mixing",
+        multi_token_attention,
+        {
+            "mta-pre": _inputs(conv=(6, 11)),
+            "mta-identity": _identity_kernels,
+            "mta-rank-one": _rank_one,
+            "mta-post": _inputs(post_conv=(6, 11)),
+            "mta": _inputs(**_BOTH),
+        },
+    ),
+    Row(
+        "mta-published",
+        MultiToken.published(),
+        False,
+        "the same with norm and gate, as in the paper",
+        multi_token_attention,
+    ),
+    Row(
+        "mta-v1",
+        MultiToken.v1(),
+        False,
+        "the paper's first version",
+        multi_token_attention,
+    ),
+    Row(
+        "talking-heads",
+        TalkingHeads(),
+        True,
+        "head mixing without convolutions",
+        multi_token_attention,
+        {"talking-heads": _inputs(mix="all", post_mix="all")},
+    ),
+    Row(
+        "selective",
+        Selective(),
+        False,
+        "head 0 hides tokens from later ones",
+        selective_attention,
+        {"selective": lambda leaves: leaves},
+    ),
+    Row(
+        "differential",
+        Differential(),
+        False,
+        "the difference of two maps",
+        differential_attention,
+        {"differential": _pairs},
+    ),
 )
+
+NAMES = tuple(row.name for row in TABLE)
+_KINDS = {type(row.config).__name__: type(row.config) for row in TABLE}
 
 
 def mechanism(name: str) -> Mechanism:
-    """The configuration behind a name; an unknown name raises with the nearest one.
-
-    `standard`; `mta`: both convolutions and full mixing, identity at initialisation;
-    `mta-published`: the same with norm and gate; `mta-v1`: the paper's first version;
-    `talking-heads`; `selective`: head 0 selects; `differential`.
-    """
-    made = {
-        "standard": Standard(),
-        "mta": MultiToken(),
-        "mta-published": MultiToken.published(),
-        "mta-v1": MultiToken.v1(),
-        "talking-heads": TalkingHeads(),
-        "selective": Selective(),
-        "differential": Differential(),
-    }
-    if name not in made:
+    """The configuration behind a name of the table; an unknown one raises with the nearest."""
+    found = next((row.config for row in TABLE if row.name == name), None)
+    if found is None:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"mechanism must be one of {', '.join(NAMES)}, got {name!r}{hint}")
-    return made[name]
+    return found
 
 
 def to_json(config: Mechanism) -> dict:

@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
 from heedful.nn.shape import HeadNorm, HeadShape, WideLinear, check_choice, is_whole
 from heedful.ops import Visibility, multi_token_attention
-from heedful.ops.impl import Impl
+from heedful.ops.mta.reference import multi_token_attention_map
 
 
 @dataclass(frozen=True)
@@ -148,20 +149,22 @@ class TalkingHeads:
         return mixing.build(shape)
 
 
-class MultiTokenAttention(nn.Module):
+class MultiTokenAttention(Layer):
     """The parameters of multi-token attention for one layer, identity-initialised."""
 
-    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
-
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
-        super().__init__()
-        self.config, self.shape = config, shape
+        super().__init__(shape)
+        self.config = config
         convolves = config.convolves(shape.layer)
         self.conv = _kernels(shape.heads, config.conv if convolves else None)
         self.post_conv = _kernels(shape.heads, config.post_conv if convolves else None)
         self.mix = _mixing("mix", shape.heads, config.mix)
         self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
-        self.input_factor = 1 - shape.depth_factor if config.input_scaling == "depth" else 1.0
+        if config.input_scaling == "depth":
+            self.input_factor = 1 - shape.depth_factor
+        # A convolved row reads the rows above it; convolved twice, those above these too.
+        kernels = (self.conv, self.post_conv)
+        self.past_queries = sum(x.shape[1] - 1 for x in kernels if x is not None)
         self.norm = None
         if config.norm != "none":
             factor = 1 - shape.depth_factor if config.norm == "depth" else 1.0
@@ -172,11 +175,6 @@ class MultiTokenAttention(nn.Module):
             self.gate = WideLinear(shape.dim, outputs)
             self._gate_std = shape.hidden**-0.5
         self.reset_parameters()
-
-    @property
-    def needs_past_queries(self) -> bool:
-        """Whether a query's output depends on earlier queries (then keys alone are no cache)."""
-        return any(x is not None and x.shape[1] > 1 for x in (self.conv, self.post_conv))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -205,20 +203,11 @@ class MultiTokenAttention(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        hidden: Tensor | None = None,
-    ) -> Float[Tensor, "B H Tq D"]:
-        """Attention, then the norm and the gate of each head's output; `hidden` is not used."""
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """Attention, then the norm and the gate of each head's output."""
         out = multi_token_attention(
-            q,
-            k,
-            v,
-            conv=self.conv,
-            post_conv=self.post_conv,
-            mix=self.mix,
-            post_mix=self.post_mix,
-            visibility=visibility,
-            scale=scale,
-            impl=self.impl,
+            q, k, v, **self._steps(), visibility=visibility, scale=scale, impl=self.impl
         )
         if self.norm is not None:
             out = self.norm(out)
@@ -227,7 +216,15 @@ class MultiTokenAttention(nn.Module):
             if self.config.gate_start == "identity":
                 opening = 2 * opening
             out = out * opening.to(out.dtype)
-        return out
+        return LayerOutput(out)
+
+    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+        """The map that multiplies the values, per head, before norm and gate."""
+        steps = self._steps()
+        return Maps(multi_token_attention_map(q, k, **steps, visibility=visibility, scale=scale))
+
+    def _steps(self) -> dict[str, nn.Parameter | None]:
+        return {name: getattr(self, name) for name in ("conv", "post_conv", "mix", "post_mix")}
 
 
 def _is_group(size: object) -> bool:
@@ -235,7 +232,7 @@ def _is_group(size: object) -> bool:
 
 
 def _kernels(heads: int, size: tuple[int, int] | None) -> nn.Parameter | None:
-    return None if size is None else nn.Parameter(torch.empty(heads, *size, dtype=torch.float32))
+    return None if size is None else parameter(heads, *size)
 
 
 def _mixing(name: str, heads: int, group: int | str | None) -> nn.Parameter | None:
@@ -247,4 +244,4 @@ def _mixing(name: str, heads: int, group: int | str | None) -> nn.Parameter | No
             f"{name} groups of {size} heads do not divide the model's {heads} heads; use a divisor "
             "or 'all'"
         )
-    return nn.Parameter(torch.empty(heads // size, size, size, dtype=torch.float32))
+    return parameter(heads // size, size, size)

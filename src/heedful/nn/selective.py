@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, check_given
 from heedful.nn.shape import HeadShape, WideLinear, check_choice, is_whole
 from heedful.ops import Visibility, selective_attention
-from heedful.ops.impl import Impl
+from heedful.ops.selective.reference import selection
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,23 @@ class Selective:
         return SelectiveAttention(self, shape)
 
 
-class SelectiveAttention(nn.Module):
+class SelectiveAttention(Layer):
     """Selective attention for one layer; has parameters only with an own selector."""
 
-    needs_past_queries = True
-    impl: Impl = "auto"  # a choice for a machine, not of the mechanism
+    keeps = ("F",)
 
     def __init__(self, config: Selective, shape: HeadShape) -> None:
-        super().__init__()
+        super().__init__(shape)
         if config.head >= shape.heads:
             raise ValueError(
                 f"head must be below the model's {shape.heads} heads, got {config.head}"
             )
-        self.config, self.shape = config, shape
-        self.group = shape.heads // shape.key_heads
+        self.config, self.group = config, shape.heads // shape.key_heads
         self.query = self.key = None
         if config.selector in ("bilinear", "extra"):
             self.query = WideLinear(shape.hidden, shape.dim, bias=False)
             self.key = WideLinear(shape.hidden, shape.dim, bias=False)
+            self.needs, self.keeps = frozenset({"input"}), ("F", "selector keys")
         self.reset_parameters()
 
     @torch.no_grad()
@@ -85,23 +85,38 @@ class SelectiveAttention(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        hidden: Float[Tensor, "B Tk E"] | None = None,
-    ) -> Float[Tensor, "B H Tq D"]:
-        """Attention with what earlier tokens have hidden; `hidden` is the layer's input."""
-        selector_q, selector_k = self.selectors(q, k, hidden)
-        return selective_attention(
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """Attention with what earlier tokens have hidden; `state` is F of every key."""
+        selector_q, selector_k = self.selectors(q, k, given)
+        found = selective_attention(
             q,
             k,
             v,
             selector_q=selector_q,
             selector_k=selector_k,
+            tau=self.tau,
             protect_first=self.config.protect_first,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
-        ).output
+        )
+        return LayerOutput(found.output, found.state, found.memory)
 
-    def selectors(self, q: Tensor, k: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+        """The softmax of what is left of the logits, per head, and what hides what."""
+        visibility = Visibility() if visibility is None else visibility
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        selectors = self.selectors(q, k, given)
+        hiding = selection(*selectors, self.config.protect_first, visibility, scale)
+        f = hiding.cumsum(2) - hiding
+        visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
+        spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        logits = (q @ spread.mT * scale - f).masked_fill(~visible, float("-inf"))
+        weights = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
+        return Maps(weights.masked_fill(~visible, 0), hiding)
+
+    def selectors(self, q: Tensor, k: Tensor, given: Given) -> tuple[Tensor, Tensor]:
         """The two tensors whose product hides: `[B, 1 or H, T, Ds]` for queries and keys."""
         match self.config.selector:
             case "head":
@@ -113,11 +128,8 @@ class SelectiveAttention(nn.Module):
                 joined = q.transpose(1, 2).flatten(2)[:, None] / q.shape[1]
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
-        if hidden is None:
-            raise ValueError(
-                f"selector={self.config.selector!r} projects the layer's input: pass it as hidden"
-            )
+        check_given(self, given)
         return (
-            self.query(hidden[:, -q.shape[2] :]).to(q.dtype)[:, None],
-            self.key(hidden).to(q.dtype)[:, None],
+            self.query(given.input[:, -q.shape[2] :]).to(q.dtype)[:, None],
+            self.key(given.input).to(q.dtype)[:, None],
         )

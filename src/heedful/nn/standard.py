@@ -1,34 +1,48 @@
 """Standard softmax attention, the baseline: torch's scaled_dot_product_attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from heedful.nn.shape import HeadShape
+from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
+from heedful.nn.shape import HeadShape, is_whole
 from heedful.ops import Visibility
-from heedful.ops.impl import Impl
+from heedful.ops.mta.reference import multi_token_attention_map
 from heedful.ops.standard import standard_attention
 
 
 @dataclass(frozen=True)
 class Standard:
-    """Standard attention; no parameters."""
+    """Standard attention; no parameters.
+
+    Arguments:
+        window: how many tokens a query sees, itself included; `None` is the model's own choice. A
+            narrower window of the model's stays. With it a model can have local layers beside
+            global ones.
+    """
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not is_whole(self.window, 1):
+            raise ValueError(
+                f"window must be a whole number of tokens of at least 1, or None, got "
+                f"{self.window!r}"
+            )
 
     def build(self, shape: HeadShape) -> "StandardAttention":
         """The layer for one attention module."""
-        return StandardAttention()
+        return StandardAttention(self, shape)
 
 
-class StandardAttention(nn.Module):
-    """SDPA under a `Visibility`."""
+class StandardAttention(Layer):
+    """SDPA under a `Visibility`; every `impl` is SDPA."""
 
-    needs_past_queries = False
-    impl: Impl = "auto"  # all are SDPA
-
-    def reset_parameters(self) -> None:
-        """Nothing to reset."""
+    def __init__(self, config: Standard, shape: HeadShape) -> None:
+        super().__init__(shape)
+        self.config = config
 
     def forward(
         self,
@@ -38,19 +52,33 @@ class StandardAttention(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        hidden: Tensor | None = None,
-    ) -> Float[Tensor, "B H Tq D"]:
-        """Softmax attention; padded queries get zeros. `hidden` is not used."""
-        visibility = Visibility() if visibility is None else visibility
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """Softmax attention; padded queries get zeros."""
+        visibility = self._visibility(visibility, k)
         queries, keys = q.shape[2], k.shape[2]
         if visibility.plain:
             out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
             if out is not None:
-                return out
+                return LayerOutput(out)
         visible = visibility.dense(queries, keys, q.device)[:, None]
         blind = ~visible.any(-1, keepdim=True)  # such a row would divide by zero: let it see all
         grouped = q.shape[1] != k.shape[1]
         out = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=visible | blind, scale=scale, enable_gqa=grouped
         )
-        return out.masked_fill(blind, 0)
+        return LayerOutput(out.masked_fill(blind, 0))
+
+    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+        """The softmax, per head."""
+        visibility = self._visibility(visibility, k)
+        return Maps(multi_token_attention_map(q, k, visibility=visibility, scale=scale))
+
+    def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:
+        visibility = Visibility() if visibility is None else visibility
+        window = self.config.window
+        if window is None or window >= k.shape[2]:
+            return visibility
+        if visibility.window is not None and visibility.window <= window:
+            return visibility
+        return replace(visibility, window=window)

@@ -1,0 +1,139 @@
+"""The layer contract: what a mechanism's layer declares, is given, and returns."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from heedful.nn.shape import HeadShape
+from heedful.ops import Visibility
+from heedful.ops.impl import Impl
+
+Need = Literal["input", "token_ids", "positions", "cache", "unrotated"]
+
+
+class Given(NamedTuple):
+    """What a layer gets beside queries, keys and values: what its `needs` name, else `None`.
+
+    input: the attention module's input, `[B, T, E]`; of the new tokens, where a cache holds others.
+    token_ids: ids of the same tokens, `[B, T]`.
+    positions: their positions, `[B or 1, T]`.
+    cache: what holds this layer's keys and values between calls.
+    """
+
+    input: Float[Tensor, "B T E"] | None = None
+    token_ids: Int[Tensor, "B T"] | None = None
+    positions: Int[Tensor, "#B T"] | None = None
+    cache: object | None = None
+
+
+NOTHING = Given()
+
+
+class LayerOutput(NamedTuple):
+    """What a layer returns.
+
+    output: `[B, H, Tq, D]`, in the shape of the model's heads.
+    state: what the next tokens need to go on from here, `None` if keys and values are all.
+    memory: per query what a memory loss adds up, `[B, Tq]`; `None` unless the layer has a `tau`.
+    """
+
+    output: Float[Tensor, "B H Tq D"]
+    state: Tensor | None = None
+    memory: Float[Tensor, "B Tq"] | None = None
+
+
+class Maps(NamedTuple):
+    """What a layer attends to, dense: for looking at.
+
+    weights: the maps that multiply the values, `[B, H, Tq, Tk]` (differential: one per pair).
+    hiding: how much token p hides token j from later ones, `[B, Hs, Tq, Tk]`; `None` without.
+    """
+
+    weights: Float[Tensor, "B H Tq Tk"]
+    hiding: Float[Tensor, "B Hs Tq Tk"] | None = None
+
+
+class Layer(nn.Module):
+    """What stands between queries, keys and values of one attention module.
+
+    A built layer is initialised: its constructor sets every parameter. Whatever holds it (the door
+    to transformers, a model of one's own) serves what the attributes declare and guesses nothing.
+
+    needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
+    past_queries: how many earlier query rows the newest output depends on.
+    keeps: what must be kept per token beside K and V, by name, for the next token.
+    input_factor: what multiplies the input of the attention module and of the MLP beside it.
+    impl: which implementation runs; a choice for a machine, not of the mechanism.
+    tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
+    """
+
+    needs: frozenset[Need] = frozenset()
+    past_queries: int = 0
+    keeps: tuple[str, ...] = ()
+    input_factor: float = 1.0
+    impl: Impl = "auto"
+    tau: float | None = None
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @property
+    def plain_cache(self) -> bool:
+        """Whether keys and values are all that the next token needs."""
+        return self.past_queries == 0 and not self.keeps
+
+    def before_rotation(
+        self, part: Literal["q", "k", "v"], x: Float[Tensor, "B T H D"]
+    ) -> Float[Tensor, "B T H D"]:
+        """Queries, keys or values as the projection gave them, before norms and rotation."""
+        return x
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """Attention of the last `Tq` of the `Tk` tokens, as the operators have it.
+
+        Arguments:
+            q, k, v: after the rotary embedding; keys and values may have fewer heads.
+            visibility: who sees whom; `None` is causal.
+            scale: factor on the logits; default `D ** -0.5`.
+            given: what `needs` names.
+        """
+        raise NotImplementedError
+
+    def maps(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        given: Given = NOTHING,
+    ) -> Maps:
+        """The attention maps of the same call, whole: for short rows."""
+        raise NotImplementedError
+
+
+def check_given(layer: Layer, given: Given) -> None:
+    """Raise unless everything that the layer needs is given."""
+    for name in Given._fields:
+        if name in layer.needs and name != "cache" and getattr(given, name) is None:
+            raise ValueError(
+                f"{type(layer).__name__} needs {name} beside q, k and v: pass given=Given("
+                f"{name}=...)"
+            )
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """An uninitialised parameter of a mechanism; in fp32, whatever the model's precision."""
+    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))

@@ -1,0 +1,176 @@
+"""The door serves what layers declare: input, ids, positions, cache, before rotation; hybrids."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from families import logits, ragged_mask, stir, tiny, tokens, twin
+from torch import nn
+
+import heedful
+from heedful.nn import (
+    Differential,
+    Given,
+    HeadShape,
+    LayerOutput,
+    MultiToken,
+    Selective,
+    Standard,
+    StandardAttention,
+    TalkingHeads,
+)
+
+
+class Noting(StandardAttention):
+    """Standard attention that notes what it is given."""
+
+    needs = frozenset({"input", "token_ids", "positions", "cache"})
+
+    def forward(self, q, k, v, *, given: Given, **options) -> LayerOutput:
+        self.noted = given
+        return super().forward(q, k, v, given=given, **options)
+
+
+class Doubling(StandardAttention):
+    """Standard attention of doubled values and negated queries and keys, before the rotation."""
+
+    needs = frozenset({"unrotated"})
+
+    def before_rotation(self, part, x):
+        assert x.ndim == 4 and x.shape[-1] == self.shape.dim
+        return 2 * x if part == "v" else -x
+
+
+def with_layers(monkeypatch, kind: type, family: str = "llama", **options):
+    """A model converted to layers of this kind, as if a configuration built them."""
+    monkeypatch.setattr(Standard, "build", lambda self, shape: kind(self, shape))
+    model = tiny(family, **options)
+    heedful.convert(model, "standard")
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "mixtral"])
+def test_a_layer_is_given_what_it_declares(family, monkeypatch):
+    model = with_layers(monkeypatch, Noting, family)
+    found, inputs = [], []
+    for module in model.modules():
+        if isinstance(getattr(module, "heedful", None), nn.Module):
+            found.append(module.heedful)
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]),
+                with_kwargs=True,
+            )
+    ids = tokens(2, 7)
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :5], attention_mask=ragged_mask(2, 5)).past_key_values
+    for layer, given in zip(found, inputs, strict=True):
+        assert torch.equal(layer.noted.input, given)
+        assert torch.equal(layer.noted.token_ids, ids[:, :5])
+        assert torch.equal(layer.noted.positions.expand(2, -1), torch.arange(5).expand(2, -1))
+    assert [layer.noted.cache for layer in found] == list(cache.layers)
+    with torch.no_grad():
+        model(input_ids=ids[:, 5:], past_key_values=cache)
+    assert torch.equal(found[0].noted.positions, torch.tensor([[5, 6]]))
+    assert torch.equal(found[2].noted.token_ids, ids[:, 5:])
+
+
+def test_what_cannot_be_given_is_refused(monkeypatch):
+    model = with_layers(monkeypatch, Noting)
+    embedded = model.get_input_embeddings()(tokens())
+    with pytest.raises(ValueError, match="needs token_ids, and HeedfulLlamaAttention was called w"):
+        model(inputs_embeds=embedded)
+
+
+def test_a_layer_can_act_before_the_rotation(monkeypatch):
+    plain = tiny()
+    expected = twin(plain)
+    for layer in expected.model.layers:
+        for part, factor in (("q", -1), ("k", -1), ("v", 2)):
+            getattr(layer.self_attn, f"{part}_proj").weight.data.mul_(factor)
+    ids = tokens()
+    before = logits(plain, ids)
+    monkeypatch.setattr(Standard, "build", lambda self, shape: Doubling(self, shape))
+    conversion = heedful.convert(plain, "standard")
+    for model in (plain, copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
+        torch.testing.assert_close(logits(model, ids), logits(expected, ids), rtol=0, atol=1e-11)
+    conversion.revert()
+    assert torch.equal(logits(plain, ids), before)
+    fused = tiny("gpt2")
+    with pytest.raises(ValueError, match="GPT2Attention does not project queries, keys and values"):
+        heedful.convert(fused, "standard")
+    assert type(fused).__name__ == "GPT2LMHeadModel"
+
+
+HYBRID = {
+    MultiToken(conv=(2, 3), post_conv=None, conv_every=1): [0],
+    Selective(selector="bilinear"): [2],
+    Standard(window=4): [1],
+}
+
+
+def test_layers_may_have_different_mechanisms(tmp_path):
+    model, ids = tiny(num_hidden_layers=4), tokens()
+    before = logits(model, ids)
+    conversion = heedful.convert(model, HYBRID)
+    assert conversion.mechanisms == {config: tuple(those) for config, those in HYBRID.items()}
+    assert conversion.layers == (0, 1, 2)
+    kinds = [type(layer.self_attn.heedful).__name__ for layer in model.model.layers]
+    assert kinds == [
+        "MultiTokenAttention",
+        "StandardAttention",
+        "SelectiveAttention",
+        "StandardAttention",
+    ]
+    with pytest.raises(ValueError, match=r"several mechanisms: see conversion.mechanisms"):
+        _ = conversion.mechanism
+    stir(model, 0.1, only=".heedful.")
+    changed = logits(model, ids)
+    assert not torch.allclose(changed, before, atol=1e-3)
+    model.save_pretrained(tmp_path)
+    again = heedful.load(tmp_path)
+    assert again._heedful.mechanisms == conversion.mechanisms
+    assert torch.equal(logits(again, ids), changed)
+    conversion.revert()
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_local_layers_beside_global_ones_generate_with_a_cache():
+    model, ids = tiny(num_hidden_layers=4), tokens(2, 9)
+    heedful.convert(model, {Standard(window=3): [0, 1, 3], "talking-heads": [2]})
+    stir(model, 0.2, only=".heedful.")
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
+    cached = model.generate(ids, **options)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
+    whole = tiny(num_hidden_layers=4)
+    assert not torch.allclose(logits(model, ids), logits(whole, ids), atol=1e-3)
+
+
+WRONG = {
+    "layers must have one mechanism each, got several for .1.": {"mta": [0, 1], "standard": [1]},
+    "mechanism must name at least one mechanism with its layers": {},
+    "mechanism must name each mechanism once": {"mta": [0], MultiToken(): [1]},
+    r"layers must be among 0 to 2, got \[5\]": {"mta": [5]},
+    "mechanism must be one of .* did you mean 'selective'": {"selectiv": [0]},
+    "key heads must be even, got 1": {Differential(): [1]},
+    "layers must name at least one layer": {TalkingHeads(): []},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_plans_leave_the_model_alone(message):
+    model, ids = tiny(num_key_value_heads=1), tokens()
+    before = logits(model, ids)
+    with pytest.raises(ValueError, match=message):
+        heedful.convert(model, WRONG[message])
+    assert torch.equal(logits(model, ids), before)
+    with pytest.raises(ValueError, match="layers must be None where mechanism names the layers"):
+        heedful.convert(model, {"mta": [0]}, layers=[0])
+
+
+def test_layers_stand_alone_too():
+    """The contract is all that a layer knows of a model."""
+    made = Standard(window=2).build(HeadShape(4, 2, 8, 32, 0))
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
+    assert made(q, k, k).output.shape == q.shape
+    assert made.maps(q, k).weights.shape == (1, 4, 5, 5)
