@@ -33,7 +33,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import heedful
-from heedful.hf.convert import needs_past_queries
 
 PAGE = Path(__file__).with_suffix(".md")
 LARGEST = 50_000_000  # parameters: above, the small configuration did not reach the whole model
@@ -275,7 +274,9 @@ def attempt(kind: str) -> Row:
             cannot.append(name)
     if takes_positions(model):
         expected |= dict.fromkeys(packed(model, ids), apart(model, ids))
-    note = ""
+    else:
+        cannot.append("packed documents (it takes no positions)")
+    known, notes = {}, []
     for mechanism in ("standard", "mta"):
         try:
             conversion = heedful.convert(model, mechanism)
@@ -284,21 +285,29 @@ def attempt(kind: str) -> Row:
         except Exception as error:
             return Row(kind, "wrong", f"convert: {told(error)}")
         try:
-            refused = compare(model, ids, expected)
+            refused = compare(model, ids, expected, cache=mechanism == "standard")
         except Exception as error:  # a difference, or a traceback: both must be seen
             return Row(kind, "wrong", f"{mechanism}: {told(error)}")
         finally:
             conversion.revert()
+        only = "" if mechanism == "standard" else f"{mechanism}: "
         if len(refused) == len(expected):
-            only = "" if mechanism == "standard" else f"{mechanism}: "
             return Row(kind, "refused", only + next(iter(refused.values())))
-        if mechanism == "standard":
-            note = partly(refused, cannot)
-    return Row(kind, "served", note)
+        more = {name: why for name, why in refused.items() if known.get(name) != why}
+        known |= refused
+        notes += [only + note for note in partly(more)]
+    if cannot:
+        notes.append(f"the unconverted model cannot: {', '.join(cannot)}")
+    return Row(kind, "served", "; ".join(notes))
 
 
-def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) -> dict[str, str]:
-    """Why ways of calling a converted model are refused; raises where logits differ."""
+def compare(
+    model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor], cache: bool
+) -> dict[str, str]:
+    """Why ways of calling a converted model are refused; raises where logits differ.
+
+    cache: whether the mechanism has one; else `generate` goes on without.
+    """
     refused = {}
     for name, way in (ways(model, ids) | packed(model, ids)).items():
         if name not in expected:
@@ -306,11 +315,11 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
         try:
             found = way()
         except ValueError as error:
-            if needs_past_queries(model) and "use_cache" in str(error):
-                continue  # that these mechanisms have no cache stands elsewhere
+            if not cache and "use_cache" in str(error):
+                continue
             refused[name] = clause(error)
             continue
-        if name == "generate" and needs_past_queries(model):
+        if name == "generate" and not cache:
             name = "generate without a cache"  # for some families that is not the same
         before = expected[name]
         largest = EXACT[model.dtype]
@@ -320,8 +329,8 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
     return refused
 
 
-def partly(refused: dict[str, str], cannot: list[str]) -> str:
-    """What a type that is served leaves out, in short."""
+def partly(refused: dict[str, str]) -> list[str]:
+    """What a type that is served leaves out, in short, one text for each reason."""
     notes = []
     for why in dict.fromkeys(refused.values()):
         names = [name for name in refused if refused[name] == why]
@@ -329,9 +338,7 @@ def partly(refused: dict[str, str], cannot: list[str]) -> str:
             names = [name for name in names if not name.startswith("packed")]
             names.append("packed documents")
         notes.append(f"but {', '.join(names)} refused: {why}")
-    if cannot:
-        notes.append(f"the unconverted model cannot: {', '.join(cannot)}")
-    return "; ".join(notes)
+    return notes
 
 
 def clause(error: Exception) -> str:
