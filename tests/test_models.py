@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from heedful import Visibility
+from heedful import convert
 
 DOCS = Path(__file__).parent.parent / "docs"
 SCRIPT = DOCS / "models.py"
@@ -42,10 +42,12 @@ def test_a_type_comes_out_as_the_page_says(models, kind, outcome):
 
 
 def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
-    def without_a_window(window=None, **options):
-        return Visibility(**options)
+    def moved(model, mechanism):
+        conversion = convert(model, mechanism)
+        next(model.parameters()).add_(1e-3)
+        return conversion
 
-    monkeypatch.setattr("heedful.hf.mask.Visibility", without_a_window)
+    monkeypatch.setattr("heedful.convert", moved)
     row = models.attempt("gemma3_text")
     assert row.outcome == "wrong" and "largest difference" in row.note, row
 

@@ -121,6 +121,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     def small_bench(config):
         return measure(replace(config, lengths=(32,), rounds=1, memory=False))
 
+    if "--steps" in arguments:
+        value = arguments.index("--steps") + 1
+        arguments = [*arguments[:value], "1", *arguments[value + 1 :]]
     monkeypatch.setattr(compare, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
     with pytest.raises(SystemExit) as stop:
