@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import heedful
+from heedful import doctor
 from heedful.bench import cases, config
 from heedful.cli import main
 from heedful.experiments import compare, comparison, train
@@ -45,6 +46,37 @@ def test_doctor_finds_this_machine_sound(capsys):
     assert "tiled equals reference" in printed and "keeps its logits, and reverts" in printed
     assert "fused        no: its kernels need a GPU; impl='auto' runs tiled" in printed
     assert "all works" in printed
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({"torch": "2.13.0+cpu", "transformers": "5.23.0"}, ["torch        2.13.0+cpu\n"]),
+        (
+            {"torch": "2.14.0+cu130", "transformers": "5.17.0"},
+            [
+                "torch        2.14.0+cu130 (heedful is tested with 2.13.0; other versions are",
+                "transformers 5.17.0 (heedful is tested with 5.23.0; other versions are untested)",
+            ],
+        ),
+        (
+            {"triton": "3.6.0", "numpy": "2.4.1"},
+            ["triton       3.6.0, whose interpreter (TRITON_INTERPRET=1) fails with NumPy 2.4.1"],
+        ),
+        ({"triton": "3.6.0", "numpy": "2.3.5"}, ["triton       3.6.0\n"]),
+        ({"triton": "3.7.0", "numpy": "2.4.1"}, ["triton       3.7.0\n"]),
+        ({"triton": None}, ["triton       not installed"]),
+    ],
+    ids=str,
+)
+def test_doctor_says_which_versions_are_untested_or_at_odds(versions, said, monkeypatch):
+    real = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
+    for check in ("_operators", "_conversion"):
+        monkeypatch.setattr(doctor, check, lambda: "not asked here")
+    lines = []
+    assert doctor.examine(lines.append) == 0
+    assert all(words in "\n".join(lines) for words in said), lines
 
 
 def test_doctor_reports_what_is_broken(capsys, monkeypatch):

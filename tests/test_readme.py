@@ -5,6 +5,7 @@ measurement made small: at their real sizes they take minutes.
 """
 
 import gzip
+import os
 import re
 import shlex
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from heedful import cli
 from heedful.bench import measure as bench
+from heedful.doctor import TESTED
 from heedful.experiments import compare
 from heedful.experiments.train import Size
 from heedful.nn import ablations
@@ -59,18 +61,48 @@ def commands() -> list:
     return found
 
 
+def scripts(page: Path) -> dict[str, str]:
+    """The blocks of a page that are files of their own, marked `python FILE.py`, by name."""
+    kinds = [(block.kind.partition(" "), block.text) for block in blocks(page)]
+    return {kind[2]: text for kind, text in kinds if kind[0] == "python" and ".py" in kind[2]}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In order and in one namespace per page; `python no-run` is only compiled."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "documentation"}
     for block in blocks(page):
-        assert block.kind in ("python", "python no-run", "sh", "bibtex"), block
-        if block.kind.startswith("python"):
+        kind = "script" if block.kind.removeprefix("python ") in scripts(page) else block.kind
+        assert kind in ("python", "python no-run", "script", "sh", "bibtex"), block
+        if kind in ("python", "python no-run"):
             # The line numbers of the page, so that a failure points into it.
             code = compile("\n" * block.line + block.text, name(page), "exec")
             if block.kind == "python":
                 exec(code, namespace)
+
+
+@pytest.mark.parametrize(
+    ("page", "script"),
+    [pytest.param(page, script, id=script) for page in PAGES for script in scripts(page)],
+)
+def test_scripts_of_a_page_run(page, script, tmp_path):
+    """In processes of their own, by the command that the page gives, and without our hooks."""
+    lines = "\n".join(block.text for block in blocks(page) if block.kind == "sh")
+    (command,) = re.findall(rf"^(?:python|torchrun .*) {script}$", lines, re.MULTILINE)
+    (tmp_path / script).write_text(scripts(page)[script])
+    words = shlex.split(command)[1:]
+    if command.startswith("torchrun"):
+        words = ["-m", "torch.distributed.run", *words]
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("arguments", commands())
@@ -91,6 +123,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     def small_bench(config):
         return measure(replace(config, lengths=(32,), rounds=1, memory=False))
 
+    if "--steps" in arguments:
+        value = arguments.index("--steps") + 1
+        arguments = [*arguments[:value], "1", *arguments[value + 1 :]]
     monkeypatch.setattr(compare, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
     with pytest.raises(SystemExit) as stop:
@@ -108,7 +143,8 @@ def test_other_commands_name_scripts_that_exist():
         for block in blocks(page):
             if block.kind == "sh":
                 for script in re.findall(r"^python (\S+)", block.text, re.MULTILINE):
-                    assert (ROOT / script).is_file(), f"{name(page)}: {script}"
+                    here = script in scripts(page)
+                    assert here or (ROOT / script).is_file(), f"{name(page)}: {script}"
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
@@ -137,6 +173,7 @@ def test_a_fresh_clone_needs_one_command_line_each():
         (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
+        assert f"install torch=={TESTED['torch']} &&" in line, "doctor says what was tested"
 
 
 def test_the_ablation_table_has_the_presets_of_the_code():

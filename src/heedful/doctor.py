@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from heedful.records.environment import installed, machine
 
+TESTED = {"torch": "2.13.0", "transformers": "5.23.0"}  # what the test suite runs with
+
 
 def examine(write: Callable[[str], None] = print) -> int:
     """Print one line per check; returns 0 if everything that heedful needs works, else 1."""
@@ -15,7 +17,8 @@ def examine(write: Callable[[str], None] = print) -> int:
     for package, needed in (("torch", True), ("transformers", True), ("datasets", False)):
         version = installed(package)
         reason = f"pip install {package}" if needed else "only needed for --data hf:NAME"
-        write(f"{package:<12} {version or f'missing: {reason}'}")
+        found = f"{version}{_untested(package, version)}" if version else f"missing: {reason}"
+        write(f"{package:<12} {found}")
         sound &= version is not None or not needed
     if not sound:
         return 1
@@ -26,8 +29,7 @@ def examine(write: Callable[[str], None] = print) -> int:
         write(f"device       cuda ({torch.cuda.get_device_name()}); compare uses it")
     else:
         write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is seen")
-    triton = installed("triton")
-    write(f"triton       {triton or 'not installed; only impl=fused needs it'}")
+    write(f"triton       {_triton()}")
     for name, check in (("operators", _operators), ("conversion", _conversion)):
         try:
             write(f"{name:<12} {check()}")
@@ -37,6 +39,31 @@ def examine(write: Callable[[str], None] = print) -> int:
     write(f"fused        {_fused()}")
     write("all works" if sound else "something is broken: see above")
     return 0 if sound else 1
+
+
+def _untested(package: str, version: str) -> str:
+    """What to know of a version other than the one that the tests run with."""
+    tested = TESTED.get(package)
+    if tested is None or version.partition("+")[0] == tested:
+        return ""
+    return f" (heedful is tested with {tested}; other versions are untested)"
+
+
+def _triton() -> str:
+    triton, numpy = installed("triton"), installed("numpy")
+    if triton is None:
+        return "not installed; only impl=fused needs it"
+    if _release(triton) < (3, 7) and _release(numpy or "0.0") >= (2, 4):
+        return (
+            f"{triton}, whose interpreter (TRITON_INTERPRET=1) fails with NumPy {numpy}: take "
+            "Triton 3.7 or NumPy below 2.4; kernels on a GPU are not affected"
+        )
+    return triton
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _operators() -> str:

@@ -1,6 +1,7 @@
 """What convert and revert promise and refuse, on a tiny Llama."""
 
 import copy
+import json
 import math
 import pickle
 import subprocess
@@ -480,3 +481,28 @@ def test_of_a_model_that_sees_only_the_text_part_is_converted():
     assert not torch.allclose(logits(model, ids, **marked), apart, atol=1e-3)
     conversion.revert()
     assert torch.equal(logits(model, ids, **marked), apart)
+
+
+def test_a_model_that_sees_generates_from_left_padded_rows_with_a_cache():
+    model, ids = seeing_model(), tokens(2, 9)
+    mask = ragged_mask(2, 9)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids.where(mask.bool(), 0), **options)
+    heedful.convert(model, "talking-heads")
+    assert torch.equal(model.generate(ids.where(mask.bool(), 0), **options), expected)
+
+
+def test_classes_that_were_put_in_front_are_seen_through(tmp_path):
+    """As `fully_shard` does to a model and to its layers."""
+    model, ids = tiny(dtype=torch.float32, num_hidden_layers=2), tokens()
+    heedful.convert(model, "mta")
+    expected = logits(model, ids)
+    for module in (model, model.model.layers[0].self_attn):
+        module.__class__ = type(f"Sharded{type(module).__name__}", (type(module),), {})
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["heedful"]["base"]["architectures"] == ["LlamaForCausalLM"]
+    assert torch.equal(logits(heedful.load(tmp_path), ids), expected)
+    with pytest.raises(ValueError, match="has been given another class since it was converted"):
+        heedful.revert(model)
+    assert torch.equal(logits(model, ids), expected)

@@ -104,6 +104,13 @@ def test_a_cache_of_keys_and_values_alone_is_refused(name):
             model.generate(ids, max_new_tokens=2, **{option: value})
 
 
+@pytest.mark.parametrize("name", ["mta", "selective"])
+def test_a_draft_model_without_a_cache_is_refused(name):
+    model, ids = tiny(), tokens(1, 9)
+    with pytest.raises(ValueError, match="assistant_model must have a cache, and this mechanism"):
+        model.generate(ids, assistant_model=converted(name), max_new_tokens=8, do_sample=False)
+
+
 @pytest.mark.parametrize("name", CACHED)
 def test_assisted_decoding_is_greedy_decoding(name):
     model, ids = converted(name), tokens(1, 9)

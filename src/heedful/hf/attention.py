@@ -19,6 +19,7 @@ IMPLEMENTATION = "heedful_converted"
 # passes beyond this and is not None would be lost here.
 _HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position",
+    "logits_to_keep",
     "position_embeddings",
     "return_dict",
     "sliding_window",
@@ -105,7 +106,7 @@ def attention(
 def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:
     found = (query.shape[1], key.shape[1], query.shape[3])
     shape = layer.shape
-    if found != (shape.heads, shape.key_heads, shape.dim):
+    if found != (shape.heads, shape.key_heads, shape.dim) and not layer.any_shape:
         raise ValueError(
             f"{type(module).__name__} attends with {found[0]} heads, {found[1]} key heads and head "
             f"dim {found[2]}, and its configuration says {shape}; this family does not fit"
@@ -144,13 +145,20 @@ class ConvertedAttention:
         return super().forward(hidden_states, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return unpickle, (converted_attention, type(self).__mro__[2]), self.__getstate__()
+        base = family_of(self, ConvertedAttention)
+        return unpickle, (converted_attention, base), self.__getstate__()
 
 
 @functools.cache
 def converted_attention(base: type) -> type:
     """The converted form of a family's attention class; one per class, so that copies agree."""
     return type(f"Heedful{base.__name__}", (ConvertedAttention, base), {"__module__": __name__})
+
+
+def family_of(module: nn.Module, mixin: type) -> type:
+    """The family's own class of a converted module, whatever was put in front of it since."""
+    order = type(module).__mro__
+    return order[order.index(mixin) + 1]
 
 
 def unpickle(converted: "functools._lru_cache_wrapper", base: type) -> nn.Module:

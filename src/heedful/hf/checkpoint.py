@@ -32,9 +32,17 @@ _REFUSED_ELSEWHERE = dict.fromkeys(("attn_implementation", "vocab_size", "text_c
 
 
 def save_converted(
-    model: PreTrainedModel, conversion, save: Callable, folder: str | os.PathLike, options: dict
+    model: PreTrainedModel,
+    base: type,
+    save: Callable,
+    folder: str | os.PathLike,
+    options: dict,
 ) -> None:
-    """Write a converted model; files appear in `folder` only once all are written."""
+    """Write a converted model of the family's class `base`, by that class's `save`.
+
+    Files appear in `folder` only once all are written.
+    """
+    conversion = model._heedful
     if options.get("push_to_hub"):
         raise ValueError("push_to_hub is not supported: save to a folder, then upload the folder")
     if options.get("variant"):
@@ -43,7 +51,6 @@ def save_converted(
     if folder.is_file():
         raise ValueError(f"save_directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    base = type(model).__mro__[2]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as made:
         converted = use_cache_settings(model), model.config.architectures
         set_use_cache(model, conversion._before["use_cache"])

@@ -14,7 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heedful.hf.attention import (
     IMPLEMENTATION,
     NAME,
+    ConvertedAttention,
     converted_attention,
+    family_of,
     register_attention,
     unpickle,
 )
@@ -110,11 +112,13 @@ class ConvertedModel:
         return super().train(mode)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        return unpickle, (_converted_model, type(self).__mro__[2]), self.__getstate__()
+        base = family_of(self, ConvertedModel)
+        return unpickle, (_converted_model, base), self.__getstate__()
 
     def save_pretrained(self, save_directory, **options) -> None:
         """Save in transformers' layout, with the mechanism in `config.json`; see `heedful.load`."""
-        save_converted(self, self._heedful, super().save_pretrained, save_directory, options)
+        base = family_of(self, ConvertedModel)
+        save_converted(self, base, super().save_pretrained, save_directory, options)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
         """Refused: another implementation would switch the mechanism off."""
@@ -228,13 +232,21 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, ConvertedModel):
         raise ValueError(f"model is not converted: {type(model).__name__} has nothing to revert")
+    attention = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
+    parts = {model: ConvertedModel} | dict.fromkeys(attention, ConvertedAttention)
+    bases = {module: family_of(module, mixin) for module, mixin in parts.items()}
+    for module, base in bases.items():
+        if type(module).__mro__[2] is not base:
+            raise ValueError(
+                f"model: {type(module).__name__} has been given another class since it was "
+                "converted (as fully_shard does); save it, heedful.load the folder and revert that"
+            )
     conversion = model._heedful
     del model._heedful
-    model.__class__ = type(model).__mro__[2]
-    for module in model.modules():
-        if hasattr(type(module), "__mro__") and type(module).__name__.startswith("Heedful"):
-            module.__class__ = type(module).__mro__[2]
-            del module.heedful
+    for module, base in bases.items():
+        module.__class__ = base
+    for module in attention:
+        del module.heedful
     for hook in conversion._before["hooks"]:
         hook.remove()
     for config, implementation in conversion._before["attn_implementations"]:
@@ -296,6 +308,11 @@ def without_cache(options: dict) -> dict:
                 f"queries did, beside keys and values); generate without {name}"
             )
     config = options.get("generation_config")
+    if getattr(config, "is_assistant", False):
+        raise ValueError(
+            "assistant_model must have a cache, and this mechanism has none yet; take a draft "
+            "model with another mechanism"
+        )
     if options.get("use_cache") or getattr(config, "use_cache", False):
         warnings.warn(
             "this mechanism has no cache yet, so generate goes on without one, as with "

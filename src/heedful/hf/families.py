@@ -123,6 +123,8 @@ def _obstacle(module: nn.Module) -> str | None:
         return "it does not go through transformers' attention interface"
     if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
         return "it is not causal self-attention"
+    if any(hasattr(module, name) for name in ("kv_lora_rank", "kv_a_proj_with_mqa")):
+        return "it compresses keys and values (multi-head latent attention)"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return (
             "it soft-caps its logits; set config.attn_logit_softcapping = None if the model can "
@@ -130,8 +132,6 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks as parameters"
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return "it compresses keys and values (multi-head latent attention)"
     if not isinstance(module.layer_idx, int):
         return "its layer index is not set"
     return _obstacle_in_source(type(module))

@@ -66,6 +66,7 @@ class Layer(nn.Module):
     keeps: what must be kept per token beside K and V, by name, for the next token.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     impl: which implementation runs; a choice for a machine, not of the mechanism.
+    any_shape: whether other heads than those of `shape` will do as well.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     """
 
@@ -74,6 +75,7 @@ class Layer(nn.Module):
     keeps: tuple[str, ...] = ()
     input_factor: float = 1.0
     impl: Impl = "auto"
+    any_shape: bool = False
     tau: float | None = None
 
     def __init__(self, shape: HeadShape) -> None:

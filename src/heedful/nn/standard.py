@@ -41,6 +41,8 @@ class Standard:
 class StandardAttention(Layer):
     """SDPA under a `Visibility`; every `impl` is SDPA."""
 
+    any_shape = True
+
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config

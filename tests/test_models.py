@@ -1,0 +1,58 @@
+"""The page of model types says what comes out."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from heedful import convert
+
+DOCS = Path(__file__).parent.parent / "docs"
+SCRIPT = DOCS / "models.py"
+
+
+@pytest.fixture(scope="module")
+def models():
+    spec = importlib.util.spec_from_file_location("models", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:this mechanism has no cache")
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("llama", "served"),
+        ("llama4_text", "served"),  # chunks
+        ("phimoe", "served"),  # a window that only its mask function knows
+        ("qwen2_moe", "served"),  # a window in some layers
+        ("gemma3_text", "served"),
+        ("lfm2_moe", "served"),  # convolutions beside attention: no packed documents
+        ("doge", "refused"),
+        ("inkling_text", "refused"),
+    ],
+)
+def test_a_type_comes_out_as_the_page_says(models, kind, outcome):
+    row = models.attempt(kind)
+    assert row.outcome == outcome, row.note
+    assert models.rows_of((DOCS / "models.md").read_text())[kind] == row
+
+
+def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
+    def moved(model, mechanism):
+        conversion = convert(model, mechanism)
+        next(model.parameters()).add_(1e-3)
+        return conversion
+
+    monkeypatch.setattr("heedful.convert", moved)
+    row = models.attempt("gemma3_text")
+    assert row.outcome == "wrong" and "largest difference" in row.note, row
+
+
+@pytest.mark.slow
+def test_every_type_comes_out_as_the_page_says():
+    done = subprocess.run([sys.executable, SCRIPT, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
