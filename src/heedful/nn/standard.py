@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
+from heedful.ops.common.standard import standard_attention
 from heedful.ops.impl import Impl
-from heedful.ops.standard import standard_attention
 
 
 @dataclass(frozen=True)
