@@ -79,7 +79,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
 @every
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
-    monkeypatch.setattr("heedful.ops.products._bf16_cpu", lambda: units)
+    monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
     against_oracle(mechanism, Shape().long(111), torch.bfloat16, None)
 
 

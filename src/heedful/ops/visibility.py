@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heedful.ops.validation import check_dense, check_flag, shown
+from heedful.ops.common.checks import check_dense, check_flag, shown
 
 _WIDEST = 2**62  # a window and any position add up to an int64
 _INTEGERS = (

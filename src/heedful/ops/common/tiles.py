@@ -31,13 +31,19 @@ class Sight(NamedTuple):
     mutual: Int[Tensor, "B Tk"] | None = None
 
 
-class Field:
-    """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach."""
+class Scope:
+    """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach.
+
+    On a CPU it looks at the documents, and leaves out columns that no row of a block can see. On
+    other devices such a look would stall the stream, so that columns are left out for causal order
+    and a window alone, and the others are masked.
+    """
 
     def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
-        self._bounds = None if sight.segments is None else _bounds(sight.segments)
-        self._ends = None if sight.mutual is None else _ends(sight.mutual)
+        looks = device.type == "cpu"
+        self._bounds = _bounds(sight.segments) if looks and sight.segments is not None else None
+        self._ends = _ends(sight.mutual) if looks and sight.mutual is not None else None
 
     def columns(self, rows: range, aside: int = 0) -> range:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
@@ -49,6 +55,8 @@ class Field:
         stop = rows.stop + aside if self.sight.causal else self.keys
         if self._ends is not None:
             stop = max(self._ends[rows.start : rows.stop]) + aside
+        elif self.sight.mutual is not None:
+            stop = self.keys
         if self._bounds is not None:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
@@ -59,7 +67,8 @@ class Field:
     def rows_per_block(self, heads: int) -> int:
         """64 rows, or 32 where tiles of this many heads would outgrow a cache.
 
-        The batch has no say, or results would depend on it; fewer rows would mostly be halo.
+        The number does not depend on the batch, or results would. With still fewer rows most of the
+        work would go into the rows around them that a convolution reads.
         """
         columns = min(self.keys, self.sight.window or self.keys)
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
@@ -85,7 +94,7 @@ class Field:
         if not self.sight.documents:
             return None
         rows = range(max(first, 0), last)
-        if self._bounds.one_document(rows, rows, causal=False):
+        if self._bounds is not None and self._bounds.one_document(rows, rows, causal=False):
             return None  # rows above the first token hold zeros, of whatever document
         inside = self.sight.segments[:, rows.start : min(last, self.keys)]
         above = inside.new_full((len(inside), rows.start - first), -2)
@@ -138,13 +147,19 @@ def _ends(mutual: Int[Tensor, "B Tk"]) -> list[int]:
 
 
 def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Per token the first and one-past-last token with the same segment number."""
-    token = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
-    number = torch.unique(segments, return_inverse=True)[1]
-    size = (len(segments), int(number.max()) + 1)
-    first = token.new_full(size, segments.shape[1]).scatter_reduce(1, number, token, "amin")
-    stop = token.new_zeros(size).scatter_reduce(1, number, token + 1, "amax")
-    return first.gather(1, number), stop.gather(1, number)
+    """Per token the first and one-past-last token with the same segment number.
+
+    Sorted by number, and then by place, the tokens of a segment are one run, from the first to the
+    last. Nothing here waits for a device.
+    """
+    number, token = segments.sort(dim=1, stable=True)
+    place = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
+    changes = torch.nn.functional.pad(number.diff(dim=1) != 0, (1, 1), value=True)
+    begin = (place * changes[:, :-1]).cummax(1).values
+    end = place.where(changes[:, 1:], segments.shape[1]).flip(1).cummin(1).values.flip(1)
+    back = token.argsort(dim=1)
+    first, last = (token.gather(1, x).gather(1, back) for x in (begin, end))
+    return first, last + 1
 
 
 class Hidden(NamedTuple):
@@ -184,6 +199,15 @@ def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, 
     logits.mul_(_LOG2_E).exp2_()
     total = logits.sum(-1, keepdim=True)
     return logits.div_(total.masked_fill_(total == 0, 1))
+
+
+def in_blocks(
+    x: Shaped[Tensor, "*lead T"], size: int, fill: int | float
+) -> Shaped[Tensor, "*lead blocks {size}"]:
+    """Tokens in blocks of `size`, the last one filled up with `fill`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=fill).unflatten(
+        -1, (-1, size)
+    )
 
 
 def spread_heads(x: Float[Tensor, "B Hk T D"], heads: int) -> Float[Tensor, "B H T D"]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from heedful.ops.visibility import Visibility
 
 WIDEST = 256
+MOST_PROGRAMS = 65_535  # along the second and the third axis of a grid; the first takes 2^31 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -19,6 +20,14 @@ def over_limit(q: Tensor, /, **head_dims: int) -> str | None:
     for name, size in head_dims.items():
         if size > WIDEST:
             return f"{name} has head dim {size}, above {WIDEST}"
+    return None
+
+
+def over_grid(**counts: int) -> str | None:
+    """The count that exceeds an axis of a grid, as one clause, or `None`."""
+    for name, count in counts.items():
+        if count > MOST_PROGRAMS:
+            return f"{name.replace('_', ' ')} is {count}, above {MOST_PROGRAMS}; split the batch"
     return None
 
 
