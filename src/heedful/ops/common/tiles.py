@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from heedful.ops.visibility import see
+from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
 STEP = 128  # columns
@@ -21,7 +21,7 @@ class Sight(NamedTuple):
 
     `segments` is the document number per token, -1 for padding; `documents` says whether it holds
     documents at all (then a convolution must not cross their borders). `mutual` is that of a
-    `Visibility`.
+    `Visibility`. `places`, if given, stands for segments and mutual: of queries, then of keys.
     """
 
     segments: Int[Tensor, "B Tk"] | None
@@ -29,6 +29,7 @@ class Sight(NamedTuple):
     causal: bool
     window: int | None
     mutual: Int[Tensor, "B Tk"] | None = None
+    places: Int[Tensor, "B 2 Tq+Tk"] | None = None
 
 
 class Scope:
@@ -41,6 +42,9 @@ class Scope:
 
     def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
+        self._queries = queries
+        if sight.places is not None:
+            self.offset = 0  # queries are counted by themselves
         looks = device.type == "cpu"
         self._bounds = _bounds(sight.segments) if looks and sight.segments is not None else None
         self._ends = _ends(sight.mutual) if looks and sight.mutual is not None else None
@@ -51,6 +55,8 @@ class Scope:
         Nothing is added beyond the tokens' documents: a convolution takes nothing from there. The
         end is rounded up, since torch keeps a compiled convolution for every width that it met.
         """
+        if self.sight.places is not None:
+            return range(self.keys)
         start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
         stop = rows.stop + aside if self.sight.causal else self.keys
         if self._ends is not None:
@@ -76,6 +82,9 @@ class Scope:
     def hidden(self, rows: range, columns: range) -> "Hidden":
         """What of the tile `rows x columns` cannot be seen."""
         sight = self.sight
+        if sight.places is not None:
+            visible = see_placed(sight.places, self._queries, sight.causal, sight.window, rows)
+            return Hidden(0, ~visible[:, None])
         if self._bounds is not None and self._bounds.one_document(rows, columns, sight.causal):
             sight = sight._replace(segments=None)
         # Columns up to the first row are seen by every row, if causal order is all there is.
@@ -89,6 +98,12 @@ class Scope:
         )
         return Hidden(clear, ~visible[:, None])
 
+    def earlier(self, rows: range, columns: range) -> Bool[Tensor, "B 1 R C"]:
+        """Which of the key columns stand before these tokens; for tokens with places."""
+        positions = self.sight.places[:, 1]
+        of_keys = positions[:, self._queries :][:, columns.start : columns.stop]
+        return (of_keys[:, None] < positions[:, rows.start : rows.stop, None])[:, None]
+
     def row_documents(self, first: int, last: int) -> Int[Tensor, "B N"] | None:
         """Document of the tokens `first .. last-1`, -2 where there is none; None: all the same."""
         if not self.sight.documents:
@@ -96,7 +111,10 @@ class Scope:
         rows = range(max(first, 0), last)
         if self._bounds is not None and self._bounds.one_document(rows, rows, causal=False):
             return None  # rows above the first token hold zeros, of whatever document
-        inside = self.sight.segments[:, rows.start : min(last, self.keys)]
+        own, tokens = self.sight.segments, self.keys
+        if self.sight.places is not None:
+            own, tokens = self.sight.places[:, 0], self._queries
+        inside = own[:, rows.start : min(last, tokens)]
         above = inside.new_full((len(inside), rows.start - first), -2)
         below = inside.new_full((len(inside), last - rows.start - inside.shape[1]), -2)
         return torch.cat([above, inside, below], dim=1)

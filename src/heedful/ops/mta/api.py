@@ -61,6 +61,11 @@ def multi_token_attention(
     heads = q.shape[1]
     visibility = check_visibility(visibility, q, k.shape[2])
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
+        if kernel is not None and visibility.positions is not None:
+            raise ValueError(
+                f"{name} joins neighbours, and with visibility.positions keys need not be any; "
+                "leave the positions out, or the kernel"
+            )
         _check_kernel(name, kernel, heads, q)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)

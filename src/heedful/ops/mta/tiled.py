@@ -42,9 +42,10 @@ def multi_token_attention_tiled(
 
     The output is in q's dtype, or in the precision of the sums if `wide`.
     """
+    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, visibility.segments(), visibility.mutual,
-        visibility.documents is not None, visibility.causal, visibility.window, scale, wide,
+        q, k, v, conv, post_conv, mix, post_mix, *seen, visibility.documents is not None,
+        visibility.causal, visibility.window, scale, wide,
     )  # fmt: skip
 
 
@@ -244,10 +245,11 @@ def _cut(rows: range) -> slice:
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
-    documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
+    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+    wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
-    sight = Sight(segments, documents, causal, window, mutual)
+    sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
     out = identity_attention(*qkv, parameters, sight, scale)
     if out is None:
@@ -282,9 +284,10 @@ def _(q, k, v, *options):
 def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
-    documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
+    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sight = Sight(segments, documents, causal, window, mutual)
+    sight = Sight(segments, documents, causal, window, mutual, places)
     steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
     inputs = (q, k, v, conv, post_conv, mix, post_mix)
     return gradients(grad, inputs, scale, steps)
@@ -315,8 +318,9 @@ refuse_second_derivative(_tiled_backward, "multi_token_attention")
 
 def save(ctx, inputs, output) -> None:
     """Keeps the inputs for the backward pass, and nothing else."""
-    ctx.save_for_backward(*inputs[:9])
-    ctx.options = inputs[9:]
+    *tensors, documents, causal, window, scale, wide = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = documents, causal, window, scale, wide
 
 
 def _backward(ctx, grad):
@@ -328,7 +332,7 @@ def _backward(ctx, grad):
 def where_given(tensors: tuple, grads: tuple) -> tuple:
     """One gradient per input of the operator, `None` for what was not given or has none."""
     given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
-    return *given, *[None] * 7
+    return *given, *[None] * (len(tensors) - 7 + 5)  # the visibility's tensors, and five options
 
 
 _tiled.register_autograd(_backward, setup_context=save)

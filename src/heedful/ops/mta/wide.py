@@ -249,7 +249,7 @@ def low_rank(
     `None` too anywhere but on a CPU: there looking for the rank would stall the stream.
     """
     looked = q.device.type == "cpu" and q.shape[2] >= _QUERIES
-    if sight.mutual is not None:
+    if sight.mutual is not None or sight.places is not None:
         return None  # its edge of visibility is no band
     factors = _factors(conv) if looked else None
     if factors is None:
@@ -335,7 +335,8 @@ def identity_attention(
     visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.
     """
     window = sight.window is not None and sight.window < k.shape[2]
-    if q.device.type != "cpu" or sight.segments is not None or window or sight.mutual is not None:
+    apart = (sight.segments, sight.mutual, sight.places)
+    if q.device.type != "cpu" or window or any(x is not None for x in apart):
         return None
     if v.shape[3] != q.shape[3]:  # torch would take its dense path
         return None

@@ -46,9 +46,10 @@ def selective_attention_tiled(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows."""
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
+    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, visibility.segments(), visibility.mutual, first,
-        visibility.window, tau, scale,
+        q, k, v, selector_q, selector_k, state, *seen, first, visibility.window, tau,
+        scale,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
@@ -68,10 +69,11 @@ class Operands(NamedTuple):
 
 
 def operands(
-    q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale
+    q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
 ) -> Operands:
     heads = q.shape[1]
-    scope = Scope(Sight(segments, False, True, window, mutual), q.shape[2], k.shape[2], q.device)
+    sight = Sight(segments, False, True, window, mutual, places)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device)
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
         operand(selector_q), operand(selector_k), state, scope, first, scale,
@@ -148,7 +150,11 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     hidden = x.scope.hidden(owned, columns)
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
     # Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
-    active = hidden.fill(logits >= 0, False).tril_(owned.start - columns.start - 1)
+    active = hidden.fill(logits >= 0, False)
+    if x.scope.sight.places is None:
+        active.tril_(owned.start - columns.start - 1)
+    else:
+        active &= x.scope.earlier(owned, columns)
     if x.first is not None:
         active &= ~x.first[:, None, None, cut]
     return RowBlock(rows, cut, hidden, active, logits.masked_fill_(~active, 0.0))
@@ -219,19 +225,21 @@ def attend_backward(
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
-    tau: float | None, scale: float,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
+    window: int | None, tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
-    whole = segments is mutual is None and (window is None or window >= k.shape[2])
+    whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
-    x = operands(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
+    x = operands(
+        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+    )
     out = q.new_empty(*q.shape[:3], v.shape[3])
     attend(x, tau, _Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
@@ -252,7 +260,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
 
 
 @_tiled.register_fake
-def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, tau, scale):
+def _(q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, tau, scale):
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return (
@@ -267,10 +275,12 @@ def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, t
 def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
     v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
-    tau: float | None, scale: float,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
+    window: int | None, tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x = operands(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
+    x = operands(
+        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+    )
     dq, dk, dv, dsq, dsk, later = attend_backward(
         operand(grad), grad_state, grad_memory, x, pair, tau
     )
@@ -302,7 +312,7 @@ def _backward(ctx, grad, grad_state, grad_memory, _):
     *grads, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    return *grads, later if ctx.from_state else None, *(None,) * 6
+    return *grads, later if ctx.from_state else None, *(None,) * 7
 
 
 _tiled.register_autograd(_backward, setup_context=_save)
