@@ -61,6 +61,7 @@ class MapExhibit(NamedTuple):
         tokens: the text of each token.
         weights: `[T, T]`, query by key.
         rows: the queries to show; None shows all.
+        unit: what `head` counts: heads, or pairs of them that share a map.
     """
 
     task: str
@@ -70,6 +71,7 @@ class MapExhibit(NamedTuple):
     tokens: Sequence[str]
     weights: ArrayLike
     rows: Sequence[int] | None = None
+    unit: str = "head"
 
 
 class HidingExhibit(NamedTuple):

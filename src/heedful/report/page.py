@@ -223,7 +223,7 @@ def _gallery(exhibits: list[Exhibit], everything: list[Exhibit]) -> str:
 def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
     where = f"{exhibit.mechanism}, layer {exhibit.layer}"
     if isinstance(exhibit, MapExhibit):
-        text = f"{where}, head {exhibit.head}: attention weights. Grey: later keys."
+        text = f"{where}, {exhibit.unit} {exhibit.head}: attention weights. Grey: later keys."
         if np.min(exhibit.weights) >= 0:
             text += " Colours by the square root of the weight, so that small ones show."
         if exhibit.rows is not None:
