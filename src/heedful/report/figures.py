@@ -280,7 +280,7 @@ def kernels(exhibit: KernelExhibit, scale: float) -> "Figure":
     return figure
 
 
-def mix(exhibit: MixExhibit) -> "Figure":
+def mixing(exhibit: MixExhibit) -> "Figure":
     """A head-mixing matrix, output heads down and input heads across."""
     weight = array("matrix", exhibit.matrix, None, None)
     scale = float(np.abs(weight).max()) or 1.0
@@ -298,7 +298,7 @@ def mix(exhibit: MixExhibit) -> "Figure":
     return figure
 
 
-def attention(exhibit: MapExhibit) -> "Figure":
+def attention_map(exhibit: MapExhibit) -> "Figure":
     """An attention map, queries down and keys across, labelled by tokens where they fit.
 
     Weights below zero, which a convolution after the softmax can give, get a diverging colour map.

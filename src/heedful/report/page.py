@@ -228,13 +228,13 @@ def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Ex
             text += " Colours by the square root of the weight, so that small ones show."
         if exhibit.rows is not None:
             text += " Chosen queries only."
-        return _picture(figures.attention(exhibit), text)
+        return _picture(figures.attention_map(exhibit), text)
     side = {"pre": "before", "post": "after"}.get(exhibit.kind)
     if side is None:
         raise ValueError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
     if isinstance(exhibit, MixExhibit):
         text = f"{where}: head mixing {side} the softmax."
-        return _picture(figures.mix(exhibit), text)
+        return _picture(figures.mixing(exhibit), text)
     same = [
         np.abs(array("kernels", e.kernels, None, None, None)).max()
         for e in everything
