@@ -45,22 +45,25 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def steady(run: Callable[[], object], *, budget_ms: float = 500, most: int = 30) -> dict:
-    """After warm-up, the spread of as many calls as `budget_ms` holds, 3 to `most`; and memory.
+    """The spread of as many calls as `budget_ms` holds, 3 to `most`, and what a call needs.
 
-    `peak_mib` is what a call adds to the peak of the GPU's memory, `None` on a CPU.
+    `peak_mib` is what a call adds to the peak of the GPU's memory, `None` on a CPU. A budget of 0
+    is one call without warm-up, to try that it works.
     """
     peak = peak_mib(run)
-    ((once,),) = milliseconds([run], 1)
-    rounds = max(3, min(most, int(budget_ms / max(once, 1e-3))))
-    (times,) = milliseconds([run], rounds)
-    return spread(times) | {"rounds": rounds, "peak_mib": peak}
+    (times,) = milliseconds([run], 1)
+    if budget_ms:
+        rounds = max(3, min(most, int(budget_ms / max(times[0], 1e-3))))
+        (times,) = milliseconds([run], rounds)
+    return spread(times) | {"rounds": len(times), "peak_mib": peak}
 
 
 def peak_mib(run: Callable[[], object]) -> float | None:
     """What the second call adds to the peak of the GPU's memory; `None` on a CPU."""
-    run()  # what stays, such as a library's workspace, comes with the first call
     if not torch.cuda.is_available():
         return None
+    run()  # what stays, such as a library's workspace, comes with the first call
+    torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
