@@ -15,20 +15,16 @@ from jaxtyping import install_import_hook
 # answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
 # process without it.
 CHECKED = [
-    "heedful.ops.tiles",
-    "heedful.ops.spans",
-    "heedful.ops.standard",
-    "heedful.ops.products",
-    "heedful.ops.mta.block_operator",
-    "heedful.ops.mta.blocks",
-    "heedful.ops.mta.flash",
-    "heedful.ops.mta.identity",
-    "heedful.ops.mta.low_rank",
+    "heedful.ops.common.precision",
+    "heedful.ops.common.standard",
+    "heedful.ops.common.tiles",
+    "heedful.ops.mta.convolution",
     "heedful.ops.mta.wide",
+    "heedful.ops.mta.fused.flash_call",
     *(
         f"heedful.ops.{mechanism}.{part}"
         for mechanism in ("mta", "selective", "differential")
-        for part in ("reference", "tiled", "tile")
+        for part in ("reference", "tiled")
     ),
 ]
 install_import_hook(CHECKED, "beartype.beartype")

@@ -284,7 +284,6 @@ def test_flags_and_arguments_that_the_door_does_not_know_are_refused_by_name():
     model, ids = tiny(), tokens()
     heedful.convert(model, "mta")
     for options, message in (
-        ({"is_causal": False}, "is_causal=False is not supported"),
         ({"output_attentions": True}, r"output_attentions=True is not supported.*look\("),
         ({"position_bias": torch.zeros(1)}, "LlamaAttention passes position_bias to its attention"),
         ({"sinks": torch.zeros(4)}, "passes sinks to its attention, .* will not drop"),
@@ -294,6 +293,25 @@ def test_flags_and_arguments_that_the_door_does_not_know_are_refused_by_name():
             with pytest.raises(ValueError, match=message):
                 logits(model, ids, attention_mask=mask, **options)
     logits(model, ids, num_items_in_batch=torch.tensor(3), position_bias=None)
+
+
+@pytest.mark.parametrize("name", ["standard", "mta", "talking-heads"])
+def test_a_call_that_is_not_causal_lets_tokens_see_later_ones(name):
+    model, ids = tiny(), tokens(2, 11)
+    masks = (None, torch.ones_like(ids), left_padded(ids), left_padded(ids).flip(1))
+    before = [logits(model, ids, attention_mask=mask, is_causal=False) for mask in masks]
+    causal = logits(model, ids)
+    assert not torch.allclose(before[0], causal, atol=1e-3)
+    heedful.convert(model, name)  # all start as the identity
+    for mask, expected in zip(masks, before, strict=True):
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        found = logits(model, ids, attention_mask=mask, is_causal=False)
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-12)
+    assert torch.equal(logits(model, ids), causal)
+    heedful.revert(model)
+    heedful.convert(model, "selective")
+    with pytest.raises(ValueError, match="visibility must be causal for selective attention"):
+        logits(model, ids, is_causal=False)
 
 
 @pytest.mark.parametrize("tokens_of_mask", [9, 13])

@@ -114,7 +114,7 @@ def flash(
     window: int | None = None, documents: bool = False, dtype=torch.bfloat16, queries: int = 2048,
 ) -> None:  # fmt: skip
     """Forward and backward of 2 x 4 heads on 2 key heads, 2048 keys."""
-    from heedful.ops.mta.fused import _fused, _fused_backward
+    from heedful.ops.mta.fused.flash import _fused, _fused_backward
 
     q = torch.zeros(2, 4, queries, dim, dtype=dtype)
     k, v = (torch.zeros(2, 2, 2048, size or dim, dtype=dtype) for size in (dim, value_dim))
@@ -129,19 +129,19 @@ def blocks(
     dtype=torch.bfloat16,
 ) -> None:  # fmt: skip
     """Forward and backward of 2 x 4 heads, 128 tokens, with everything before and after."""
-    import heedful.ops.mta.fused_blocks  # noqa: F401
+    import heedful.ops.mta.fused.blocks  # noqa: F401
 
     q = torch.zeros(2, 4, 128, 16, dtype=dtype)
     conv, mix = torch.zeros(4, *kernel), torch.zeros(1, 4, 4)
     segments = torch.zeros(2, 128, dtype=torch.int64) if documents else None
-    call = (q, q, q, conv, conv, mix, mix, segments, documents, True, window, 0.1, False)
+    call = (q, q, q, conv, conv, mix, mix, segments, None, documents, True, window, 0.1, False)
     out = torch.ops.heedful.multi_token_attention_fused_blocks(*call)
     torch.ops.heedful.multi_token_attention_fused_blocks_backward(out, *call)
 
 
 def selective(dim: int, key_heads: int, everything: bool) -> None:
     """Forward and backward of 4 heads, 128 tokens; documents, state and memory too."""
-    from heedful.ops.selective.fused import _fused, _fused_backward
+    from heedful.ops.selective.fused.flash import _fused, _fused_backward
 
     q = torch.zeros(2, 4, 128, dim, dtype=torch.bfloat16)
     k = v = q[:, :key_heads]
@@ -150,8 +150,8 @@ def selective(dim: int, key_heads: int, everything: bool) -> None:
     state = torch.zeros(2, 1, 128) if everything else None
     tau, window = (1.0, 100) if everything else (None, None)
     arguments = (q, k, v, q[:, :1], k[:, :1], state, segments, first, window, tau, 0.1, True, [])
-    out, last, memory, remainder, lse = _fused(*arguments)
-    _fused_backward(out, last, memory, out, remainder, lse, *arguments)
+    out, last, memory, *kept = _fused(*arguments, True)
+    _fused_backward(out, last, memory, out, *kept, *arguments)
 
 
 def main(operator: str, case: str) -> None:

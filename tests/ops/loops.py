@@ -12,28 +12,42 @@ from heedful.ops import Visibility
 def sight(visibility: Visibility | None, queries: int, keys: int) -> Callable[..., bool]:
     """`sees(row, query, key)` as the docstring of `Visibility` states it."""
     visibility = Visibility() if visibility is None else visibility
-    documents, padding, mutual = (
-        None if x is None else x.tolist()
-        for x in (visibility.documents, visibility.padding, visibility.mutual)
-    )
+    own = visibility.queries
+    last = slice(keys - queries, None)
+
+    def pair(name: str, default: Callable[[int], list]) -> tuple[Callable, Callable]:
+        """What the queries and what the keys of a row have by this name."""
+        of_keys = getattr(visibility, name, None)
+        of_queries = None if own is None else getattr(own, name, None)
+
+        def keys_have(row: int) -> list:
+            return default(keys) if of_keys is None else of_keys[row % len(of_keys)].tolist()
+
+        def queries_have(row: int) -> list:
+            if own is None:
+                return keys_have(row)[last]
+            if of_queries is None:
+                return default(queries)
+            return of_queries[row % len(of_queries)].tolist()
+
+        return queries_have, keys_have
+
+    documents = pair("documents", lambda n: [0] * n)
+    padding = pair("padding", lambda n: [True] * n)
+    positions = pair("positions", lambda n: list(range(n)))
+    mutual = pair("mutual", lambda n: [-1] * n)
 
     def sees(row: int, query: int, key: int) -> bool:
-        token = query + keys - queries
-        runs = [-1] * keys if mutual is None else mutual[row % len(mutual)]
-        together = runs[token] >= 0 and runs[token] == runs[key]
-        if visibility.causal and key > token and not together:
+        def both(named: tuple[Callable, Callable]) -> tuple:
+            return named[0](row)[query], named[1](row)[key]
+
+        (at, there), (run, other) = both(positions), both(mutual)
+        if visibility.causal and there > at and not (run >= 0 and run == other):
             return False
-        if visibility.window is not None and token - key >= visibility.window:
+        if visibility.window is not None and at - there >= visibility.window:
             return False
-        if documents is not None:
-            own = documents[row % len(documents)]
-            if own[token] != own[key]:
-                return False
-        if padding is not None:
-            real = padding[row % len(padding)]
-            if not (real[token] and real[key]):
-                return False
-        return True
+        document, another = both(documents)
+        return document == another and document >= 0 and all(both(padding))
 
     return sees
 

@@ -6,7 +6,7 @@ from loops import cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import Visibility, selective_attention
-from heedful.ops.selective.tiled import _Total
+from heedful.ops.selective.tiled import RunningTotal
 from heedful.testing import assert_matches_oracle
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
@@ -183,7 +183,7 @@ def test_f_is_summed_in_fp32_for_half_precision(impl):
 def test_a_total_is_taken_apart_again():
     """Before each block the backward finds what the forward had, to the rounding of a logit."""
     parts = torch.rand(300, 1, 1, 50) * torch.logspace(-6, 4, 300)[:, None, None, None]
-    total, before = _Total(torch.zeros(2, 1, 1, 50)), []
+    total, before = RunningTotal(torch.zeros(2, 1, 1, 50)), []
     for part in parts:
         before.append(total.rounded())
         total.add(part, slice(0, 50))

@@ -5,10 +5,10 @@ The meta device stands for all others: it holds no values and refuses to mix wit
 
 import torch
 
-from heedful.ops.mta import block_operator, identity, low_rank, tiled
-from heedful.ops.mta.blocks import Parameters
+from heedful.ops.common.tiles import Sight
+from heedful.ops.mta import tiled, wide
+from heedful.ops.mta.convolution import Parameters
 from heedful.ops.selective import tiled as selective
-from heedful.ops.tiles import Sight
 
 META = torch.device("meta")
 Q = torch.zeros(1, 4, 130, 8, device=META)
@@ -18,23 +18,24 @@ CAUSAL = Sight(None, False, True, None)
 
 def test_no_look_for_the_identity_or_a_rank():
     parameters = Parameters(CONV, None, MIX, None)
-    assert identity.identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
-    assert low_rank.low_rank(Q, Q, CONV, CAUSAL, 0.5) is None
+    assert wide.identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
+    assert wide.low_rank(Q, Q, CONV, CAUSAL, 0.5) is None
     assert selective._nothing_selected(Q, Q, Q, Q[:, :1], Q[:, :1], 0.5) is None
 
 
 def test_multi_token_attention_makes_its_constants_there():
     for window in (None, 70):
-        sight = CAUSAL._replace(window=window)
         for parameters in ((CONV, CONV, MIX, MIX), (None, None, None, None)):
-            call = block_operator.Call(Q, Q, Q, Parameters(*parameters), sight, 0.5, False)
-            out = tiled._forward(call)
+            inputs = (Q, Q, Q, *parameters, None, None, False, True, window, 0.5, False)
+            forward, backward = (x._init_fn for x in (tiled._tiled, tiled._tiled_backward))
+            out = forward(*inputs)
             assert out.shape == Q.shape and out.device == META
+            assert {x.device for x in backward(out, *inputs)} == {META}
 
 
 def test_selective_attention_makes_its_constants_there():
     first = torch.zeros(1, 130, dtype=torch.bool, device=META)
-    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], None, None, first, None, 1.0, 0.5)
+    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], None, None, None, first, None, 1.0, 0.5)
     forward, backward = (x._init_fn for x in (selective._tiled, selective._tiled_backward))
     out, last, memory, pair = forward(*inputs)
     assert {x.device for x in (out, last, memory, pair)} == {META}

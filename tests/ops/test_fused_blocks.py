@@ -5,12 +5,12 @@ import torch
 from mechanisms import MECHANISMS, Shape, ragged
 
 from heedful.ops import Visibility
-from heedful.ops.mta import fused_blocks, fused_steps
+from heedful.ops.mta.fused import blocks
 from heedful.ops.mta.reference import multi_token_attention_reference as reference
 from heedful.testing import assert_causal, assert_matches_oracle
 
 # The interpreter's time goes by operations, whatever their size: larger blocks than on a GPU.
-LARGE = fused_steps.Launch(64, 128, 4, 64)
+LARGE = blocks.BlockLaunch(64, 128, 4, 64)
 SHAPE = Shape(batch=2, heads=4, key_heads=2, dim=16)
 POST = {"post_conv": (4, 3, 5)}
 FULL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (2, 2, 2), "post_mix": (1, 4, 4)}
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("bfloat16")
 
 @pytest.fixture(autouse=True)
 def large_blocks(monkeypatch):
-    monkeypatch.setattr(fused_steps, "steps_launch", lambda: LARGE)
+    monkeypatch.setattr(blocks, "block_launch", lambda: LARGE)
 
 
 def draw(parameters: dict, queries: int, keys: int, dim: int = 16) -> dict:
@@ -46,7 +46,7 @@ def run(function, tensors: dict, visibility: Visibility) -> dict:
 
 def against_oracle(parameters, queries, keys, dtype, visibility, dim=16) -> None:
     tensors = {n: x.to(dtype) for n, x in draw(parameters, queries, keys, dim).items()}
-    actual = run(fused_blocks.multi_token_attention_blocks, tensors, visibility)
+    actual = run(blocks.multi_token_attention_blocks, tensors, visibility)
     plain = run(reference, tensors, visibility)
     exact = run(reference, {name: x.double() for name, x in tensors.items()}, visibility)
     for name, x in actual.items():
@@ -89,7 +89,7 @@ def test_published_kernel_size():
 def test_runs_repeat_bit_for_bit():
     tensors = {name: x.float() for name, x in draw(FULL, 20, 20).items()}
     once, again = (
-        run(fused_blocks.multi_token_attention_blocks, tensors, Visibility()) for _ in range(2)
+        run(blocks.multi_token_attention_blocks, tensors, Visibility()) for _ in range(2)
     )
     assert all(torch.equal(x, again[name]) for name, x in once.items())
 
@@ -102,7 +102,7 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 
     def function(tokens):
         q, k, v = tokens.transpose(1, 2).split([4, 2, 2], dim=1)
-        out = fused_blocks.multi_token_attention_blocks(
+        out = blocks.multi_token_attention_blocks(
             q, k, v, **rest, visibility=Visibility(), scale=0.25
         )
         return out.transpose(1, 2)
@@ -113,5 +113,6 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 def test_registered_operators():
     tensors = {name: x.float().requires_grad_() for name, x in draw(FULL, 20, 20).items()}
     parameters = [tensors[name] for name in FULL]
-    args = (*(tensors[name] for name in "qkv"), *parameters, None, False, True, None, 0.25, False)
+    given = (None, None, False, True, None, 0.25, False)
+    args = (*(tensors[name] for name in "qkv"), *parameters, *given)
     torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused_blocks.default, args)

@@ -8,8 +8,11 @@ AROUND = [
     "filter_kernel", "scores_kernel", "band_kernel", "scores_grad_kernel", "fold_queries_kernel",
     "fold_keys_kernel", "theta_grad_kernel",
 ]  # fmt: skip
-SELECTOR = ["survey", "accumulate", "selector_key_gradients", "selector_query_gradients"]
-HEADS = ["attend", "query_gradients", "key_gradients"]
+SELECTOR = [
+    "survey_kernel", "accumulate_kernel", "selector_key_gradients_kernel",
+    "selector_query_gradients_kernel",
+]  # fmt: skip
+HEADS = ["attend_kernel", "query_gradients_kernel", "key_gradients_kernel"]
 SHARED_TOTAL = 233_472  # bytes on a multiprocessor of compute capability 9.0
 RESERVED = 1_024  # of them, for each block
 # Spilled bytes per thread. With documents the masks take registers at the edges of visibility.
@@ -49,7 +52,7 @@ def test_flash_with_wide_heads(case):
 @pytest.mark.parametrize("case", CASES["selective"])
 def test_selective(case):
     found = compile_case("selective", case)
-    memory = ["remember"] if case in ("64", "96") else []
+    memory = ["remember_kernel"] if case in ("64", "96") else []
     assert {name.split()[0] for name in found} == {*SELECTOR, *HEADS, *memory}
     for name, kernel in found.items():
         check(name, kernel, SPILLED[case])

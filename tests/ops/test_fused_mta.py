@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful.ops import Visibility
 from heedful.ops.differential.fused import differential_attention_fused
 from heedful.ops.differential.reference import differential_attention_reference
-from heedful.ops.mta import fused, launch
-from heedful.ops.mta.fused import multi_token_attention_fused
+from heedful.ops.mta.fused import flash, plan
+from heedful.ops.mta.fused.flash import multi_token_attention_fused
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.testing import assert_matches_oracle
 
@@ -128,10 +128,13 @@ def test_head_dims(dims):
 @pytest.fixture
 def small(monkeypatch) -> None:
     """Small tiles and little room: every loop turns, queries stay, heads and rows go in pieces."""
-    forward, backward = launch.Forward(32, 16, 16, True, 4, 2), launch.Backward(*[16] * 6, 4, 1)
-    monkeypatch.setattr(launch, "forward_launch", lambda *_: forward)
-    monkeypatch.setattr(launch, "backward_launch", lambda *_: backward)
-    monkeypatch.setattr(launch, "SCRATCH", 8 * 2**10)
+    forward, backward = (
+        plan.ForwardLaunch(32, 16, 16, True, 4, 2),
+        plan.BackwardLaunch(*[16] * 6, 4, 1),
+    )
+    monkeypatch.setattr(plan, "forward_launch", lambda *_: forward)
+    monkeypatch.setattr(plan, "backward_launch", lambda *_: backward)
+    monkeypatch.setattr(plan, "SCRATCH", 8 * 2**10)
 
 
 @pytest.mark.parametrize("visible", ["window 9", "ragged documents"])
@@ -214,11 +217,11 @@ def test_registered_operators():
         (tensors["conv"].requires_grad_(), segments, True, 7, SCALE, False),
         (None, None, False, None, SCALE, True),
     ):
-        torch.library.opcheck(fused._fused, (q, k, v, *options))
+        torch.library.opcheck(flash._fused, (q, k, v, *options))
         fixed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, v, *options)]
-        out, lse = fused._fused(*fixed)
+        out, lse = flash._fused(*fixed)
         backward = (torch.randn_like(out), out, lse, *fixed[:-1])
-        torch.library.opcheck(fused._fused_backward, backward)
+        torch.library.opcheck(flash._fused_backward, backward)
 
 
 @pytest.mark.parametrize("name", ["post_conv", "mix", "post_mix"])
@@ -231,7 +234,7 @@ def test_what_it_does_not_take_is_refused(name):
 def test_the_message_names_the_limit():
     def ask(*kernels, dtype=torch.float16, dims=(64, 64)):
         q, v = (torch.empty(1, 2, 1, dim, dtype=dtype) for dim in dims)
-        return launch.unsupported(q, v, *(torch.empty(2, *size) for size in kernels))
+        return plan.multi_token_attention_limit(q, v, *(torch.empty(2, *size) for size in kernels))
 
     assert ask((8, 15), (6, 11)) is None
     assert ask(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"

@@ -7,11 +7,17 @@ import pytest
 import torch
 from mechanisms import ragged
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful.ops import Visibility
-from heedful.ops.selective import fused_launch
-from heedful.ops.selective.fused import _fused, _fused_backward, selective_attention_fused
-from heedful.ops.selective.fused_field import weight_limit, weightless
+from heedful.ops.selective.fused import plan as launches
+from heedful.ops.selective.fused.flash import (
+    _fused,
+    _fused_backward,
+    selective_attention_fused,
+    weight_limit,
+    weightless,
+)
 from heedful.ops.selective.reference import selection, selective_attention_reference
 from heedful.testing import assert_causal, assert_matches_oracle
 
@@ -101,11 +107,58 @@ def test_heads_that_share_a_program(counts, monkeypatch):
     heads, key_heads = counts
     x = draw(20, 20, heads=heads, key_heads=key_heads)
     at_once = against_oracle(x, torch.float16, tau=0.5)
-    monkeypatch.setattr("heedful.ops.selective.fused.PROGRAMS", 1)
+    monkeypatch.setattr("heedful.ops.selective.fused.flash.PROGRAMS", 1)
     options = {"tau": 0.5, "tile": SMALL}
     in_turn = with_grads(selective_attention_fused, cast(x, torch.float16), **options)
     for name, found in in_turn.items():
         assert torch.equal(found, at_once[name]), name
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["no state", "state"])
+def test_queries_in_pieces(state, monkeypatch):
+    """Long rows are computed some queries at a time; no bit of the outputs depends on it."""
+    x = draw(90, 100, batch=2, selectors=1, state=state)
+    options = {"tau": 0.7, "visibility": ragged(100)[0]}
+    whole = against_oracle(x, torch.float32, **options)
+    monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
+    pieces = against_oracle(x, torch.float32, **options)
+    for name in ("output", "last", "memory"):
+        assert torch.equal(pieces[name], whole[name]), name
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.size = max(self.size, out.numel())
+        return out
+
+
+def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
+    """The largest tensors grow as T does, in the operators themselves."""
+    monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
+    narrow = {"dim": 2, "value_dim": 2, "selector_dim": 2}  # beside which a map would be large
+    forward, backward = [], []
+    for tokens in (64, 128):
+        x = cast(draw(tokens, tokens, heads=1, selectors=1, **narrow), torch.float32)
+        inputs = (*(x[n] for n in ("q", "k", "v", "selector_q", "selector_k")), None, None, None)
+        options = (None, 0.5, SCALE, True, list(SMALL))
+        with Largest() as made:
+            out, last, memory, *_ = _fused._init_fn(*inputs, *options, False)
+        forward.append(made.size)
+        *_, remainder, lse, states = _fused._init_fn(*inputs, *options, True)
+        with Largest() as made:
+            _fused_backward._init_fn(
+                out, last, memory, out, remainder, lse, states, *inputs, *options
+            )
+        backward.append(made.size)
+    assert forward[1] <= 2 * forward[0] and backward[1] <= 2 * backward[0], (forward, backward)
 
 
 VISIBILITIES = {
@@ -283,20 +336,20 @@ def test_the_operators_are_well_formed():
     visibility = ragged(11)[0]
     segments, first = visibility.segments(), visibility.first_tokens(11, inputs[0].device)
     for arguments in (
-        (*inputs, x["state"], segments, first, 7, 0.3, 0.5, True, list(SMALL)),
-        (*inputs, None, None, None, None, None, 0.5, True, []),
+        (*inputs, x["state"], segments, first, 7, 0.3, 0.5, True, list(SMALL), True),
+        (*inputs, None, None, None, None, None, 0.5, True, [], True),
     ):
         torch.library.opcheck(_fused, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-        out, last, memory, remainder, lse = _fused(*fixed)
+        out, last, memory, *kept = _fused(*fixed)
         grads = [torch.randn_like(t) for t in (out, last, memory)]
-        torch.library.opcheck(_fused_backward, (*grads, out, remainder, lse, *fixed))
+        torch.library.opcheck(_fused_backward, (*grads, out, *kept, *fixed[:-1]))
 
 
 def test_the_message_names_the_limit():
     def ask(dtype=torch.float16, dims=(64, 64, 64), scale=0.1):
         x = [torch.empty(1, 1, 1, dim, dtype=dtype) for dim in dims]
-        return fused_launch.unsupported(*x, scale)
+        return launches.selective_attention_limit(*x, scale)
 
     assert ask() is None
     assert ask(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
@@ -317,13 +370,13 @@ def test_the_message_names_the_limit():
     ],
 )
 def test_heads_of_a_program(counts, limits, expected):
-    assert fused_launch.shared_heads(*counts, *limits) == expected
+    assert launches.shared_heads(*counts, *limits) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [16, 64, 96, 128, 256])
 def test_tiles_of_a_plan_fit_together(dtype, dim):
     x = torch.empty(1, 4, 1, dim, dtype=dtype)
-    attend, by_query, by_key, selector = fused_launch.plan(x, x, x, x[:, :1], [])
+    attend, by_query, by_key, selector = launches.plan(x, x, x, x[:, :1], [])
     assert attend.rows == by_query.rows == selector.rows
     assert selector.rows % by_key.rows == 0

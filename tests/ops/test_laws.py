@@ -6,7 +6,7 @@ from mechanisms import MECHANISMS, Mechanism, Shape, ragged
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heedful.ops import Visibility
+from heedful.ops import Queries, Visibility
 from heedful.testing import assert_causal, assert_matches_oracle, peak_memory_mib
 
 IMPLS = ("reference", "tiled")
@@ -79,7 +79,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
 @every
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
-    monkeypatch.setattr("heedful.ops.products._bf16_cpu", lambda: units)
+    monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
     against_oracle(mechanism, Shape().long(111), torch.bfloat16, None)
 
 
@@ -271,6 +271,68 @@ def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted)
     tensors = {name: x.float() for name, x in mechanism.draw(Shape()).items()}
     with pytest.raises(ValueError, match=r"impl='fused' cannot .* see later ones"):
         mechanism.run(tensors, "fused", Visibility(mutual=torch.zeros(1, 17).long()))
+
+
+JOINING = ("conv", "post_conv")
+
+
+@every
+@each_impl
+def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
+    """As in a cache that has let some go: what is left, in any order, is a row with padding."""
+    shape = Shape(queries=9, keys=90)
+    tensors = mechanism.draw(shape)
+    kept = torch.ones(90, dtype=torch.bool)
+    kept[torch.randperm(81)[:50]] = False
+    order = torch.cat([torch.randperm(int(kept.sum()) - 9), torch.arange(int(kept.sum()))[-9:]])
+    places = kept.nonzero()[:, 0][order]
+    fewer = dict(tensors)
+    for name in ("k", "v", "selector_k"):
+        if name in fewer:
+            fewer[name] = tensors[name][:, :, places]
+    evicted = Visibility(positions=places[None], window=60)
+    if any(name in tensors for name in JOINING):
+        with pytest.raises(ValueError, match=r"conv joins neighbours, and with"):
+            mechanism.run(fewer, impl, evicted)
+        return
+    whole = mechanism.run(tensors, impl, Visibility(padding=kept[None], window=60))
+    found = mechanism.run(fewer, impl, evicted)
+    torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
+@each_impl
+def test_cross_attention(mechanism, impl):
+    """Queries of their own, not causal: one call for all is one call for each document."""
+    tensors = mechanism.draw(Shape(queries=40, keys=70))
+    of_queries, of_keys = (torch.arange(n)[None] // 30 for n in (40, 70))
+    padding = torch.ones(2, 70, dtype=torch.bool)
+    padding[0, 50:] = False
+    queries = Queries(documents=of_queries, padding=(torch.arange(40) < 38)[None])
+    visibility = Visibility(causal=False, documents=of_keys, padding=padding, queries=queries)
+    found = mechanism.run(tensors, impl, visibility)[0]
+    assert not bool(found[:, :, 38:].any()), "padded queries get zeros"
+    for number in (0, 1):
+        rows, columns = of_queries[0] == number, of_keys[0] == number
+        rows[38:] = False
+        part = dict(tensors)
+        part["q"] = tensors["q"][:, :, rows]
+        part |= {name: tensors[name][:, :, columns] for name in ("k", "v")}
+        alone = Visibility(causal=False, padding=padding[:, columns], queries=Queries())
+        expected = mechanism.run(part, impl, alone)[0]
+        torch.testing.assert_close(found[:, :, rows], expected, rtol=0, atol=1e-12)
+
+
+@every
+def test_gradients_under_positions_and_queries(mechanism):
+    at = torch.randperm(200)[:150].sort().values[None]
+    shape = Shape(queries=70, keys=150)
+    if not any(name in mechanism.draw(shape) for name in JOINING):
+        against_oracle(mechanism, shape, torch.float32, Visibility(positions=at))
+    if "selective" not in mechanism.name:
+        queries = Queries(padding=torch.arange(70)[None] < 60)
+        visibility = Visibility(causal=False, queries=queries)
+        against_oracle(mechanism, Shape(queries=70, keys=50), torch.float32, visibility)
 
 
 @every

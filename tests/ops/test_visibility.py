@@ -1,12 +1,14 @@
 """Who sees whom: the whole map against loops, tiles against the whole map, packing, messages."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loops import cases, sight
 
-from heedful.ops import Visibility
+from heedful.ops import Queries, Visibility
 
 CPU = torch.device("cpu")
 
@@ -54,11 +56,46 @@ def test_the_whole_map_is_what_the_conditions_say(made, data):
 
 @given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
+def test_positions_and_queries_of_their_own(made, data):
+    """Keys that stand anywhere, and queries that are none of them."""
+    visibility, keys = made
+    queries = data.draw(st.integers(1, 9))
+    at = torch.tensor(data.draw(st.permutations(range(3 * keys))))[None, :keys]
+    visibility = replace(visibility, positions=at, mutual=None)
+    if data.draw(st.booleans()) or queries > keys:
+        other, _ = data.draw(visibilities().filter(lambda other: other[1] >= queries))
+        documents = None
+        if visibility.documents is not None:
+            documents = torch.arange(queries)[None] // 2
+        padding = None if other.padding is None else other.padding[:, :queries]
+        starts = torch.arange(queries)[None] + data.draw(st.integers(0, 2 * keys))
+        visibility = replace(visibility, queries=Queries(documents, padding, starts))
+    visibility.check(2, queries, keys)
+    sees = sight(visibility, queries, keys)
+    expected = [
+        [[sees(row, i, j) for j in range(keys)] for i in range(queries)] for row in range(2)
+    ]
+    assert whole(visibility, queries, keys).tolist() == expected
+
+
+def test_moving_to_another_device_moves_every_tensor():
+    ones = torch.ones(1, 3, dtype=torch.long)
+    queries = Queries(documents=ones, padding=ones.bool(), positions=ones)
+    moved = Visibility(documents=ones, padding=ones.bool(), positions=ones, queries=queries)
+    moved = moved.to("meta", non_blocking=True)
+    tensors = (moved.documents, moved.padding, moved.positions, *moved.queries)
+    assert all(x.device.type == "meta" for x in tensors)
+    assert moved.causal and moved.window is None and moved.mutual is None
+
+
+@given(visibilities(), st.data())
+@settings(max_examples=150, deadline=None)
 def test_a_tile_is_a_part_of_the_whole_map(made, data):
     visibility, keys = made
     cut = st.tuples(st.integers(0, keys), st.integers(0, keys)).map(sorted)
     rows, columns = (range(*data.draw(cut)) for _ in range(2))
-    tile = visibility.tile(rows, columns, CPU).expand(2, -1, -1)
+    i, j = (torch.arange(x.start, x.stop) for x in (rows, columns))
+    tile = visibility.at(i, j).expand(2, -1, -1)
     part = whole(visibility, keys, keys)[:, rows.start : rows.stop, columns.start : columns.stop]
     assert torch.equal(tile, part)
 
@@ -109,6 +146,22 @@ WRONG = {
     ),
     "mutual must hold whole numbers, got torch.bool": lambda: Visibility(
         mutual=torch.ones(1, 3, dtype=torch.bool)
+    ),
+    "mutual is not defined beside positions or queries": lambda: Visibility(
+        mutual=torch.zeros(1, 3).long(), positions=torch.arange(3)[None]
+    ),
+    "queries must be a Queries or None, got 3": lambda: Visibility(queries=3),
+    r"queries.padding must be a tensor \[B, Tk\], got \(3,\)": lambda: Visibility(
+        queries=Queries(padding=torch.ones(3, dtype=torch.bool))
+    ),
+    "documents must be given for keys and queries, or for neither": lambda: Visibility(
+        causal=False, queries=Queries(documents=torch.zeros(1, 3).long())
+    ),
+    "queries.positions must be given where causal order or a window": lambda: Visibility(
+        queries=Queries()
+    ),
+    r"visibility.queries.positions must be \[2 or 1, 4\] \(one entry per query\), got \(1, 3\)": (
+        lambda: Visibility(queries=Queries(positions=torch.arange(3)[None])).check(2, 4, 2)
     ),
     "mutual needs causal=True": lambda: Visibility(causal=False, mutual=torch.zeros(1, 3).long()),
     r"padding must be a tensor \[B, Tk\], got \[\[True\]\]": lambda: Visibility(padding=[[True]]),

@@ -6,11 +6,16 @@ from mechanisms import ragged
 from torch import Tensor
 
 from heedful.ops import Visibility, multi_token_attention
-from heedful.ops.mta.flash import flash_attention
-from heedful.ops.mta.low_rank import low_rank
+from heedful.ops.common.tiles import Sight
 from heedful.ops.mta.reference import correlate
-from heedful.ops.mta.wide import band_logits, band_of, wide_keys, wide_queries
-from heedful.ops.tiles import Sight
+from heedful.ops.mta.wide import (
+    band_logits,
+    band_of,
+    flash_attention,
+    low_rank,
+    wide_keys,
+    wide_queries,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 KERNELS = [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1)]

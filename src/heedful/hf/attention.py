@@ -61,8 +61,6 @@ def attention(
         )
     if softcap is not None:
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
-    if is_causal is False:
-        raise ValueError("is_causal=False is not supported: a converted model is causal")
     if output_attentions:
         raise ValueError(
             "output_attentions=True is not supported: no map is ever whole in memory; "
@@ -93,6 +91,11 @@ def attention(
             "at 0"
         )
     visibility, ids, positions = attention_mask or (None, None, None)
+    if is_causal is False and (visibility is None or visibility.causal):
+        raise ValueError(
+            f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
+            "is_causal=False to the whole model"
+        )
     given = Given(
         input=heedful_input,
         token_ids=_needed(module, layer, "token_ids", ids),

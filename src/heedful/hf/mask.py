@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional as F
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import is_tracing
 
 from heedful.ops import Visibility
@@ -118,6 +118,9 @@ def visibility_for(
     packed = getattr(_given, "documents", None)
     if mask_function is causal_mask_function:
         return Visibility(documents=packed, padding=padding)
+
+    if mask_function is bidirectional_mask_function:
+        return Visibility(causal=False, documents=packed, padding=padding)
 
     said = _Said(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
     alone, mutual = said.alone(), said.mutual()

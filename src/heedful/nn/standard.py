@@ -10,8 +10,8 @@ from heedful.checks import is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
 from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
+from heedful.ops.common.standard import standard_attention
 from heedful.ops.mta.reference import multi_token_attention_map
-from heedful.ops.standard import standard_attention
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from heedful.ops.differential import differential_attention
 from heedful.ops.impl import Impl
 from heedful.ops.mta import multi_token_attention
 from heedful.ops.selective import SelectiveOutput, selective_attention
-from heedful.ops.visibility import Visibility
+from heedful.ops.visibility import Queries, Visibility
 
 __all__ = [
     "Impl",
+    "Queries",
     "SelectiveOutput",
     "Visibility",
     "differential_attention",

@@ -1,12 +1,13 @@
 """Who may see whom: causal order, window, documents and padding, one object for every mechanism."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from heedful.ops.validation import check_dense, check_flag, shown
+from heedful.ops.common.checks import check_dense, check_flag, shown
 
 _WIDEST = 2**62  # a window and any position add up to an int64
 _INTEGERS = (
@@ -15,7 +16,22 @@ _INTEGERS = (
 )  # fmt: skip
 
 
-_PER_TOKEN = ("documents", "padding", "mutual")
+_PER_TOKEN = ("documents", "padding", "mutual", "positions")
+
+
+class Queries(NamedTuple):
+    """What a `Visibility` must know of queries that are not the last of the keys' tokens.
+
+    So in cross-attention. What is `None` holds for all of them: one document, no padding.
+
+    documents: document number of every query, `[B or 1, Tq]`, to be compared with the keys'.
+    padding: `True` for a real query, `[B or 1, Tq]`.
+    positions: of every query, `[B or 1, Tq]`; causal order and a window need them.
+    """
+
+    documents: Int[Tensor, "B Tq"] | None = None
+    padding: Bool[Tensor, "B Tq"] | None = None
+    positions: Int[Tensor, "B Tq"] | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,10 @@ class Visibility:
         padding: `True` for a real token, `False` for padding, `[B or 1, Tk]`; left, right or both.
         mutual: tokens of the same number, zero or more, see each other later ones included (those
             of one image, say); -1 for a token that is causal, `[B or 1, Tk]`; each a run of tokens.
+        positions: where every key stands, `[B or 1, Tk]`, in any order: for keys that are not all
+            of a row's tokens, as in a cache that has let some go. Causal order and the window
+            count by them. `None` is 0 to Tk - 1.
+        queries: of queries that are not the last `Tq` of the keys' tokens, see `Queries`.
     """
 
     causal: bool = True
@@ -48,6 +68,8 @@ class Visibility:
     documents: Int[Tensor, "B Tk"] | None = None
     padding: Bool[Tensor, "B Tk"] | None = None
     mutual: Int[Tensor, "B Tk"] | None = None
+    positions: Int[Tensor, "B Tk"] | None = None
+    queries: Queries | None = None
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
@@ -60,23 +82,45 @@ class Visibility:
             raise ValueError("window needs causal=True: a two-sided window is not defined here")
         if self.mutual is not None and not self.causal:
             raise ValueError("mutual needs causal=True: without it all tokens see each other")
-        for name in _PER_TOKEN:
-            ids = getattr(self, name)
-            if ids is not None:
-                check_dense(name, ids, "[B, Tk]")
-                if ids.ndim != 2:
-                    raise ValueError(f"{name} must be a tensor [B, Tk], got {shown(ids)}")
-        if self.padding is not None and self.padding.dtype != torch.bool:
-            raise ValueError(
-                f"padding must be boolean with True for real tokens, got {self.padding.dtype}; "
-                "convert a 0/1 mask with mask.bool()"
-            )
-        for name in ("documents", "mutual"):
-            ids = getattr(self, name)
-            if ids is not None and ids.dtype not in _INTEGERS:
+        for name, ids in self._tensors().items():
+            check_dense(name, ids, "[B, Tk]")
+            if ids.ndim != 2:
+                raise ValueError(f"{name} must be a tensor [B, Tk], got {shown(ids)}")
+            if name.endswith("padding"):
+                if ids.dtype != torch.bool:
+                    raise ValueError(
+                        f"{name} must be boolean with True for real tokens, got {ids.dtype}; "
+                        "convert a 0/1 mask with mask.bool()"
+                    )
+            elif ids.dtype not in _INTEGERS:
                 raise ValueError(
                     f"{name} must hold whole numbers, got {ids.dtype}; a mask belongs in padding"
                 )
+        self._check_places()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """The tensors that are given, by name."""
+        found = {name: getattr(self, name) for name in _PER_TOKEN}
+        if self.queries is not None:
+            if not isinstance(self.queries, Queries):
+                raise ValueError(f"queries must be a Queries or None, got {shown(self.queries)}")
+            found |= {f"queries.{name}": x for name, x in self.queries._asdict().items()}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def _check_places(self) -> None:
+        """Raise where positions or queries leave open who sees whom."""
+        if self.mutual is not None and not self.in_place:
+            raise ValueError("mutual is not defined beside positions or queries; leave it out")
+        if self.queries is None:
+            return
+        if (self.documents is None) != (self.queries.documents is None):
+            raise ValueError("documents must be given for keys and queries, or for neither")
+        ordered = self.causal or self.window is not None
+        if ordered and self.queries.positions is None:
+            raise ValueError(
+                "queries.positions must be given where causal order or a window counts by them; "
+                "cross-attention is Visibility(causal=False, queries=...)"
+            )
 
     @classmethod
     def packed(
@@ -116,55 +160,116 @@ class Visibility:
     @property
     def plain(self) -> bool:
         """Nothing but causal order (or nothing at all): what SDPA's `is_causal` can express."""
-        return self.window is None and all(getattr(self, name) is None for name in _PER_TOKEN)
+        return self.window is None and self.queries is None and not self._tensors()
+
+    @property
+    def in_place(self) -> bool:
+        """Queries are the last of the keys' tokens, and these stand at 0 to Tk - 1."""
+        return self.positions is None and self.queries is None
+
+    def to(self, device: torch.device | str, **options: object) -> "Visibility":
+        """The same on another device, as tensors have it."""
+        moved = {name: x.to(device, **options) for name, x in self._tensors().items()}
+        queries = self.queries
+        if queries is not None:
+            own = {name: moved.pop(f"queries.{name}", None) for name in queries._fields}
+            queries = Queries(**own)
+        return replace(self, **moved, queries=queries)
 
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
-        if queries > keys:
+        if queries > keys and self.queries is None:
             raise ValueError(
                 f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
                 "keys, so k must be at least as long"
             )
-        for name in _PER_TOKEN:
-            ids = getattr(self, name)
-            if ids is not None and (ids.shape[0] not in (1, batch) or ids.shape[1] != keys):
+        for name, ids in self._tensors().items():
+            of, tokens = ("query", queries) if name.startswith("queries") else ("key", keys)
+            if ids.shape[0] not in (1, batch) or ids.shape[1] != tokens:
                 raise ValueError(
-                    f"visibility.{name} must be [{batch} or 1, {keys}] (one entry per key), got "
+                    f"visibility.{name} must be [{batch} or 1, {tokens}] (one entry per {of}), got "
                     f"{tuple(ids.shape)}"
                 )
 
     def segments(self) -> Int[Tensor, "B Tk"] | None:
-        """Document number per token with -1 for padding; `None` if there is neither."""
-        # In a narrow or unsigned type -1 would be some document's number.
-        documents = None if self.documents is None else self.documents.to(torch.int64)
-        if self.padding is None:
-            return documents
-        if documents is None:
-            return self.padding.to(torch.int64) - 1
-        return torch.where(self.padding, documents, -1)
+        """Document number per key with -1 for padding; `None` if there is neither."""
+        return _segments(self.documents, self.padding)
+
+    def query_segments(self, queries: int) -> Int[Tensor, "B Tq"] | None:
+        """The same for the queries; `None` if these have neither."""
+        if self.queries is not None:
+            return _segments(self.queries.documents, self.queries.padding)
+        segments = self.segments()
+        return None if segments is None else segments[:, segments.shape[1] - queries :]
+
+    def tensors(
+        self, queries: int, keys: int, device: torch.device
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Segments and mutual of keys in place, or the places of all: the rest is `None`."""
+        places = self.places(queries, keys, device)
+        return (self.segments(), self.mutual, None) if places is None else (None, None, places)
+
+    def places(
+        self, queries: int, keys: int, device: torch.device
+    ) -> Int[Tensor, "B 2 Tq+Tk"] | None:
+        """Segment and position of every query, then of every key; `None` if all are in place."""
+        if self.in_place:
+            return None
+        own, other = self.query_segments(queries), self.segments()
+        zero = torch.zeros(1, max(queries, keys), dtype=torch.int64, device=device)
+        segments = (
+            zero[:, :queries] if own is None else own,
+            zero[:, :keys] if other is None else other,
+        )
+        at = self.positions
+        at = torch.arange(keys, device=device)[None] if at is None else at.to(torch.int64)
+        if self.queries is None:
+            positions = (at[:, keys - queries :], at)
+        elif self.queries.positions is None:
+            positions = (zero[:, :queries], at)
+        else:
+            positions = (self.queries.positions.to(torch.int64), at)
+        rows = max(len(x) for x in (*segments, *positions))
+        both = [torch.cat([x.expand(rows, -1) for x in pair], 1) for pair in (segments, positions)]
+        return torch.stack(both, dim=1)
 
     def first_tokens(self, keys: int, device: torch.device) -> Bool[Tensor, "B Tk"]:
         """The first real token of every document and of every padded row."""
         segments = self.segments()
+        if self.positions is not None:
+            return _first_by_position(segments, self.positions)
         if segments is None:
             return (torch.arange(keys, device=device) == 0)[None]
-        before = torch.nn.functional.pad(segments, (1, -1), value=-1)
-        return (segments >= 0) & (segments != before)
+        # The real token before each, which padding may part from it.
+        token = torch.arange(keys, device=segments.device).expand(segments.shape)
+        newest = token.where(segments >= 0, -1).cummax(1).values
+        before = torch.nn.functional.pad(newest, (1, -1), value=-1)
+        same = segments.gather(1, before.clamp(min=0)) == segments
+        return (segments >= 0) & ~(same & (before >= 0))
 
     def dense(
         self, queries: int, keys: int, device: torch.device
     ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
         """The whole map at once, `True` where query i sees key j."""
+        places = self.places(queries, keys, device)
+        if places is not None:
+            return see_placed(places, queries, self.causal, self.window)
         token = torch.arange(keys, device=device)  # a range would fix a symbolic length
         return self.at(token[keys - queries :], token)
+
+    def earlier(
+        self, queries: int, keys: int, device: torch.device
+    ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
+        """Where a key stands before a query, seen or not."""
+        places = self.places(queries, keys, device)
+        if places is None:
+            token = torch.arange(keys, device=device)
+            return (token < token[keys - queries :, None])[None]
+        return places[:, 1, None, queries:] < places[:, 1, :queries, None]
 
     def at(self, i: Int[Tensor, " R"], j: Int[Tensor, " K"]) -> Bool[Tensor, "B R K"]:
         """The part of the map with these query tokens and key tokens, in any order."""
         return see_at(self.segments(), self.causal, self.window, i, j, self.mutual)
-
-    def tile(self, rows: range, columns: range, device: torch.device) -> Bool[Tensor, "B R K"]:
-        """The part of the map with these query tokens and key tokens (positions among the keys)."""
-        return see(self.segments(), self.causal, self.window, rows, columns, device, self.mutual)
 
 
 def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Visibility:
@@ -175,15 +280,39 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
             f"visibility must be a heedful.Visibility or None (causal), got {shown(visibility)}; "
             "describe a mask with Visibility(window=..., documents=..., padding=...)"
         )
-    for name in _PER_TOKEN:
-        ids = getattr(visibility, name)
-        if ids is not None and ids.device != q.device:
+    for name, ids in visibility._tensors().items():
+        if ids.device != q.device:
             raise ValueError(
                 f"visibility.{name} must be on q's device {q.device}, got {ids.device}; move it "
                 f"with .to({str(q.device)!r})"
             )
     visibility.check(q.shape[0], q.shape[2], keys)
     return visibility
+
+
+def _segments(
+    documents: Int[Tensor, "B T"] | None, padding: Bool[Tensor, "B T"] | None
+) -> Int[Tensor, "B T"] | None:
+    # In a narrow or unsigned type -1 would be some document's number.
+    documents = None if documents is None else documents.to(torch.int64)
+    if padding is None:
+        return documents
+    if documents is None:
+        return padding.to(torch.int64) - 1
+    return torch.where(padding, documents, -1)
+
+
+def _first_by_position(
+    segments: Int[Tensor, "B Tk"] | None, positions: Int[Tensor, "B Tk"]
+) -> Bool[Tensor, "B Tk"]:
+    """The real token of every document that stands first, wherever it lies."""
+    if segments is None:
+        return positions == positions.amin(1, keepdim=True)
+    segments, positions = torch.broadcast_tensors(segments, positions.to(torch.int64))
+    number = torch.unique(segments, return_inverse=True)[1]
+    size = (len(segments), int(number.max()) + 1)
+    first = positions.new_full(size, _WIDEST).scatter_reduce(1, number, positions, "amin")
+    return (segments >= 0) & (positions == first.gather(1, number))
 
 
 def _whole(x: object) -> bool:
@@ -199,7 +328,7 @@ def see(
     device: torch.device,
     mutual: Int[Tensor, "B Tk"] | None = None,
 ) -> Bool[Tensor, "B R K"]:
-    """Visibility of key tokens `columns` from query tokens `rows`, as `Visibility.tile`."""
+    """Visibility of key tokens `columns` from query tokens `rows`, in place."""
     i = torch.arange(rows.start, rows.stop, device=device)
     j = torch.arange(columns.start, columns.stop, device=device)
     return see_at(segments, causal, window, i, j, mutual)
@@ -224,4 +353,25 @@ def see_at(
     if segments is not None:
         of_query, of_key = segments[:, i, None], segments[:, None, j]
         visible = visible & (of_query == of_key) & (of_query >= 0)
+    return visible
+
+
+def see_placed(
+    places: Int[Tensor, "B 2 Tq+Tk"],
+    queries: int,
+    causal: bool,
+    window: int | None,
+    rows: range | None = None,
+) -> Bool[Tensor, "B R Tk"]:
+    """Visibility of all keys from these queries, or from all, by their segments and positions."""
+    of_queries, of_keys = places[..., :queries], places[..., queries:]
+    if rows is not None:
+        of_queries = of_queries[..., rows.start : rows.stop]
+    of_queries, of_keys = of_queries[..., None], of_keys[:, :, None]
+    visible = (of_queries[:, 0] == of_keys[:, 0]) & (of_queries[:, 0] >= 0)
+    back = of_queries[:, 1] - of_keys[:, 1]
+    if causal:
+        visible = visible & (back >= 0)
+    if window is not None:
+        visible = visible & (back < window)
     return visible

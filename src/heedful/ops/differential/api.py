@@ -3,12 +3,12 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.autocast import cast_inputs, without_autocast
+from heedful.ops.common.checks import check_dense, check_parameter, check_qkv, check_scale, shown
+from heedful.ops.common.limits import over_limit, unseen
+from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.limits import over_limit, unseen
-from heedful.ops.validation import check_dense, check_parameter, check_qkv, check_scale, shown
 from heedful.ops.visibility import Visibility, check_visibility
 
 

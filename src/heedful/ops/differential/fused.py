@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.mta.fused import flash
+from heedful.ops.mta.fused.flash import flash
 from heedful.ops.visibility import Visibility
 
 

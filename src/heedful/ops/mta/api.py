@@ -3,13 +3,13 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.autocast import cast_inputs, without_autocast
+from heedful.ops.common.checks import check_dense, check_parameter, check_qkv, check_scale, shown
+from heedful.ops.common.limits import unseen
+from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.limits import unseen
-from heedful.ops.mta.launch import unsupported
+from heedful.ops.mta.fused.plan import multi_token_attention_limit
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
-from heedful.ops.validation import check_dense, check_parameter, check_qkv, check_scale, shown
 from heedful.ops.visibility import Visibility, check_visibility
 
 
@@ -61,20 +61,28 @@ def multi_token_attention(
     heads = q.shape[1]
     visibility = check_visibility(visibility, q, k.shape[2])
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
+        if kernel is not None and visibility.positions is not None:
+            raise ValueError(
+                f"{name} joins neighbours, and with visibility.positions keys need not be any; "
+                "leave the positions out, or the kernel"
+            )
         _check_kernel(name, kernel, heads, q)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
     scale = check_scale(scale, q)
+    parameters = (conv, post_conv, mix, post_mix)
     chosen = choose(
         "multi_token_attention",
         impl,
-        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, conv, post_conv),
-        (q, k, v, conv, post_conv, mix, post_mix),
+        lambda: (
+            no_triton(q) or unseen(visibility) or multi_token_attention_limit(q, v, *parameters)
+        ),
+        (q, k, v, *parameters),
     )
     if chosen == "fused" and post_conv is mix is post_mix is None:
-        from heedful.ops.mta.fused import multi_token_attention_fused as run
+        from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
     elif chosen == "fused":
-        from heedful.ops.mta.fused_blocks import multi_token_attention_blocks as run
+        from heedful.ops.mta.fused.blocks import multi_token_attention_blocks as run
     elif chosen == "tiled":
         run = multi_token_attention_tiled
     else:

@@ -59,7 +59,7 @@ def multi_token_attention_map(
     visible = visibility.dense(queries, keys, q.device)[:, None]
     documents = None
     if visibility.documents is not None:
-        documents = visibility.segments()[:, keys - queries :]
+        documents = visibility.query_segments(queries)
 
     c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
     if conv is not None:

@@ -1,35 +1,338 @@
-"""Multi-token attention in memory linear in T, in plain torch."""
+"""Multi-token attention in memory linear in T: blocks of query rows, recomputed in the backward.
 
+A row block owns its rows of the probabilities P. The convolution before the softmax reads `cq - 1`
+more rows of queries above the block. The one after the softmax takes the block's rows of P to
+`cq2 - 1` more output rows below, and the block adds its share to these. Everything but the softmax
+is linear, so the shares of blocks simply add up.
+
+The file goes from the outside in: the function that is called, the loop over row blocks, what one
+block does, its backward, and at the end the custom operator around all of it. The arithmetic of one
+tile is in convolution.py, and the cheaper forms for some parameters are in wide.py.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.mta.block_operator import Call, define, operands
-from heedful.ops.mta.blocks import attend
-from heedful.ops.mta.flash import flash_attention
-from heedful.ops.mta.identity import identity_attention
-from heedful.ops.mta.low_rank import low_rank
-from heedful.ops.mta.tile import TorchSteps
-from heedful.ops.products import widen
+from heedful.ops.common.precision import widen, without_autocast
+from heedful.ops.common.tiles import Scope, Sight, gather_heads, row_blocks, spread_heads
+from heedful.ops.impl import refuse_second_derivative
+from heedful.ops.mta.convolution import Parameters, TileSteps
+from heedful.ops.mta.wide import LowRank, flash_attention, identity_attention, low_rank
+from heedful.ops.visibility import Visibility
 
 
-def _steps(call: Call) -> TorchSteps:
-    return TorchSteps(call.field())
+def multi_token_attention_tiled(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    conv: Float[Tensor, "H cq ck"] | None,
+    post_conv: Float[Tensor, "H cq2 ck2"] | None,
+    mix: Float[Tensor, "n g g"] | None,
+    post_mix: Float[Tensor, "n2 g2 g2"] | None,
+    visibility: Visibility,
+    scale: float,
+    wide: bool = False,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """The operator of `multi_token_attention`, in blocks of query rows.
+
+    The output is in q's dtype, or in the precision of the sums if `wide`.
+    """
+    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
+    return _tiled(
+        q, k, v, conv, post_conv, mix, post_mix, *seen, visibility.documents is not None,
+        visibility.causal, visibility.window, scale, wide,
+    )  # fmt: skip
 
 
-def _forward(call: Call) -> Float[Tensor, "B H Tq Dv"]:
-    qkv = (widen(x) if call.wide else x for x in call[:3])
-    out = identity_attention(*qkv, call.parameters, call.sight, call.scale)
-    if out is not None:
-        return out
-    steps = _steps(call)
-    x = operands(call, steps)
+class Operands(NamedTuple):
+    """A call's tensors as its blocks take them.
+
+    Key heads are spread over query heads; the parameters are in the precision of the sums.
+    """
+
+    q: Float[Tensor, "B H Tq D"]
+    k: Float[Tensor, "B H Tk D"]
+    v: Float[Tensor, "B H Tk Dv"]
+    parameters: Parameters
+    scale: float
+
+
+def operands(
+    q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, scale: float, steps: TileSteps
+) -> Operands:
+    """The call's tensors in the precisions in which these steps take them."""
+    heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
+    spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
+    given = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
+    return Operands(*spread, given, scale)
+
+
+class RowBlock(NamedTuple):
+    """The rows and columns that one block is about; rows count queries, columns count keys."""
+
+    rows: range  # those whose probabilities it owns
+    read: range  # with the rows above that the convolution before the softmax reads
+    write: range  # with the rows below that the convolution after the softmax reaches
+    columns: range
+    missing: int  # how many of the rows above would stand before the first query
+    offset: int  # query i is token i + offset
+
+    def tokens(self, rows: range) -> range:
+        return range(self.offset + rows.start, self.offset + rows.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.columns.start, self.columns.stop)
+
+
+def _row_blocks(x: Operands, steps: TileSteps) -> Iterator[RowBlock]:
+    """All row blocks, the last first: it has the most columns of a causal map."""
+    queries, scope, parameters = x.q.shape[2], steps.scope, x.parameters
+    for start, stop in row_blocks(queries, steps.rows_per_block(x.q.shape[1])):
+        owned = range(scope.offset + start, scope.offset + stop)
+        yield RowBlock(
+            rows=range(start, stop),
+            read=range(max(0, start - parameters.above), stop),
+            write=range(start, min(stop + parameters.below, queries)),
+            columns=scope.columns(owned, parameters.aside),
+            missing=max(0, parameters.above - start),
+            offset=scope.offset,
+        )
+
+
+def attend(
+    x: Operands, steps: TileSteps, wide: LowRank | None = None
+) -> Float[Tensor, "B H Tq Dv"]:
+    """The output, in the precision of the sums; `wide` replaces the convolved logits."""
+    out = _zeros(x.q, x.v.shape[3])
+    for block in _row_blocks(x, steps):
+        if wide is None:
+            p = _probabilities(x, steps, block).p
+        else:
+            p = _wide_probabilities(x, steps, block, wide)
+        a = _convolved(p, x, steps, block)
+        if x.parameters.post_mix is not None:
+            a = steps.mix(a, x.parameters.post_mix)
+        out[:, :, _cut(block.write)] += steps.product(a, x.v[:, :, block.keys])
+        del p, a  # before the next block's
+    return out
+
+
+class _Probabilities(NamedTuple):
+    """The probabilities of one block, and what they were made from."""
+
+    z: Tensor | None  # Mask_0(S), where a convolution follows
+    c: Tensor | None  # Conv(Z), where mixing follows
+    p: Tensor
+
+
+def _probabilities(x: Operands, steps: TileSteps, block: RowBlock) -> _Probabilities:
+    """P = softmax(Mask_-inf(W Conv(Mask_0(S)))) on the rows that the block owns (MTA eq. 5, 7)."""
+    conv, _, mix, _ = x.parameters
+    logits = steps.scores(
+        x.q[:, :, _cut(block.read)], x.k[:, :, block.keys], x.scale, last=conv is mix is None
+    )
+    owned = block.tokens(block.rows)
+    z = c = None
+    if conv is not None:
+        z = steps.blank(logits, block.tokens(block.read), block.columns)
+        logits = steps.convolve(z, conv, block.missing, 0, owned, last=mix is None)
+    if mix is not None:
+        c = logits
+        logits = steps.mix(c, mix, last=True)
+    return _Probabilities(z, c, steps.softmax(logits, owned, block.columns))
+
+
+def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
+    """P of the block, with the convolved logits from a product of wide heads."""
+    logits = wide.logits(block.rows, block.columns, block.offset)
+    if x.parameters.mix is not None:
+        logits = steps.mix(logits, x.parameters.mix)
+    return steps.softmax(logits, block.tokens(block.rows), block.columns)
+
+
+def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
+    """The block's share of Mask_0(Conv(P)) on the rows that it writes (MTA eq. 6)."""
+    _, post_conv, _, _ = x.parameters
+    if post_conv is None:
+        return p
+    written = block.tokens(block.write)
+    below = len(block.write) - len(block.rows)
+    share = steps.convolve(p, post_conv, x.parameters.below, below, written)
+    return steps.blank(share, written, block.columns)
+
+
+def attend_backward(
+    grad: Float[Tensor, "B H Tq Dv"], x: Operands, steps: TileSteps
+) -> tuple[Tensor, Tensor, Tensor, Parameters]:
+    """Gradients of q, k, v and the parameters, in the precision of the sums."""
+    dq, dk, dv = (_zeros(t, t.shape[3]) for t in (x.q, x.k, x.v))
+    sums = Parameters(*(None if t is None else torch.zeros_like(t) for t in x.parameters))
+    for block in _row_blocks(x, steps):
+        made = _probabilities(x, steps, block)
+        d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
+        # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
+        d = steps.softmax_backward(d, made.p)
+        d = _before_softmax_backward(d, made, x, steps, block, sums)
+        read = _cut(block.read)
+        dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
+        dk[:, :, block.keys] += steps.product(d.mT, x.q[:, :, read])
+        del made, d
+    return dq.mul_(x.scale), dk.mul_(x.scale), dv, sums
+
+
+def _after_softmax_backward(
+    grad: Tensor, p: Tensor, x: Operands, steps: TileSteps, block: RowBlock,
+    dv: Tensor, sums: Parameters,
+) -> Tensor:  # fmt: skip
+    """dP of the block; adds its shares of dV and of the parameters behind the softmax.
+
+    The peak of memory is made of tiles: each goes as soon as it has been read.
+    """
+    _, post_conv, _, post_mix = x.parameters
+    out_grad = grad[:, :, _cut(block.write)]
+    a = _convolved(p, x, steps, block)
+    mixed = a if post_mix is None else steps.mix(a, post_mix)
+    dv[:, :, block.keys] += steps.product(mixed.mT, out_grad)
+    del mixed
+    d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
+    if post_mix is not None:
+        d, dweights = steps.mix_backward(d, a, post_mix)
+        sums.post_mix.add_(dweights)
+    del a
+    if post_conv is not None:
+        written = block.tokens(block.write)
+        d = steps.blank(d, written, block.columns)
+        around = (x.parameters.below, len(block.write) - len(block.rows))
+        d, dkernel = steps.convolve_backward(d, p, post_conv, *around, written)
+        sums.post_conv.add_(dkernel)
+    return d
+
+
+def _before_softmax_backward(
+    d: Tensor, made: _Probabilities, x: Operands, steps: TileSteps, block: RowBlock,
+    sums: Parameters,
+) -> Tensor:  # fmt: skip
+    """dS of the block from the gradient of its logits; adds its shares of the parameters."""
+    conv, _, mix, _ = x.parameters
+    if mix is not None:
+        d, dweights = steps.mix_backward(d, made.c, mix)
+        sums.mix.add_(dweights)
+    if conv is not None:
+        owned = block.tokens(block.rows)
+        d, dkernel = steps.convolve_backward(d, made.z, conv, block.missing, 0, owned)
+        d = steps.blank(d, block.tokens(block.read), block.columns)
+        sums.conv.add_(dkernel)
+    return d
+
+
+def _zeros(like: Tensor, width: int) -> Tensor:
+    """Contiguous, whatever the strides of `like`: the layout that the fakes promise."""
+    accumulating = torch.promote_types(like.dtype, torch.float32)
+    return torch.zeros(*like.shape[:3], width, dtype=accumulating, device=like.device)
+
+
+def _cut(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
+@torch.library.custom_op("heedful::multi_token_attention_tiled", mutates_args=())
+def _tiled(
+    q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
+    mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
+    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+    wide: bool,
+) -> Tensor:  # fmt: skip
+    parameters = Parameters(conv, post_conv, mix, post_mix)
+    sight = Sight(segments, documents, causal, window, mutual, places)
+    qkv = [widen(x) if wide else x for x in (q, k, v)]
+    out = identity_attention(*qkv, parameters, sight, scale)
+    if out is None:
+        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
+        out = _by_blocks(operands(q, k, v, parameters, scale, steps), steps)
+    return out.to(output_dtype(q, wide))
+
+
+def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
+    """The output by row blocks, or with kernels of low rank by the cheaper forms of wide.py."""
     conv, *rest = x.parameters
-    wide = None if conv is None else low_rank(x.q, x.k, conv, call.sight, call.scale)
+    sight = steps.scope.sight
+    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale)
     if wide is not None and all(parameter is None for parameter in rest):
-        out = flash_attention(wide, x.v, call.sight)
+        out = flash_attention(wide, x.v, sight)
         if out is not None:
             return out
-    return attend(*x, steps, call.scale, wide)
+    return attend(x, steps, wide)
 
 
-multi_token_attention_tiled = define("multi_token_attention_tiled", _forward, _steps)
+def output_dtype(q: Tensor, wide: bool) -> torch.dtype:
+    """q's dtype, or that of the sums if `wide`."""
+    return torch.promote_types(q.dtype, torch.float32) if wide else q.dtype
+
+
+@_tiled.register_fake
+def _(q, k, v, *options):
+    return q.new_empty(*q.shape[:3], v.shape[3], dtype=output_dtype(q, options[-1]))
+
+
+@torch.library.custom_op("heedful::multi_token_attention_tiled_backward", mutates_args=())
+def _tiled_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
+    mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
+    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sight = Sight(segments, documents, causal, window, mutual, places)
+    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
+    inputs = (q, k, v, conv, post_conv, mix, post_mix)
+    return gradients(grad, inputs, scale, steps)
+
+
+def gradients(
+    grad: Tensor, inputs: tuple[Tensor | None, ...], scale: float, steps: TileSteps
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and the parameters in their dtypes; empty where none was given."""
+    q, k, v, *parameters = inputs
+    x = operands(q, k, v, Parameters(*parameters), scale, steps)
+    dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
+    return tuple(
+        q.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+    )
+
+
+def gradients_fake(grad, *inputs):
+    """What `gradients` returns, by shape."""
+    empty = inputs[0].new_empty
+    return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7])
+
+
+_tiled_backward.register_fake(gradients_fake)
+refuse_second_derivative(_tiled_backward, "multi_token_attention")
+
+
+def save(ctx, inputs, output) -> None:
+    """Keeps the inputs for the backward pass, and nothing else."""
+    *tensors, documents, causal, window, scale, wide = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.options = documents, causal, window, scale, wide
+
+
+def _backward(ctx, grad):
+    tensors = ctx.saved_tensors
+    grads = without_autocast(_tiled_backward)(grad, *tensors, *ctx.options)
+    return where_given(tensors, grads)
+
+
+def where_given(tensors: tuple, grads: tuple) -> tuple:
+    """One gradient per input of the operator, `None` for what was not given or has none."""
+    given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
+    return *given, *[None] * (len(tensors) - 7 + 5)  # the visibility's tensors, and five options
+
+
+_tiled.register_autograd(_backward, setup_context=save)

@@ -14,8 +14,14 @@ future of its own row, eq. 5 against eq. 4) or i' - j' >= window. They concern o
 i - j of a `Band`; its logits are sums of scores at few distances, computed apart, and *replace*
 those above. Subtracting the hidden terms instead would leave their rounding, hence a trace of
 future tokens. Nothing here is T x T, and all of it is differentiable.
+
+The rest of the file says where this form is taken. A kernel of low rank is cheaper as a product of
+wide heads than convolved tile by tile; an identity kernel, which every converted model starts with,
+has rank one. Where nothing else is asked for, torch's own flash kernel computes it, and where all
+parameters are the identity, standard attention does.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,9 +29,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from heedful.ops.products import product, widen
-from heedful.ops.tiles import Sight
+from heedful.ops.common.precision import product, scores, widen
+from heedful.ops.common.standard import standard_attention, with_positive_scale
+from heedful.ops.common.tiles import Sight
+from heedful.ops.mta.convolution import Parameters
 
+_RANK = 2  # up to here the product is cheaper than the convolution of a tile
+_QUERIES = 64  # fewer do not repay that every key is filtered
 _BLOCK = 32  # tokens per small matrix product
 
 
@@ -199,3 +209,148 @@ def _same_segment(
     keys = segments.shape[1]
     token = torch.arange(keys - queries, keys, device=segments.device)[:, None] - distances
     return (segments[:, token.clamp(min=0)] == segments[:, -queries:, None]) & (token >= 0)
+
+
+class LowRank(NamedTuple):
+    """Queries and keys with heads r times as wide, and the logits of the band that they miss."""
+
+    q: Float[Tensor, "B H Tq W"]
+    k: Float[Tensor, "B H Tk W"]
+    band: Band
+    band_logits: Float[Tensor, "B H Tq n"]
+    scale: float
+
+    def logits(self, rows: range, columns: range, offset: int) -> Float[Tensor, "B H R C"]:
+        """Conv(Mask_0(S)) of the tile; `rows` count queries, query i is token i + offset."""
+        cut = slice(rows.start, rows.stop)
+        x = scores(self.q[:, :, cut], self.k[:, :, columns.start : columns.stop], self.scale)
+        if self.band.width == 0:
+            return x
+        distances = torch.tensor(self.band.logits, device=x.device)
+        tokens = torch.arange(rows.start + offset, rows.stop + offset, device=x.device)
+        at = tokens[:, None] - distances - columns.start
+        # Outside the tile there is nothing to replace: the entry of distance 0 is written again.
+        # (It is outside itself only in rows that see nothing.)
+        inside = (at >= 0) & (at < len(columns))
+        at = at.where(inside, at[:, :1]).clamp(0, len(columns) - 1)
+        values = self.band_logits[:, :, cut]
+        return x.scatter_(3, at.expand_as(values), values.where(inside, values[..., :1]))
+
+
+def low_rank(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    conv: Float[Tensor, "H cq ck"],
+    sight: Sight,
+    scale: float,
+) -> LowRank | None:
+    """The wide form of these kernels, or `None` where it does not pay: high rank, few queries.
+
+    `None` too anywhere but on a CPU: there looking for the rank would stall the stream.
+    """
+    looked = q.device.type == "cpu" and q.shape[2] >= _QUERIES
+    if sight.mutual is not None or sight.places is not None:
+        return None  # its edge of visibility is no band
+    factors = _factors(conv) if looked else None
+    if factors is None:
+        return None
+    left, right = factors
+    wide_q = wide_queries(q, left, sight).transpose(2, 3).flatten(3)
+    wide_k = wide_keys(k, right, sight).transpose(2, 3).flatten(3)
+    band = band_of(conv.shape[1], conv.shape[2], sight)
+    return LowRank(wide_q, wide_k, band, band_logits(q, k, conv, sight, scale), scale)
+
+
+def _factors(
+    conv: Float[Tensor, "H cq ck"],
+) -> tuple[Float[Tensor, "H r cq"], Float[Tensor, "H r ck"]] | None:
+    """theta[cq-1-a, c] = sum_r left[r, a] right[r, c], up to what rounding theta costs.
+
+    Found once for the same numbers: a kernel stays what it is for all the calls between two steps
+    of training. (A tensor's version would not do: who writes through `.data` leaves it unchanged.)
+    """
+    return _factors_of(tuple(conv.flatten().tolist()), tuple(conv.shape), conv.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _factors_of(
+    numbers: tuple[float, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | None:
+    theta = torch.tensor(numbers, dtype=torch.float64).reshape(shape).flip(1)
+    u, sizes, v = torch.linalg.svd(theta, full_matrices=False)
+    # The decomposition itself errs by a few units of fp64.
+    least = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float64).eps)
+    rank = max(1, int((sizes > least * sizes[:, :1]).sum(1).max()))
+    if rank > _RANK:
+        return None
+    left = (u * sizes[:, None])[..., :rank].mT
+    return left.to(dtype), v[:, :rank].to(dtype)
+
+
+def flash_attention(
+    wide: LowRank, v: Float[Tensor, "B H Tk Dv"], sight: Sight
+) -> Float[Tensor, "B H Tq Dv"] | None:
+    """softmax(Conv(Mask_0(S))) V in the precision of the sums, without a tile in memory.
+
+    Where the causal edge does not reach, the logits are those of ordinary attention, and keys at
+    least a band's width back are a causal map again, which torch's flash kernel for CPUs computes.
+    Its output and the few logits of the band are two shares of one softmax, each weighted by what
+    it holds of the whole sum.
+
+    `None` where torch has no such kernel: on other devices, for heads whose keys and values differ
+    in width, and where visibility is more than causal order over as many queries as keys.
+    """
+    (queries, width), keys, band = wide.q.shape[2:], wide.k.shape[2], wide.band.width
+    plain = sight.causal and sight.segments is None and sight.window is None and queries == keys
+    if not plain or v.device.type != "cpu" or width != v.shape[3] or band >= keys:
+        return None
+    back = keys - band
+    q, scale = with_positive_scale(wide.q[:, :, band:], wide.scale)
+    far, far_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, wide.k[:, :, :back], v[:, :, :back], 0.0, True, scale=scale
+    )  # and the logarithm of the sum of exponentials
+    if band == 0:
+        return widen(far).contiguous()
+    far_sum = F.pad(widen(far_sum), (band, 0), value=float("-inf"))[..., None]  # b h i 1
+    token = torch.arange(band, device=v.device)
+    near = wide.band_logits.clone()
+    near[:, :, :band].masked_fill_(token > token[:, None], float("-inf"))  # before the first key
+    total = torch.logaddexp(near.logsumexp(-1, keepdim=True), far_sum)
+    out = near_values((near - total).exp(), v)
+    out[:, :, band:] += widen(far) * (far_sum - total)[:, :, band:].exp()
+    return out
+
+
+def identity_attention(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    parameters: Parameters,
+    sight: Sight,
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"] | None:
+    """What torch's own kernel computes; `None` where a parameter is not the identity any more.
+
+    So a freshly converted model gives the very logits that it gave before. `None` too where the
+    visibility needs a mask, and anywhere but on a CPU: there this look would stall the stream.
+    """
+    window = sight.window is not None and sight.window < k.shape[2]
+    apart = (sight.segments, sight.mutual, sight.places)
+    if q.device.type != "cpu" or window or any(x is not None for x in apart):
+        return None
+    if v.shape[3] != q.shape[3]:  # torch would take its dense path
+        return None
+    conv, post_conv, mix, post_mix = parameters
+    if not all(x is None or _is_identity_kernel(x) for x in (conv, post_conv)):
+        return None
+    if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in (mix, post_mix)):
+        return None
+    out = standard_attention(q, k, v, causal=sight.causal, scale=scale)
+    return None if out is None else out.contiguous()
+
+
+def _is_identity_kernel(kernel: Float[Tensor, "H cq ck"]) -> bool:
+    rows, columns = kernel.shape[1:]
+    identity = torch.zeros(rows, columns)
+    identity[-1, columns // 2] = 1
+    return bool((kernel == identity).all())

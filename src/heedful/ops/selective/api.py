@@ -6,13 +6,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.autocast import cast_inputs, without_autocast
+from heedful.ops.common.checks import (
+    check_dense,
+    check_flag,
+    check_qkv,
+    check_scale,
+    check_tau,
+    shown,
+)
+from heedful.ops.common.limits import unseen
+from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.limits import unseen
-from heedful.ops.selective.fused_launch import unsupported
+from heedful.ops.selective.fused.plan import selective_attention_limit
 from heedful.ops.selective.reference import selective_attention_reference
 from heedful.ops.selective.tiled import selective_attention_tiled
-from heedful.ops.validation import check_dense, check_flag, check_qkv, check_scale, check_tau, shown
 from heedful.ops.visibility import Visibility, check_visibility
 
 
@@ -96,11 +103,13 @@ def selective_attention(
     chosen = choose(
         "selective_attention",
         impl,
-        lambda: no_triton(q) or unseen(visibility) or unsupported(q, v, selector_q, scale),
+        lambda: (
+            no_triton(q) or unseen(visibility) or selective_attention_limit(q, v, selector_q, scale)
+        ),
         (q, k, v, selector_q, selector_k, state),
     )
     if chosen == "fused":
-        from heedful.ops.selective.fused import selective_attention_fused as run
+        from heedful.ops.selective.fused.flash import selective_attention_fused as run
     elif chosen == "tiled":
         run = selective_attention_tiled
     else:

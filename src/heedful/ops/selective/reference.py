@@ -56,23 +56,18 @@ def selection(
     initialised to zero can learn.
     """
     queries, keys = selector_q.shape[2], selector_k.shape[2]
-    allowed = may_hide(
-        protect_first, visibility, range(keys - queries, keys), range(keys), selector_q
-    )
+    allowed = may_hide(protect_first, visibility, queries, keys, selector_q)
     logits = selector_q @ selector_k.mT * scale
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).clamp(min=0).masked_fill(~allowed[:, None], 0)
 
 
 def may_hide(
-    protect_first: bool, visibility: Visibility, rows: range, columns: range, like: Tensor
-) -> Bool[Tensor, "B R C"]:
+    protect_first: bool, visibility: Visibility, queries: int, keys: int, like: Tensor
+) -> Bool[Tensor, "B Tq Tk"]:
     """Where token p may hide token j: p sees j, j is earlier, and not a protected first token."""
-    allowed = visibility.tile(rows, columns, like.device)
-    p = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
-    j = torch.arange(columns.start, columns.stop, device=like.device)[None, :]
-    allowed = allowed & (j < p)
+    allowed = visibility.dense(queries, keys, like.device)
+    allowed = allowed & visibility.earlier(queries, keys, like.device)
     if protect_first:
-        first = visibility.first_tokens(columns.stop, like.device)
-        allowed = allowed & ~first[:, None, columns.start :]
+        allowed = allowed & ~visibility.first_tokens(keys, like.device)[:, None]
     return allowed

@@ -3,7 +3,10 @@
 F is a sum over earlier queries. Between blocks it travels as one running total per key; inside a
 block the missing part is a product with a strictly triangular matrix of ones. The backward goes
 from the last block to the first and takes from the total what the forward added to it, so nothing
-is kept of the blocks between. For that the total is held exactly enough: see `_Total`.
+is kept of the blocks between. For that the total is held exactly enough: see `RunningTotal`.
+
+The file goes from the outside in: the function that is called, the loop over row blocks, what one
+block does, its backward, and at the end the custom operator around all of it.
 """
 
 from typing import NamedTuple
@@ -12,20 +15,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.autocast import without_autocast
-from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.products import operand, product, scores
-from heedful.ops.standard import standard_attention
-from heedful.ops.tiles import (
+from heedful.ops.common.precision import operand, product, scores, without_autocast
+from heedful.ops.common.standard import standard_attention
+from heedful.ops.common.tiles import (
     ROWS,
-    Field,
     Hidden,
+    Scope,
     Sight,
     gather_heads,
     row_blocks,
     softmax_,
     spread_heads,
 )
+from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.visibility import Visibility
 
 
@@ -44,14 +46,49 @@ def selective_attention_tiled(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows."""
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
+    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, visibility.segments(), visibility.mutual, first,
-        visibility.window, tau, scale,
+        q, k, v, selector_q, selector_k, state, *seen, first, visibility.window, tau,
+        scale,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
 
-class _Total:
+class Operands(NamedTuple):
+    """A call's tensors as its blocks take them, with key heads spread over query heads."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selector_q: Tensor
+    selector_k: Tensor
+    state: Tensor | None
+    scope: Scope
+    first: Tensor | None
+    scale: float
+
+
+def operands(
+    q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+) -> Operands:
+    heads = q.shape[1]
+    sight = Sight(segments, False, True, window, mutual, places)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device)
+    return Operands(
+        operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
+        operand(selector_q), operand(selector_k), state, scope, first, scale,
+    )  # fmt: skip
+
+
+class _Outputs(NamedTuple):
+    """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
+
+    output: Float[Tensor, "B H Tq Dv"]
+    memory: Float[Tensor, "B Tq"]
+    pair: Float[Tensor, "2 B Hs Tk"]
+
+
+class RunningTotal:
     """A running total per key as the sum of two numbers, the second what rounding took so far.
 
     So sums and differences are as if in twice the precision: taking away what was added leaves what
@@ -74,21 +111,25 @@ class _Total:
         return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
-class _Inputs(NamedTuple):
-    """Operands with key heads spread over query heads."""
+def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
+    """Fills the outputs, from the first block to the last."""
+    total = RunningTotal(out.pair)
+    (batch, heads, queries, _), (_, selectors, keys, _) = x.q.shape, x.selector_k.shape
+    # From the first block to the last tiles grow, and none would find room where another stood.
+    room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
+    for start, stop in row_blocks(queries, ascending=True):
+        block = _row_block(x, start, stop)
+        f, p = _maps(x, block, total, room)
+        out.output[:, :, start:stop] = product(p, x.v[:, :, block.cut])
+        total.add(block.sums, block.cut)
+        if tau is not None:
+            kept = block.hidden.fill(f.clamp(max=tau), 0.0)
+            out.memory[:, start:stop] = kept.sum((1, 3)) / selectors
+            del kept
+        del block, f, p
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    selector_q: Tensor
-    selector_k: Tensor
-    state: Tensor | None
-    field: Field
-    first: Tensor | None
-    scale: float
 
-
-class _Selection(NamedTuple):
+class RowBlock(NamedTuple):
     """What one block of queries hides from later ones."""
 
     rows: slice
@@ -102,34 +143,30 @@ class _Selection(NamedTuple):
         return self.s.sum(2)
 
 
-def _prepare(
-    q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale
-) -> _Inputs:
-    heads = q.shape[1]
-    field = Field(Sight(segments, False, True, window, mutual), q.shape[2], k.shape[2], q.device)
-    return _Inputs(
-        operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, field, first, scale,
-    )  # fmt: skip
-
-
-def _selection(x: _Inputs, start: int, stop: int) -> _Selection:
-    owned = range(x.field.offset + start, x.field.offset + stop)
-    columns = x.field.columns(owned)
+def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
+    owned = range(x.scope.offset + start, x.scope.offset + stop)
+    columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
-    hidden = x.field.hidden(owned, columns)
+    hidden = x.scope.hidden(owned, columns)
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
     # Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
-    active = hidden.fill(logits >= 0, False).tril_(owned.start - columns.start - 1)
+    active = hidden.fill(logits >= 0, False)
+    if x.scope.sight.places is None:
+        active.tril_(owned.start - columns.start - 1)
+    else:
+        active &= x.scope.earlier(owned, columns)
     if x.first is not None:
         active &= ~x.first[:, None, None, cut]
-    return _Selection(rows, cut, hidden, active, logits.masked_fill_(~active, 0.0))
+    return RowBlock(rows, cut, hidden, active, logits.masked_fill_(~active, 0.0))
 
 
 def _maps(
-    x: _Inputs, block: _Selection, total: _Total, room: Tensor | None = None
+    x: Operands, block: RowBlock, total: RunningTotal, room: Tensor | None = None
 ) -> tuple[Float[Tensor, "B Hs R C"], Float[Tensor, "B H R C"]]:
-    """F and the softmax of a block; `total` is of the blocks before, `room` a buffer for logits."""
+    """F and the probabilities of a block; `total` is of the blocks before it.
+
+    The logits are made in `room`, if that is given.
+    """
     base = total.rounded(block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
@@ -144,36 +181,68 @@ def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
     return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
 
 
+def attend_backward(
+    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, x: Operands, pair: Tensor,
+    tau: float | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of the operands and of the incoming state, from the last block to the first."""
+    selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
+    # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
+    dq, dk, dv, dsq, dsk = (
+        torch.zeros(t.shape, dtype=pair.dtype, device=t.device)
+        for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
+    )
+    # The sum of dF over the queries of later blocks.
+    later = grad_state.clone(memory_format=torch.contiguous_format)
+    for start, stop in row_blocks(x.q.shape[2]):
+        block = _row_block(x, start, stop)
+        cut = block.cut
+        total.add(-block.sums, cut)
+        f, p = _maps(x, block, total)
+        out_grad = grad[:, :, start:stop]
+        dv[:, :, cut] += product(p.mT, out_grad)
+        dp = product(out_grad, x.v[:, :, cut].mT)
+        dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+        del dp, p  # tiles are what the peak is made of
+
+        df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
+        if tau is not None:
+            counted = block.hidden.fill(f <= tau, False)
+            df += counted * (grad_memory[:, None, start:stop, None] / selectors)
+        ds = later[:, :, None, cut] + _earlier(df).mT @ df
+        later[:, :, cut] += df.sum(2)
+        ds = ds.masked_fill_(~block.active, 0.0).mul_(x.scale)
+        dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
+        dsk[:, :, cut] += product(ds.mT, x.selector_q[:, :, start:stop])
+
+        dlogits.mul_(x.scale)
+        dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
+        dk[:, :, cut] += product(dlogits.mT, x.q[:, :, start:stop])
+        del block, f, dlogits, df, ds
+    return dq, dk, dv, dsq, dsk, later
+
+
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
-    tau: float | None, scale: float,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
+    window: int | None, tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
-    whole = segments is mutual is None and (window is None or window >= k.shape[2])
+    whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
-    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
-    out, total = q.new_empty(*q.shape[:3], v.shape[3]), _Total(pair)
-    # From the first block to the last tiles grow, and none would find room where another stood.
-    room = pair.new_empty(batch * q.shape[1] * min(ROWS, queries) * k.shape[2])
-    for start, stop in row_blocks(queries, ascending=True):
-        block = _selection(x, start, stop)
-        f, p = _maps(x, block, total, room)
-        out[:, :, start:stop] = product(p, x.v[:, :, block.cut])
-        total.add(block.sums, block.cut)
-        if tau is not None:
-            kept = block.hidden.fill(f.clamp(max=tau), 0.0)
-            memory[:, start:stop] = kept.sum((1, 3)) / selectors
-            del kept
-        del block, f, p
-    last = total.rounded()
+    x = operands(
+        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+    )
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    attend(x, tau, _Outputs(out, memory, pair))
+    last = RunningTotal(pair).rounded()
     return out, last if state is None else last + state, memory, pair
 
 
@@ -191,7 +260,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
 
 
 @_tiled.register_fake
-def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, tau, scale):
+def _(q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, tau, scale):
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return (
@@ -206,43 +275,15 @@ def _(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, t
 def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
     v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, first: Tensor | None, window: int | None,
-    tau: float | None, scale: float,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
+    window: int | None, tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    x = _prepare(q, k, v, selector_q, selector_k, state, segments, mutual, first, window, scale)
-    grad, selectors, total = operand(grad), selector_q.shape[1], _Total(pair.clone())
-    # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
-    dq, dk, dv, dsq, dsk = (
-        torch.zeros(t.shape, dtype=pair.dtype, device=t.device)
-        for t in (x.q, x.k, x.v, x.selector_q, x.selector_k)
+    x = operands(
+        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
     )
-    # The sum of dF over the queries of later blocks.
-    later = grad_state.clone(memory_format=torch.contiguous_format)
-    for start, stop in row_blocks(q.shape[2]):
-        block = _selection(x, start, stop)
-        cut = block.cut
-        total.add(-block.sums, cut)
-        f, p = _maps(x, block, total)
-        out_grad = grad[:, :, start:stop]
-        dv[:, :, cut] += product(p.mT, out_grad)
-        dp = product(out_grad, x.v[:, :, cut].mT)
-        dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
-        del dp, p  # tiles are what the peak is made of
-
-        df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
-        if tau is not None:
-            counted = block.hidden.fill(f <= tau, False)
-            df += counted * (grad_memory[:, None, start:stop, None] / selectors)
-        ds = later[:, :, None, cut] + _earlier(df).mT @ df
-        later[:, :, cut] += df.sum(2)
-        ds = ds.masked_fill_(~block.active, 0.0).mul_(scale)
-        dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
-        dsk[:, :, cut] += product(ds.mT, x.selector_q[:, :, start:stop])
-
-        dlogits.mul_(scale)
-        dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
-        dk[:, :, cut] += product(dlogits.mT, x.q[:, :, start:stop])
-        del block, f, dlogits, df, ds
+    dq, dk, dv, dsq, dsk, later = attend_backward(
+        operand(grad), grad_state, grad_memory, x, pair, tau
+    )
     dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
     inputs = (q, k, v, selector_q, selector_k)
     grads = [g.to(i.dtype) for g, i in zip((dq, dk, dv, dsq, dsk), inputs, strict=True)]
@@ -271,7 +312,7 @@ def _backward(ctx, grad, grad_state, grad_memory, _):
     *grads, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    return *grads, later if ctx.from_state else None, *(None,) * 6
+    return *grads, later if ctx.from_state else None, *(None,) * 7
 
 
 _tiled.register_autograd(_backward, setup_context=_save)

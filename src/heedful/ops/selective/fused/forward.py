@@ -1,19 +1,20 @@
-"""Forward kernels of selective attention; the host side is fused.py.
+"""Forward kernels of selective attention; the host side is flash.py.
 
-`accumulate` finds F at the first query of every block, one number per key. From there each tile
-of `attend` and `remember` finds its own F, by adding what the earlier queries of its block hide.
-Which tiles a program visits, and in which order, is listed by the host from what `survey` saw.
+`accumulate_kernel` finds F at the first query of every block, one number per key. From there each
+tile of `attend_kernel` and `remember_kernel` finds its own F, by adding what the earlier queries of
+its block hide. Which tiles a program visits, and in which order, is listed by the host from what
+`survey_kernel` saw.
 """
 
 import triton
 import triton.language as tl
 
-from heedful.ops.selective.fused_tile import (
+from heedful.ops.selective.fused.tile import (
     LOG2E,
+    can_hide,
     hiding_logits,
     load_rows,
-    may_hide,
-    product,
+    matmul,
     store_rows,
     tile_f,
     tile_penalty,
@@ -23,7 +24,7 @@ from heedful.ops.selective.fused_tile import (
 
 
 @triton.jit
-def survey(
+def survey_kernel(
     segments, first, row_stride, tiles, queries, keys,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -35,7 +36,7 @@ def survey(
     i = keys - queries + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
-    allowed = may_hide(visible, i, j, first, row_stride, batch, keys, False)
+    allowed = can_hide(visible, i, j, first, row_stride, batch, keys, False)
     some = tl.max(tl.max(visible.to(tl.int32), 1), 0)
     every = tl.min(tl.min(allowed.to(tl.int32), 1), 0)
     at = (batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
@@ -43,7 +44,7 @@ def survey(
 
 
 @triton.jit
-def accumulate(
+def accumulate_kernel(
     selector_q, selector_k, segments, first, row_stride, state, order, count, bases, last,
     scale, queries, keys,
     DS: tl.constexpr, WDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -89,7 +90,7 @@ def accumulate(
 
 
 @triton.jit
-def attend(
+def attend_kernel(
     selector_q, selector_k, segments, first, row_stride, q, k, v, bases, order, count, out,
     remainder, lse,
     scale, queries, keys, heads,
@@ -103,8 +104,8 @@ def attend(
     HEADS; SHARE of these share a key head. Keys are visited from the diagonal backwards, so that
     the maximum of a row is never below the logit of its own key.
 
-    Stores the output, what it lost by rounding (`remainder`, for dO . O in the backward), and the
-    softmax's log-sum-exp in base two (0 for queries that see nothing).
+    Stores the output, what it lost by rounding (`remainder`, for dO . O in the backward, or None if
+    there is none), and the softmax's log-sum-exp in base two (0 for queries that see nothing).
     """
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)  # the longest rows first
@@ -116,7 +117,8 @@ def attend(
     k += head_k * keys * D
     v += head_k * keys * DV
     out += head_q * queries * DV
-    remainder += head_q * queries * DV
+    if remainder is not None:
+        remainder += head_q * queries * DV
     lse += head_q * queries
     selector_k += selector * keys * DS
     place = selector * blocks + block
@@ -151,21 +153,21 @@ def attend(
             if h % SHARE == 0:
                 key = load_rows(k + h // SHARE * keys * D, j, keys, D, WD)
                 value = load_rows(v + h // SHARE * keys * DV, j, keys, DV, WDV)
-            logits = product(qs[h], tl.trans(key)) * (scale * LOG2E) - penalty
+            logits = matmul(qs[h], tl.trans(key)) * (scale * LOG2E) - penalty
             top = tl.maximum(tops[h], tl.max(logits, 1))
             shift = tl.where(top == float("-inf"), 0.0, top)  # nothing seen so far
             p = tl.exp2(logits - shift[:, None])
             fade = tl.exp2(tops[h] - shift)
             new_tops += (top,)
             new_totals += (totals[h] * fade + tl.sum(p, 1),)
-            new_accs += (product(p.to(value.dtype), value, accs[h] * fade[:, None]),)
+            new_accs += (matmul(p.to(value.dtype), value, accs[h] * fade[:, None]),)
         tops, totals, accs = new_tops, new_totals, new_accs
 
     for h in tl.static_range(HEADS):
         denominator = tl.where(totals[h] == 0, 1.0, totals[h])
         result = accs[h] / denominator[:, None]
         store_rows(out + h * queries * DV, row, queries, result, DV, WDV)
-        if out.dtype.element_ty != tl.float32:
+        if remainder is not None:
             result -= result.to(out.dtype.element_ty).to(tl.float32)
             store_rows(remainder + h * queries * DV, row, queries, result, DV, WDV)
         log_sum = tl.where(totals[h] == 0, 0.0, tops[h] + tl.log2(denominator))
@@ -173,7 +175,7 @@ def attend(
 
 
 @triton.jit
-def remember(
+def remember_kernel(
     selector_q, selector_k, segments, first, row_stride, bases, order, count, memory,
     tau, scale, queries, keys,
     DS: tl.constexpr, WDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

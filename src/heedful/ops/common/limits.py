@@ -9,6 +9,7 @@ from torch import Tensor
 from heedful.ops.visibility import Visibility
 
 WIDEST = 256
+MOST_PROGRAMS = 65_535  # along the second and the third axis of a grid; the first takes 2^31 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -22,10 +23,20 @@ def over_limit(q: Tensor, /, **head_dims: int) -> str | None:
     return None
 
 
+def over_grid(**counts: int) -> str | None:
+    """The count that exceeds an axis of a grid, as one clause, or `None`."""
+    for name, count in counts.items():
+        if count > MOST_PROGRAMS:
+            return f"{name.replace('_', ' ')} is {count}, above {MOST_PROGRAMS}; split the batch"
+    return None
+
+
 def unseen(visibility: Visibility) -> str | None:
     """What of the visibility the fused kernels do not know, as one clause, or `None`."""
     if visibility.mutual is not None:
         return "its kernels know no tokens that see later ones (visibility.mutual)"
+    if not visibility.in_place:
+        return "its kernels know no positions and queries of their own (visibility)"
     return None
 
 

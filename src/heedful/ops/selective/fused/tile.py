@@ -1,13 +1,13 @@
 """What the fused kernels of selective attention share: one tile of S and F.
 
 A tile is `[queries, keys]`, or `[keys, queries]` in the kernels that own keys (`TRANSPOSED`): there
-the weights leave one product in the layout in which the next one takes them.
+the weights leave one dot in the layout in which the next one takes them.
 """
 
 import triton
 import triton.language as tl
 
-from heedful.ops.triton_tiles import visible_tile
+from heedful.ops.common.triton_tiles import visible_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)  # the hardware's exponential has base two
 UPPER_HALF = tl.constexpr(-65536)  # the bits of an fp32 number that bfloat16 keeps
@@ -32,7 +32,7 @@ def store_rows(x, rows, limit, values, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, added=None):
+def matmul(a, b, added=None):
     """`a @ b + added`, added up in fp32; fp32 operands are not rounded."""
     return tl.dot(a, b, added, input_precision="ieee")
 
@@ -55,7 +55,7 @@ def tile_visible(
 
 
 @triton.jit
-def may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
+def can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED: tl.constexpr):
     """Where i may hide j: it sees j, j is not itself, j is not a protected first token."""
     if TRANSPOSED:
         i, j = i[None, :], j[:, None]
@@ -77,10 +77,10 @@ def hiding_logits(
     S is `scale` times their positive part, and has a slope where they are not negative: at zero it
     is taken as one, as in reference.py.
     """
-    logits = product(sel_k, tl.trans(sel_q)) if TRANSPOSED else product(sel_q, tl.trans(sel_k))
+    logits = matmul(sel_k, tl.trans(sel_q)) if TRANSPOSED else matmul(sel_q, tl.trans(sel_k))
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
-        allowed = may_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
+        allowed = can_hide(visible, i, j, first, row_stride, batch, keys, TRANSPOSED)
         logits = tl.where(allowed, logits, -1.0)
     return logits
 
@@ -127,7 +127,7 @@ def _sum_queries(x, like, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr):
     row, column = tl.arange(0, QUERIES)[:, None], tl.arange(0, QUERIES)[None, :]
     ones = tl.where(row > column if BELOW else row < column, 1.0, 0.0)
     if like.dtype == tl.float32:
-        total = product(x, ones) if TRANSPOSED else product(ones, x)
+        total = matmul(x, ones) if TRANSPOSED else matmul(ones, x)
     else:
         ones = ones.to(tl.bfloat16)
         high = (x.to(tl.int32, bitcast=True) & UPPER_HALF).to(tl.float32, bitcast=True)

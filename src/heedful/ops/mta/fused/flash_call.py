@@ -8,17 +8,17 @@ import triton
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.ops.limits import padded
-from heedful.ops.mta import launch
-from heedful.ops.mta.fused_widen import band_kernel, filter_kernel, scores_kernel
+from heedful.ops.common.limits import MOST_PROGRAMS, padded
+from heedful.ops.common.tiles import Sight, in_blocks, segment_bounds
+from heedful.ops.mta.fused import plan
+from heedful.ops.mta.fused.wide_kernels import band_kernel, filter_kernel, scores_kernel
 from heedful.ops.mta.wide import Band, band_of
-from heedful.ops.tiles import Sight
 
 SPLIT = 1024  # tokens per program of the convolution kernel's gradient
 _NEVER = 2**30  # a distance that no two tokens have
 
 
-class Call(NamedTuple):
+class FlashCall(NamedTuple):
     """One call's tensors, contiguous, and what every kernel is told about them."""
 
     q: Tensor
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     theta: Tensor  # fp32; the identity stands for none
     own_keys: bool  # a convolution is given: each query head has keys of its own
     segments: Tensor  # int32; any tensor where there are none, as for `parts`
-    parts: Tensor  # which parts of a query's wide row exist, see fused_tiles.parts_of
+    parts: Tensor  # which parts of a query's wide row exist, see tile.load_parts
     sight: Sight
     band: Band
     scale: float
@@ -43,17 +43,24 @@ class Call(NamedTuple):
     @property
     def block(self) -> int:
         """Tokens per program of the kernels that are linear in T."""
-        return launch.token_block(self.q.shape[3])
+        return plan.token_block(self.q.shape[3])
 
     def sizes(self) -> tuple[int, int, int]:
         """What a launch of the flash kernels is chosen by."""
         return self.width, self.v.shape[3], self.q.element_size()
 
-    def chunks(self, bytes_per_number: int) -> Iterator[tuple[int, int]]:
-        """First query head and number of query heads (of all batch rows) of each launch."""
+    def chunks(self, bytes_per_number: int, map_bytes: int = 0) -> Iterator[tuple[int, int]]:
+        """First query head and number of query heads (of all batch rows) of each launch.
+
+        Arguments:
+            bytes_per_number: what is held at once per number of a wide row.
+            map_bytes: what is held at once of the map of one query head.
+        """
         units = self.k.shape[0] * self.k.shape[1]
         one = self.group * self.k.shape[2] * self.width * bytes_per_number
-        step = launch.heads_at_once(units, one, self.q.numel() * self.q.element_size())
+        step = plan.heads_at_once(units, one, self.q.numel() * self.q.element_size())
+        step = min(step, max(1, plan.SCRATCH // max(1, self.group * map_bytes)))
+        step = min(step, max(1, MOST_PROGRAMS // self.group))
         for start in range(0, units, step):
             yield start * self.group, min(step, units - start) * self.group
 
@@ -85,13 +92,14 @@ class Call(NamedTuple):
         } | more  # fmt: skip
         told = {name: x for name, x in known.items() if name in kernel.arg_names}
         options = {name: more[name] for name in ("num_warps", "num_stages") if name in more}
-        kernel[grid](*tensors, **told, **options)
+        with torch.cuda.device_of(self.q):
+            kernel[grid](*tensors, **told, **options)
 
 
-def call(
+def flash_call(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, segments: Tensor | None,
     causal: bool, window: int | None, scale: float,
-) -> Call:  # fmt: skip
+) -> FlashCall:  # fmt: skip
     """Prepares a call; without `conv` it is standard attention."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     theta = torch.ones(q.shape[1], 1, 1, device=q.device) if conv is None else conv
@@ -102,12 +110,12 @@ def call(
     numbers = parts = q
     if segments is not None:
         numbers = segments.to(torch.int32).contiguous()
-        parts = _parts(numbers, q.shape[2], theta.shape[1])
+        parts = _existing_parts(numbers, q.shape[2], theta.shape[1])
     band = band_of(*theta.shape[1:], sight)
-    return Call(q, k, v, theta, conv is not None, numbers, parts, sight, band, scale)
+    return FlashCall(q, k, v, theta, conv is not None, numbers, parts, sight, band, scale)
 
 
-def _parts(segments: Int[Tensor, "B Tk"], queries: int, parts: int) -> Int[Tensor, "B Tq"]:
+def _existing_parts(segments: Int[Tensor, "B Tk"], queries: int, parts: int) -> Int[Tensor, "B Tq"]:
     """Per query a number with bit r set where the row parts-1-r above exists in its segment."""
     own = segments[:, -queries:]
     above = torch.nn.functional.pad(own, (parts - 1, 0), value=-1).unfold(1, parts, 1)
@@ -123,7 +131,7 @@ class Widened(NamedTuple):
     band: Tensor
 
 
-def widen_keys(x: Call, first: int, heads: int) -> Widened:
+def widen_keys(x: FlashCall, first: int, heads: int) -> Widened:
     """Wide keys and the band of these query heads."""
     if not x.own_keys:
         return Widened(x.k, x.theta, x.theta)
@@ -140,3 +148,63 @@ def widen_keys(x: Call, first: int, heads: int) -> Widened:
         x.launch(scores_kernel, grid, x.q, x.k, x.segments, scores, **at)
         x.launch(band_kernel, grid, scores, x.theta, x.parts, band, **at)
     return Widened(wide, scores, band)
+
+
+def key_spans(
+    sight: Sight, queries: int, keys: int, block: int, device: torch.device
+) -> Int[Tensor, "B_or_1 blocks 2"]:
+    """First and one-past-last key that any query of each block of `block` queries can see.
+
+    Bounds, not exact: inside them a tile still needs its mask. A block that sees nothing (padding)
+    has an empty span.
+    """
+    first, stop = _reach_back(sight, keys, device)
+    rows = slice(keys - queries, keys)
+    return torch.stack(
+        [
+            in_blocks(first[:, rows], block, keys).amin(-1),
+            in_blocks(stop[:, rows], block, 0).amax(-1),
+        ],
+        dim=-1,
+    ).to(torch.int32)
+
+
+def query_spans(
+    sight: Sight, queries: int, keys: int, block: int, device: torch.device
+) -> Int[Tensor, "B_or_1 blocks 2"]:
+    """First and one-past-last query (counted among queries) that can see any key of each block."""
+    token = torch.arange(keys, device=device)[None]
+    begin, end = _document_bounds(sight, keys, device)
+    first = torch.maximum(begin, token) if sight.causal else begin
+    stop = end if sight.window is None else torch.minimum(end, token + sight.window)
+    if sight.segments is not None:
+        first, stop = _empty_where_padded(sight, first, stop, keys)
+    offset = keys - queries
+    first, stop = (first - offset).clamp(0, queries), (stop - offset).clamp(0, queries)
+    return torch.stack(
+        [in_blocks(first, block, queries).amin(-1), in_blocks(stop, block, 0).amax(-1)], dim=-1
+    ).to(torch.int32)
+
+
+def _reach_back(sight: Sight, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per token as a query: first and one-past-last key it may see."""
+    token = torch.arange(keys, device=device)[None]
+    begin, end = _document_bounds(sight, keys, device)
+    first = begin if sight.window is None else torch.maximum(begin, token - sight.window + 1)
+    stop = torch.minimum(end, token + 1) if sight.causal else end
+    if sight.segments is not None:
+        first, stop = _empty_where_padded(sight, first, stop, keys)
+    return first, stop
+
+
+def _document_bounds(sight: Sight, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Per token the first and one-past-last token of its segment."""
+    if sight.segments is None:
+        zero = torch.zeros(1, keys, dtype=torch.int64, device=device)
+        return zero, zero + keys
+    return segment_bounds(sight.segments)
+
+
+def _empty_where_padded(sight, first: Tensor, stop: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    real = sight.segments >= 0
+    return first.expand_as(real).where(real, keys), stop.expand_as(real).where(real, 0)

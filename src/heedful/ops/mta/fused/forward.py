@@ -2,22 +2,22 @@
 
 import triton.language as tl
 
-from heedful.ops.mta.fused_tiles import (
+from heedful.ops.mta.fused.tile import (
     LOG2E,
-    band_of,
+    band_place,
+    gpu_kernel,
     inner_keys,
-    kernel,
     key_span,
+    load_columns,
+    load_parts,
+    load_segments,
+    load_wide_queries,
     mask_logits,
-    parts_of,
-    rows_of,
-    segments_of,
     wide_product,
-    wide_queries,
 )
 
 
-@kernel
+@gpu_kernel
 def forward_kernel(
     q, k, v, band, segments, parts, spans, out, lse,
     first_head, heads, group, value_heads, queries, keys, segment_stride, part_stride, span_stride,
@@ -43,18 +43,18 @@ def forward_kernel(
     n = block * BM + tl.arange(0, BM)
     i = n + offset
     segments += batch * segment_stride
-    segment = segments_of(segments, i, n < queries, SEGMENTS)
+    segment = load_segments(segments, i, n < queries, SEGMENTS)
     WIDTH: tl.constexpr = PARTS * DIM
     q += head * queries * DIM
     k += (local if OWN_KEYS else head // group) * keys * WIDTH
     v += (batch * value_heads + head % heads // group % value_heads) * keys * VALUE_DIM
     band += local * queries * BAND
 
-    bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
+    bits = load_parts(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
     q_tiles = ()
     if RESIDENT:
         for t in tl.static_range(TILES):
-            q_tiles = q_tiles + (wide_queries(q, n, bits, PARTS, DIM, t * TILE, TILE),)
+            q_tiles = q_tiles + (load_wide_queries(q, n, bits, PARTS, DIM, t * TILE, TILE),)
     top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DV], tl.float32)
@@ -73,14 +73,14 @@ def forward_kernel(
                 if RESIDENT:
                     x = tl.zeros([BM, BN], tl.float32)
                     for t in tl.static_range(TILES):
-                        tile = rows_of(k, j, j < keys, WIDTH, t * TILE, TILE)
+                        tile = load_columns(k, j, j < keys, WIDTH, t * TILE, TILE)
                         x = tl.dot(q_tiles[t], tl.trans(tile), x, input_precision="ieee")
                 else:
                     x = wide_product(q, n, bits, k, j, keys, PARTS, DIM, TILES, TILE, BM, BN)
                 x *= scale * LOG2E
-                of_keys = segments_of(segments, j, j < keys, SEGMENTS)
+                of_keys = load_segments(segments, j, j < keys, SEGMENTS)
                 if BAND > 0 and run != 1:
-                    on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                    on_band, at = band_place(i, j, offset, keys, NEAR, FAR, BAND)
                     x = tl.where(on_band, tl.load(band + at, mask=on_band, other=0.0) * LOG2E, x)
                 x = mask_logits(x, i, j, segment, of_keys, keys, CAUSAL, WINDOW, SEGMENTS, run != 1)
                 highest = tl.maximum(top, tl.max(x, 1))
@@ -88,7 +88,7 @@ def forward_kernel(
                 p = tl.exp2(x - base[:, None])
                 shrink = tl.exp2(top - base)
                 total = total * shrink + tl.sum(p, 1)
-                values = rows_of(v, j, j < keys, VALUE_DIM, 0, DV)
+                values = load_columns(v, j, j < keys, VALUE_DIM, 0, DV)
                 acc = acc * shrink[:, None]
                 acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
                 top = highest

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 # Compiled once, whatever the numbers that change from launch to launch of one call.
-kernel = triton.jit(do_not_specialize=["first_head", "first_block", "last_block"])
+gpu_kernel = triton.jit(do_not_specialize=["first_head", "first_block", "last_block"])
 LOG2E = tl.constexpr(1.4426950408889634)  # logits are kept in units of log 2, for exp2
 
 
 @triton.jit
-def rows_of(base, rows, valid, WIDTH: tl.constexpr, first, TILE: tl.constexpr):
+def load_columns(base, rows, valid, WIDTH: tl.constexpr, first, TILE: tl.constexpr):
     """Columns `first .. first+TILE-1` of a matrix of `WIDTH` columns, 0 where not `valid`."""
     column = first + tl.arange(0, TILE)
     mask = valid[:, None]
@@ -28,7 +28,7 @@ def rows_of(base, rows, valid, WIDTH: tl.constexpr, first, TILE: tl.constexpr):
 
 
 @triton.jit
-def segments_of(segments, tokens, valid, SEGMENTS: tl.constexpr):
+def load_segments(segments, tokens, valid, SEGMENTS: tl.constexpr):
     """Segment number per token, -1 for padding and where not `valid`; 0 if there are none."""
     if SEGMENTS:
         number = tl.load(segments + tokens, mask=valid, other=-1)
@@ -38,7 +38,7 @@ def segments_of(segments, tokens, valid, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def parts_of(parts, n, queries, PARTS: tl.constexpr, SEGMENTS: tl.constexpr):
+def load_parts(parts, n, queries, PARTS: tl.constexpr, SEGMENTS: tl.constexpr):
     """Per query n a number with bit r set where its part r exists: a row of n's own segment."""
     inside = n < queries
     if SEGMENTS:
@@ -49,8 +49,10 @@ def parts_of(parts, n, queries, PARTS: tl.constexpr, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def wide_queries(q, n, bits, PARTS: tl.constexpr, DIM: tl.constexpr, first, TILE: tl.constexpr):
-    """As `rows_of`, for the wide rows of queries n with `parts_of` bits."""
+def load_wide_queries(
+    q, n, bits, PARTS: tl.constexpr, DIM: tl.constexpr, first, TILE: tl.constexpr
+):
+    """As `load_columns`, for the wide rows of queries n with `load_parts` bits."""
     column = first + tl.arange(0, TILE)
     exists = ((bits[:, None] >> (column // DIM)[None, :]) & 1) != 0
     if PARTS * DIM % TILE != 0:
@@ -68,8 +70,8 @@ def wide_product(
     """Wide rows of `BM` queries times those of `BN` keys, `[BM, BN]` in fp32."""
     total = tl.zeros([BM, BN], tl.float32)
     for t in range(TILES):
-        a = wide_queries(q, n, bits, PARTS, DIM, t * TILE, TILE)
-        b = rows_of(k, j, j < keys, PARTS * DIM, t * TILE, TILE)
+        a = load_wide_queries(q, n, bits, PARTS, DIM, t * TILE, TILE)
+        b = load_columns(k, j, j < keys, PARTS * DIM, t * TILE, TILE)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
     return total
 
@@ -93,7 +95,7 @@ def mask_logits(
 
 
 @triton.jit
-def band_of(
+def band_place(
     i, j, offset, keys, NEAR: tl.constexpr, FAR: tl.constexpr, BAND: tl.constexpr
 ):  # fmt: skip
     """Where a tile is on the band, and the place of its entries in a band `[queries, BAND]`.

@@ -1,9 +1,9 @@
 """Multi-token attention with a convolution before the softmax, fused: flash attention, wide heads.
 
-Per chunk of heads, keys are filtered into wide rows and the band's logits computed
-(fused_widen.py); flash kernels run over both, and in the backward their gradients are folded back
-(fused_fold.py). wide.py says why that is the operator. Nothing is T x T, and the wide rows of a
-chunk take a fixed number of bytes, or what q takes.
+For some heads at a time, keys are filtered into wide rows and the band's logits are computed, flash
+kernels run over both, and in the backward their gradients are folded back (wide_kernels.py does the
+filtering and the folding). mta/wide.py says why that is the operator. Nothing is T x T, and the
+wide rows held at a time take a fixed number of bytes, or what q takes.
 """
 
 from typing import NamedTuple
@@ -13,19 +13,26 @@ import triton
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.autocast import without_autocast
+from heedful.ops.common.precision import without_autocast
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.mta import launch
-from heedful.ops.mta.fused_backward import keys_kernel, map_kernel, queries_kernel
-from heedful.ops.mta.fused_call import SPLIT, Call, Widened, call, widen_keys
-from heedful.ops.mta.fused_fold import (
+from heedful.ops.mta.fused import plan
+from heedful.ops.mta.fused.backward import keys_kernel, map_kernel, queries_kernel
+from heedful.ops.mta.fused.flash_call import (
+    SPLIT,
+    FlashCall,
+    Widened,
+    flash_call,
+    key_spans,
+    query_spans,
+    widen_keys,
+)
+from heedful.ops.mta.fused.forward import forward_kernel
+from heedful.ops.mta.fused.wide_kernels import (
     fold_keys_kernel,
     fold_queries_kernel,
     scores_grad_kernel,
     theta_grad_kernel,
 )
-from heedful.ops.mta.fused_forward import forward_kernel
-from heedful.ops.spans import key_spans, query_spans
 from heedful.ops.visibility import Visibility
 
 
@@ -74,10 +81,10 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, segments: Tensor | None,
     causal: bool, window: int | None, scale: float, wide: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = call(q, k, v, conv, segments, causal, window, scale)
+    x = flash_call(q, k, v, conv, segments, causal, window, scale)
     out = x.q.new_empty(*q.shape[:3], v.shape[3], dtype=torch.float32 if wide else q.dtype)
     lse = x.theta.new_empty(q.shape[:3])
-    at = launch.forward_launch(*x.sizes())
+    at = plan.forward_launch(*x.sizes())
     spans = x.spans(key_spans, at.queries)
     for first, heads in x.chunks(q.element_size()):
         widened = widen_keys(x, first, heads)
@@ -105,19 +112,22 @@ def _fused_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None,
     segments: Tensor | None, causal: bool, window: int | None, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    x = call(q, k, v, conv, segments, causal, window, scale)
+    x = flash_call(q, k, v, conv, segments, causal, window, scale)
     batch, heads, group = q.shape[0], q.shape[1], x.group
     grad = grad.to(q.dtype).contiguous()
     delta = torch.empty_like(lse)
     dq, dk = torch.empty_like(x.q), torch.empty_like(x.k)
     dv = x.theta.new_empty(batch * k.shape[1], k.shape[2], v.shape[3])
     dtheta = x.theta.new_empty(batch * heads, *x.theta.shape[1:])
-    for first, count in x.chunks(q.element_size() + 8):  # the rows, and fp32 gradients of both
+    at = plan.backward_launch(*x.sizes())
+    step, map_bytes = _map_rows(x, at)
+    # Of every number of a wide row: its own bytes, and the fp32 gradients of both sides.
+    for first, count in x.chunks(q.element_size() + 8, map_bytes):
         chunk, shared = slice(first, first + count), slice(first // group, (first + count) // group)
         products = grad.flatten(0, 1)[chunk].to(torch.float32) * out.flatten(0, 1)[chunk]
         delta.flatten(0, 1)[chunk] = products.sum(-1)
         widened = widen_keys(x, first, count)
-        slopes = _flash_backward(x, widened, grad, lse, delta, first, count)
+        slopes = _flash_backward(x, widened, grad, lse, delta, first, count, at, step)
         dv[shared] = slopes.values.unflatten(0, (-1, group)).sum(1)
         if conv is None:
             dq.flatten(0, 1)[chunk] = slopes.queries
@@ -141,18 +151,24 @@ class _Slopes(NamedTuple):
 
 
 def _flash_backward(
-    x: Call, widened: Widened, grad: Tensor, lse: Tensor, delta: Tensor, first: int, heads: int
+    x: FlashCall,
+    widened: Widened,
+    grad: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    first: int,
+    heads: int,
+    at: plan.BackwardLaunch,
+    step: int,
 ) -> _Slopes:
     queries, keys, like = x.q.shape[2], x.k.shape[2], x.theta
     slopes = _Slopes(
         like.new_empty(heads, queries, x.width), like.new_zeros(heads, keys, x.width),
         like.new_zeros(heads, keys, x.v.shape[3]), like.new_zeros(heads, queries, x.band.width),
     )  # fmt: skip
-    at = launch.backward_launch(*x.sizes())
     spans, query_bounds = x.spans(key_spans, at.queries), x.spans(query_spans, at.keys)
     blocks, key_blocks = triton.cdiv(queries, at.queries), triton.cdiv(keys, at.keys)
     map_keys = key_blocks * at.keys
-    step = launch.blocks_at_once(blocks, 2 * heads * at.queries * map_keys * x.q.element_size())
     p_map, dc_map = (x.q.new_empty(heads, step * at.queries, map_keys) for _ in range(2))
     shared = {
         "first_head": first, "map_rows": step * at.queries, "map_keys": map_keys,
@@ -186,12 +202,25 @@ def _flash_backward(
     return slopes
 
 
+def _map_rows(x: FlashCall, at: plan.BackwardLaunch) -> tuple[int, int]:
+    """How many row blocks of the map are held at once, and their bytes for one query head.
+
+    The gradients of keys are added up over these pieces, so that their number must not depend on
+    the batch: it is chosen for the heads of one batch row.
+    """
+    block_bytes = 2 * at.queries * triton.cdiv(x.k.shape[2], at.keys) * at.keys
+    block_bytes *= x.q.element_size()
+    blocks = triton.cdiv(x.q.shape[2], at.queries)
+    step = plan.blocks_at_once(blocks, x.q.shape[1] * block_bytes)
+    return step, step * block_bytes
+
+
 def _row_stride(spans: Tensor) -> int:
     return spans[0].numel() if len(spans) > 1 else 0
 
 
 def _fold(
-    x: Call, widened: Widened, slopes: _Slopes, dq: Tensor, dk: Tensor, first: int, heads: int
+    x: FlashCall, widened: Widened, slopes: _Slopes, dq: Tensor, dk: Tensor, first: int, heads: int
 ) -> Float[Tensor, "heads cq ck"]:
     """Writes the chunk's `dq` and `dk`; returns the gradient of each head's kernel."""
     of_queries = (triton.cdiv(x.q.shape[2], x.block), heads)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from heedful.ops.limits import over_limit, padded
+from heedful.ops.common.limits import over_grid, over_limit, padded
 
 
-class Launch(NamedTuple):
+class TileLaunch(NamedTuple):
     """One kernel: its tile, how many heads a program serves with one tile of F, warps, stages."""
 
     heads: int
@@ -31,10 +31,10 @@ class Plan(NamedTuple):
     All have tiles of the same number of queries but `key_gradients`, which takes a whole fraction.
     """
 
-    attend: Launch
-    query_gradients: Launch
-    key_gradients: Launch
-    selector: Launch
+    attend: TileLaunch
+    query_gradients: TileLaunch
+    key_gradients: TileLaunch
+    selector: TileLaunch
 
 
 class _Limits(NamedTuple):
@@ -86,11 +86,13 @@ _LIMITS = {
 }
 
 
-def unsupported(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
+def selective_attention_limit(q: Tensor, v: Tensor, selector_q: Tensor, scale: float) -> str | None:
     """The limit that a call exceeds, as one clause, or `None`."""
     if scale < 0:
         return f"scale {scale} is negative"
-    return over_limit(q, q=q.shape[3], v=v.shape[3], selector_q=selector_q.shape[3])
+    return over_grid(batch=q.shape[0], heads=q.shape[1]) or over_limit(
+        q, q=q.shape[3], v=v.shape[3], selector_q=selector_q.shape[3]
+    )
 
 
 def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -> Plan:
@@ -101,7 +103,7 @@ def plan(q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, tile: list[int]) -
     counts = q.shape[1], k.shape[1], selector_q.shape[1]
     widest = max(64, *(padded(x.shape[3]) for x in (q, v, selector_q)))
     launches = [
-        Launch(shared_heads(*counts, limits.shared, limits.apart), *limits[2:])
+        TileLaunch(shared_heads(*counts, limits.shared, limits.apart), *limits[2:])
         for limits in _LIMITS[q.element_size(), widest]
     ]
     if tile:

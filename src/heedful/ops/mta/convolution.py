@@ -1,90 +1,131 @@
-"""The steps of multi-token attention on one tile: convolution and head mixing, with gradients."""
+"""The arithmetic of one tile of multi-token attention: masks, convolution, head mixing, softmax.
+
+A tile is a row block of the map with the columns that it can reach, `[B, H, rows, columns]` in the
+precision of the sums. `TileSteps` holds every step between the products with Q, K and V, each with
+its backward; the functions below it do the work.
+"""
+
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.products import operand, product, scores
-from heedful.ops.tiles import Field, softmax_
+from heedful.ops.common.precision import operand, product, scores
+from heedful.ops.common.tiles import Scope, softmax_
 
 _COLUMNS = 8  # output columns of a product in the kernel's gradient
 
 
-class TorchSteps:
-    """The steps of `blocks.Steps` in torch."""
+class Parameters(NamedTuple):
+    """Kernels and mixing weights of a call."""
 
-    def __init__(self, field: Field) -> None:
-        self.field = field
+    conv: Float[Tensor, "H cq ck"] | None
+    post_conv: Float[Tensor, "H cq2 ck2"] | None
+    mix: Float[Tensor, "n g g"] | None
+    post_mix: Float[Tensor, "n2 g2 g2"] | None
+
+    @property
+    def above(self) -> int:
+        """Rows above its own that a block reads."""
+        return 0 if self.conv is None else self.conv.shape[1] - 1
+
+    @property
+    def below(self) -> int:
+        """Rows below its own that a block writes."""
+        return 0 if self.post_conv is None else self.post_conv.shape[1] - 1
+
+    @property
+    def aside(self) -> int:
+        """Columns that a kernel reaches to either side."""
+        return max(0 if x is None else x.shape[2] // 2 for x in (self.conv, self.post_conv))
+
+
+class TileSteps:
+    """The steps on a tile. `rows` and `columns` are tokens; `scope` says what they see.
+
+    A tile to be convolved stands between `above` and `below` rows of zeros, which are not in it.
+    `last` says that the result enters the softmax, and so must not be rounded; here nothing is.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
 
     def operand(self, x: Tensor) -> Tensor:
         return operand(x)
 
     def rows_per_block(self, heads: int) -> int:
-        return self.field.rows_per_block(heads)
+        return self.scope.rows_per_block(heads)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return product(a, b)
 
-    def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    def tile(self, a: Tensor, b: Tensor) -> Tensor:
+        """A product that is a tile."""
+        return product(a, b)
+
+    def scores(self, q: Tensor, k: Tensor, scale: float, *, last: bool) -> Tensor:
         return scores(q, k, scale)
 
     def blank(self, x: Tensor, rows: range, columns: range) -> Tensor:
         """Zero where rows cannot see columns, in place."""
-        return self.field.hidden(rows, columns).fill(x, 0.0)
+        return self.scope.hidden(rows, columns).fill(x, 0.0)
 
-    def convolve(self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range) -> Tensor:
+    def convolve(
+        self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *, last: bool = False
+    ) -> Tensor:
         """`rows` are the tokens of the result."""
-        return correlate(_padded(x, above, below), kernel, self._documents(kernel, rows))
+        return convolve(_padded(x, above, below), kernel, self._documents(kernel, rows))
 
     def convolve_backward(
         self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
     ) -> tuple[Tensor, Tensor]:
         documents = self._documents(kernel, rows)
-        dx, dkernel = correlate_backward(grad, _padded(x, above, below), kernel, documents)
+        dx, dkernel = convolve_backward(grad, _padded(x, above, below), kernel, documents)
         return dx[:, :, above : above + x.shape[2]], dkernel
 
-    def mix(self, x: Tensor, weights: Tensor) -> Tensor:
-        return mix_heads(x, weights)
+    def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
+        return mix(x, weights)
 
     def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return mix_heads_backward(grad, x, weights)
+        return mix_backward(grad, x, weights)
 
     def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
-        return softmax_(logits, self.field.hidden(rows, columns))
+        return softmax_(logits, self.scope.hidden(rows, columns))
 
     def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
         return torch._softmax_backward_data(grad, p, -1, grad.dtype)
 
     def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
-        return self.field.row_documents(rows.start - kernel.shape[1] + 1, rows.stop)
+        return self.scope.row_documents(rows.start - kernel.shape[1] + 1, rows.stop)
 
 
 def _padded(x: Tensor, above: int, below: int) -> Tensor:
     return pad(x, (0, 0, above, below)) if above or below else x
 
 
-def correlate(
+def convolve(
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
     documents: Int[Tensor, "#B M"] | None,
 ) -> Float[Tensor, "B H N C"]:
-    """Cross-correlation, valid over rows (the halo stands above), zero-padded over keys (eq. 5).
+    """Cross-correlation over the rows that are there, with zeros beside the keys (MTA eq. 5).
 
     With `documents` of the rows, a row takes nothing from rows of another document.
     """
-    x, weight = _operands(x, kernel, documents)
+    x, weight = _channels_last(x, kernel, documents)
     padding = (0, kernel.shape[2] // 2)
     return torch.conv2d(x, weight, None, 1, padding, 1, len(kernel)).contiguous()
 
 
-def correlate_backward(
+def convolve_backward(
     grad: Float[Tensor, "B H N C"],
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
     documents: Int[Tensor, "#B M"] | None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
-    """Gradients of `correlate` in `x` and `kernel`."""
+    """Gradients of `convolve` in `x` and `kernel`."""
     dkernel = _kernel_gradient(grad, x, kernel, documents)
     heads, rows, columns = kernel.shape
     padding = (rows - 1, columns // 2)
@@ -133,27 +174,25 @@ def _kernel_gradient(
     ).sum(-1)
 
 
-def mix_heads(
-    x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]
-) -> Float[Tensor, "B H N C"]:
+def mix(x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]) -> Float[Tensor, "B H N C"]:
     """`y[group, out] = sum_in weights[group, out, in] x[group, in]` (eq. 7)."""
     groups, size, _ = weights.shape
     heads_last = x.unflatten(1, (groups, size)).flatten(3)
     return torch.matmul(weights, heads_last).reshape(x.shape)
 
 
-def mix_heads_backward(
+def mix_backward(
     grad: Float[Tensor, "B H N C"], x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]
 ) -> tuple[Float[Tensor, "B H N C"], Float[Tensor, "n g g"]]:
-    """Gradients of `mix_heads` in `x` and `weights`."""
+    """Gradients of `mix` in `x` and `weights`."""
     groups, size, _ = weights.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     grouped_grad = grad.unflatten(1, (groups, size)).flatten(3)
     grouped = x.unflatten(1, (groups, size)).flatten(3)
-    return mix_heads(grad, weights.mT), torch.matmul(grouped_grad, grouped.mT).sum(0, dtype=wide)
+    return mix(grad, weights.mT), torch.matmul(grouped_grad, grouped.mT).sum(0, dtype=wide)
 
 
-def _operands(x: Tensor, kernel: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+def _channels_last(x: Tensor, kernel: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
     # Channels-last is two to five times faster for these depthwise kernels on a CPU.
     if documents is None:
         return x.contiguous(memory_format=torch.channels_last), kernel[:, None]

@@ -1,7 +1,7 @@
 """Flash attention with wide heads and a band of given logits: the backward kernels.
 
 For some rows of the map at a time, P and dC = P (dP - delta), with dP = dO V^T and delta =
-rowsum(dO O) (spec section 8), are computed once and laid down in the input's precision; then
+rowsum(dO O), are computed once and laid down in the input's precision; then
 dV = P^T dO, dK = dC^T Q and dQ = dC K, with wide rows, are plain matrix products over them. For
 heads six times as wide, that takes a fifth fewer operations than recomputing P for dK and for dQ,
 as FlashAttention does for narrow ones, and no sums of wide rows have to fit into registers.
@@ -13,18 +13,18 @@ keys are written, and only they are read.
 import triton
 import triton.language as tl
 
-from heedful.ops.mta.fused_tiles import (
+from heedful.ops.mta.fused.tile import (
     LOG2E,
-    band_of,
-    kernel,
+    band_place,
+    gpu_kernel,
     key_span,
+    load_columns,
+    load_parts,
+    load_segments,
+    load_wide_queries,
     mask_logits,
-    parts_of,
     query_span,
-    rows_of,
-    segments_of,
     wide_product,
-    wide_queries,
 )
 
 
@@ -34,7 +34,7 @@ def tiles_of(low, high, BN: tl.constexpr):
     return low // BN * BN, tl.where(high > low, tl.cdiv(high, BN) * BN, 0)
 
 
-@kernel
+@gpu_kernel
 def map_kernel(
     q, k, v, band, segments, parts, spans, grad, lse, delta, p_map, dc_map, dband,
     first_head, heads, group, value_heads, queries, keys, segment_stride, part_stride, span_stride,
@@ -67,11 +67,11 @@ def map_kernel(
         k += (local if OWN_KEYS else head // group) * keys * PARTS * DIM
         v += (batch * value_heads + head % heads // group % value_heads) * keys * VALUE_DIM
         band += local * queries * BAND
-        bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
+        bits = load_parts(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
         x = wide_product(q, n, bits, k, j, keys, PARTS, DIM, TILES, TILE, BM, BN)
         x *= scale * LOG2E
-        segment_i = segments_of(segments, i, n < queries, SEGMENTS)
-        segment_j = segments_of(segments, j, j < keys, SEGMENTS)
+        segment_i = load_segments(segments, i, n < queries, SEGMENTS)
+        segment_j = load_segments(segments, j, j < keys, SEGMENTS)
         inside = key + BN <= keys
         if CAUSAL:
             inside &= key + BN - 1 <= first - NEAR
@@ -81,7 +81,7 @@ def map_kernel(
             x = mask_logits(x, i, j, segment_i, segment_j, keys, CAUSAL, WINDOW, SEGMENTS, False)
         else:
             if BAND > 0:
-                on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                on_band, at = band_place(i, j, offset, keys, NEAR, FAR, BAND)
                 x = tl.where(on_band, tl.load(band + at, mask=on_band, other=0.0) * LOG2E, x)
             x = mask_logits(x, i, j, segment_i, segment_j, keys, CAUSAL, WINDOW, SEGMENTS, True)
         row_lse = tl.load(lse + head * queries + n, mask=n < queries, other=float("inf"))
@@ -95,7 +95,7 @@ def map_kernel(
         dc = tl.where(p == 1.0, 0.0, p * (dp - row_delta[:, None]))
         if BAND > 0:  # noqa: SIM102 (one is known to the compiler, the other is not)
             if not inside:
-                on_band, at = band_of(i, j, offset, keys, NEAR, FAR, BAND)
+                on_band, at = band_place(i, j, offset, keys, NEAR, FAR, BAND)
                 on_band &= p > 0
                 tl.store(dband + local * queries * BAND + at, dc, on_band)
                 dc = tl.where(on_band, 0.0, dc)
@@ -107,7 +107,7 @@ def map_kernel(
         tl.store(dc_map + at, dc.to(dc_map.dtype.element_ty), kept)
 
 
-@kernel
+@gpu_kernel
 def queries_kernel(
     k, dc_map, spans, dq,
     first_head, heads, group, queries, keys, span_stride, scale, first_block, map_rows, map_keys,
@@ -133,14 +133,14 @@ def queries_kernel(
     for key in range(low, high, STEP):
         j = key + tl.arange(0, STEP)
         dc = tl.load(dc_map + row[:, None] + j[None, :], mask=(n < queries)[:, None], other=0.0)
-        rows_k = rows_of(k, j, j < keys, WIDTH, tl.program_id(0) * TILE, TILE)
+        rows_k = load_columns(k, j, j < keys, WIDTH, tl.program_id(0) * TILE, TILE)
         total = tl.dot(dc, rows_k, total, input_precision="ieee")
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     at = (local * queries + n[:, None]) * WIDTH + column[None, :]
     tl.store(dq + at, total * scale, (n < queries)[:, None] & (column < WIDTH)[None, :])
 
 
-@kernel
+@gpu_kernel
 def keys_kernel(
     x, x_map, parts, spans, query_spans, total,
     first_head, heads, queries, keys, part_stride, span_stride, query_span_stride, scale,
@@ -181,10 +181,10 @@ def keys_kernel(
         row = (local * map_rows + n - first_block * BM) * map_keys
         weights = tl.load(x_map + row[:, None] + j[None, :], mask=written, other=0.0)
         if PARTS == 1:
-            rows_x = rows_of(x, n, n < queries, DIM, tl.program_id(0) * TILE, TILE)
+            rows_x = load_columns(x, n, n < queries, DIM, tl.program_id(0) * TILE, TILE)
         else:
-            bits = parts_of(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
-            rows_x = wide_queries(x, n, bits, PARTS, DIM, tl.program_id(0) * TILE, TILE)
+            bits = load_parts(parts + batch * part_stride, n, queries, PARTS, SEGMENTS)
+            rows_x = load_wide_queries(x, n, bits, PARTS, DIM, tl.program_id(0) * TILE, TILE)
         product = tl.dot(tl.trans(weights), rows_x, product, input_precision="ieee")
     at = total + (local * keys + j[:, None]) * WIDTH + column[None, :]
     valid = (j < keys)[:, None] & (column < WIDTH)[None, :]

@@ -1,14 +1,50 @@
-"""Matrix products of the tiled operators: inputs in their precision or fp32, results in fp32.
+"""In which precision the operators compute: what autocast means for them, and their products.
 
-What is between two products (softmax, convolution, sums over tokens) is fp32 or fp64 always.
+Matrix products take the inputs in their own precision or in fp32, and their results are fp32.
+Everything between two products (softmax, convolution, sums over tokens) is in fp32, or in fp64 for
+fp64 inputs. `torch.autocast` casts the inputs, as it does for SDPA, and changes nothing inside.
 """
 
 import functools
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+R = TypeVar("R")
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cast_inputs(*tensors: object) -> list:
+    """The tensors in autocast's precision where it is on, but fp64; everything else as it is."""
+    kind = _active(tensors)
+    if kind is None:
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x.to(dtype) if isinstance(x, Tensor) and x.dtype in _CAST else x for x in tensors]
+
+
+def without_autocast(function: Callable[..., R]) -> Callable[..., R]:
+    """The function with autocast off, so that its own choice of precision holds inside."""
+
+    @functools.wraps(function)
+    def run(*args, **kwargs) -> R:
+        kind = _active(args)
+        if kind is None:
+            return function(*args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _active(args: tuple) -> str | None:
+    """The kind of device for which autocast is on, if the tensors are on it."""
+    kind = next((x.device.type for x in args if isinstance(x, Tensor)), "meta")
+    return kind if kind != "meta" and torch.is_autocast_enabled(kind) else None
 
 
 def widen(x: Tensor) -> Tensor:

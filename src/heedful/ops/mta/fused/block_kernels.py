@@ -5,21 +5,23 @@ count keys: output row n of a convolution is token `first + n`, and row m of its
 `above` rows further up in them.
 
 A row of the convolution's kernel, written as a band matrix, makes its part of the convolution a
-matrix product: 16 outputs of a row of the tile come from 16 + C - 1 <= 32 inputs. A tensor core is
-faster at the zeros between than anything else at the rest.
+matrix product: 16 outputs of a row of the tile come from the 32 inputs that start 8 columns before
+them, as C // 2 <= 8. So a load starts at a multiple of 8 columns and can take 16 bytes at a time.
+A tensor core is faster at the zeros of the band matrix than anything else is at the rest.
 """
 
 import triton
 import triton.language as tl
 
-from heedful.ops.triton_tiles import visible_tile
+from heedful.ops.common.triton_tiles import visible_tile
 
 WIDTH = tl.constexpr(16)  # columns of an output block
-REACH = tl.constexpr(32)  # columns of the input that it comes from
+REACH = tl.constexpr(32)  # columns of the input that it comes from,
+ASIDE = tl.constexpr(8)  # and how many of them stand before its own
 
 
 @triton.jit
-def segment_of(segments, token, tokens, SEGMENTS: tl.constexpr):
+def segment_numbers(segments, token, tokens, SEGMENTS: tl.constexpr):
     """Segment numbers of tokens, -2 where there is no such token."""
     if SEGMENTS:
         return tl.load(segments + token, mask=(token >= 0) & (token < tokens), other=-2)
@@ -27,7 +29,7 @@ def segment_of(segments, token, tokens, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, row, valid, first_column, columns, COUNT: tl.constexpr):
+def tile_columns(x, row, valid, first_column, columns, COUNT: tl.constexpr):
     """`[len(row), COUNT]` of the tile from `first_column`, zero outside of it."""
     column = first_column + tl.arange(0, COUNT)
     inside = valid[:, None] & ((column >= 0) & (column < columns))[None, :]
@@ -80,8 +82,8 @@ def convolve_kernel(
         segments += (tile // heads) * row_stride
     # Row n of y is an output row, or transposed an input row, which is token first + n + shift.
     shift = R - 1 - above if TRANSPOSED else 0
-    own = segment_of(segments, first + n - shift, tokens, SEGMENTS)
-    lag = tl.arange(0, REACH)[:, None] - tl.arange(0, WIDTH)[None, :]
+    own = segment_numbers(segments, first + n - shift, tokens, SEGMENTS)
+    lag = tl.arange(0, REACH)[:, None] - tl.arange(0, WIDTH)[None, :] - (ASIDE - C // 2)
     c = C - 1 - lag if TRANSPOSED else lag
     total = tl.zeros((BM, WIDTH), tl.float32)
     for r in range(R):  # not unrolled: hoisted loads would spill
@@ -89,9 +91,9 @@ def convolve_kernel(
         valid = (row >= 0) & (row < inputs)
         if SEGMENTS:
             token = first + row if TRANSPOSED else first + n + r - (R - 1)
-            valid &= segment_of(segments, token, tokens, SEGMENTS) == own
+            valid &= segment_numbers(segments, token, tokens, SEGMENTS) == own
         band = tl.load(kernel + r * C + c, mask=(c >= 0) & (c < C), other=0.0)
-        entries = rows_of(x, row, valid, start - C // 2, columns, REACH)
+        entries = tile_columns(x, row, valid, start - ASIDE, columns, REACH)
         total = tl.dot(entries, band.to(entries.dtype), total, input_precision="ieee")
     j = start + tl.arange(0, WIDTH)
     kept = (n < outputs)[:, None] & (j < columns)[None, :]
@@ -117,19 +119,19 @@ def kernel_gradient_kernel(
     if SEGMENTS:
         segments += (tile // heads) * row_stride
     parts += ((tile * down + tl.program_id(1)) * across + tl.program_id(0)) * R * C
-    own = segment_of(segments, first + n, tokens, SEGMENTS)
-    lag = tl.arange(0, REACH)[None, :] - tl.arange(0, WIDTH)[:, None]
+    own = segment_numbers(segments, first + n, tokens, SEGMENTS)
+    lag = tl.arange(0, REACH)[None, :] - tl.arange(0, WIDTH)[:, None] - (ASIDE - C // 2)
     for r in range(R):  # not unrolled: hoisted loads would spill
         row = n + r - above
         valid = (row >= 0) & (row < inputs)
         if SEGMENTS:
-            valid &= segment_of(segments, first + n + r - (R - 1), tokens, SEGMENTS) == own
+            valid &= segment_numbers(segments, first + n + r - (R - 1), tokens, SEGMENTS) == own
         # Products of every output column with every input column in its reach; the sums over
         # equal distances are the gradient.
         total = tl.zeros((WIDTH, REACH), tl.float32)
         for start in range(begin, tl.minimum(begin + BN, columns), WIDTH):
-            given = rows_of(grad, n, n < outputs, start, columns, WIDTH)
-            entries = rows_of(x, row, valid, start - C // 2, columns, REACH)
+            given = tile_columns(grad, n, n < outputs, start, columns, WIDTH)
+            entries = tile_columns(x, row, valid, start - ASIDE, columns, REACH)
             total = tl.dot(tl.trans(given), entries, total, input_precision="ieee")
         for c in tl.static_range(C):
             tl.store(parts + r * C + c, tl.sum(tl.sum(tl.where(lag == c, total, 0.0), 1), 0))
@@ -137,17 +139,19 @@ def kernel_gradient_kernel(
 
 @triton.jit
 def softmax_kernel(
-    logits, segments, heads, rows, columns, first_row, first_column, tokens, row_stride,
+    logits, p, segments, heads, rows, columns, first_row, first_column, tokens, row_stride,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the visible entries of each row, in place; a row that sees nothing becomes zero.
+    """p = softmax over the visible entries of each row of logits; zero for a row that sees nothing.
 
-    Programs (block of rows, batch x head); one pass for the row's maximum and sum, one to write.
+    `p` may be the tile of the logits itself. Programs (block of rows, batch x head); one pass for
+    the row's maximum and sum, one to write.
     """
     n = tl.program_id(0) * BM + tl.arange(0, BM)
     tile = tl.program_id(1).to(tl.int64)
     logits += tile * rows * columns
+    p += tile * rows * columns
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     for start in range(0, columns, BN):
@@ -172,10 +176,10 @@ def softmax_kernel(
             segments, row_stride, tile // heads, first_row + n, first_column + j, tokens, CAUSAL,
             WINDOW, SEGMENTS,
         )  # fmt: skip
-        at = logits + n[:, None] * columns + j[None, :]
-        x = tl.load(at, mask=kept, other=float("-inf")).to(tl.float32)
-        p = tl.exp(x - level[:, None]) / total[:, None]
-        tl.store(at, p.to(logits.dtype.element_ty), mask=inside)
+        at = n[:, None] * columns + j[None, :]
+        x = tl.load(logits + at, mask=kept, other=float("-inf")).to(tl.float32)
+        weight = tl.exp(x - level[:, None]) / total[:, None]
+        tl.store(p + at, weight.to(p.dtype.element_ty), mask=inside)
 
 
 @triton.jit

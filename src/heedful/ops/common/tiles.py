@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from heedful.ops.visibility import see
+from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
 STEP = 128  # columns
@@ -21,7 +21,7 @@ class Sight(NamedTuple):
 
     `segments` is the document number per token, -1 for padding; `documents` says whether it holds
     documents at all (then a convolution must not cross their borders). `mutual` is that of a
-    `Visibility`.
+    `Visibility`. `places`, if given, stands for segments and mutual: of queries, then of keys.
     """
 
     segments: Int[Tensor, "B Tk"] | None
@@ -29,15 +29,25 @@ class Sight(NamedTuple):
     causal: bool
     window: int | None
     mutual: Int[Tensor, "B Tk"] | None = None
+    places: Int[Tensor, "B 2 Tq+Tk"] | None = None
 
 
-class Field:
-    """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach."""
+class Scope:
+    """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach.
+
+    On a CPU it looks at the documents, and leaves out columns that no row of a block can see. On
+    other devices such a look would stall the stream, so that columns are left out for causal order
+    and a window alone, and the others are masked.
+    """
 
     def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
-        self._bounds = None if sight.segments is None else _bounds(sight.segments)
-        self._ends = None if sight.mutual is None else _ends(sight.mutual)
+        self._queries = queries
+        if sight.places is not None:
+            self.offset = 0  # queries are counted by themselves
+        looks = device.type == "cpu"
+        self._bounds = _bounds(sight.segments) if looks and sight.segments is not None else None
+        self._ends = _ends(sight.mutual) if looks and sight.mutual is not None else None
 
     def columns(self, rows: range, aside: int = 0) -> range:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
@@ -45,10 +55,14 @@ class Field:
         Nothing is added beyond the tokens' documents: a convolution takes nothing from there. The
         end is rounded up, since torch keeps a compiled convolution for every width that it met.
         """
+        if self.sight.places is not None:
+            return range(self.keys)
         start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
         stop = rows.stop + aside if self.sight.causal else self.keys
         if self._ends is not None:
             stop = max(self._ends[rows.start : rows.stop]) + aside
+        elif self.sight.mutual is not None:
+            stop = self.keys
         if self._bounds is not None:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
@@ -59,7 +73,8 @@ class Field:
     def rows_per_block(self, heads: int) -> int:
         """64 rows, or 32 where tiles of this many heads would outgrow a cache.
 
-        The batch has no say, or results would depend on it; fewer rows would mostly be halo.
+        The number does not depend on the batch, or results would. With still fewer rows most of the
+        work would go into the rows around them that a convolution reads.
         """
         columns = min(self.keys, self.sight.window or self.keys)
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
@@ -67,6 +82,9 @@ class Field:
     def hidden(self, rows: range, columns: range) -> "Hidden":
         """What of the tile `rows x columns` cannot be seen."""
         sight = self.sight
+        if sight.places is not None:
+            visible = see_placed(sight.places, self._queries, sight.causal, sight.window, rows)
+            return Hidden(0, ~visible[:, None])
         if self._bounds is not None and self._bounds.one_document(rows, columns, sight.causal):
             sight = sight._replace(segments=None)
         # Columns up to the first row are seen by every row, if causal order is all there is.
@@ -80,14 +98,23 @@ class Field:
         )
         return Hidden(clear, ~visible[:, None])
 
+    def earlier(self, rows: range, columns: range) -> Bool[Tensor, "B 1 R C"]:
+        """Which of the key columns stand before these tokens; for tokens with places."""
+        positions = self.sight.places[:, 1]
+        of_keys = positions[:, self._queries :][:, columns.start : columns.stop]
+        return (of_keys[:, None] < positions[:, rows.start : rows.stop, None])[:, None]
+
     def row_documents(self, first: int, last: int) -> Int[Tensor, "B N"] | None:
         """Document of the tokens `first .. last-1`, -2 where there is none; None: all the same."""
         if not self.sight.documents:
             return None
         rows = range(max(first, 0), last)
-        if self._bounds.one_document(rows, rows, causal=False):
+        if self._bounds is not None and self._bounds.one_document(rows, rows, causal=False):
             return None  # rows above the first token hold zeros, of whatever document
-        inside = self.sight.segments[:, rows.start : min(last, self.keys)]
+        own, tokens = self.sight.segments, self.keys
+        if self.sight.places is not None:
+            own, tokens = self.sight.places[:, 0], self._queries
+        inside = own[:, rows.start : min(last, tokens)]
         above = inside.new_full((len(inside), rows.start - first), -2)
         below = inside.new_full((len(inside), last - rows.start - inside.shape[1]), -2)
         return torch.cat([above, inside, below], dim=1)
@@ -138,13 +165,19 @@ def _ends(mutual: Int[Tensor, "B Tk"]) -> list[int]:
 
 
 def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"]]:
-    """Per token the first and one-past-last token with the same segment number."""
-    token = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
-    number = torch.unique(segments, return_inverse=True)[1]
-    size = (len(segments), int(number.max()) + 1)
-    first = token.new_full(size, segments.shape[1]).scatter_reduce(1, number, token, "amin")
-    stop = token.new_zeros(size).scatter_reduce(1, number, token + 1, "amax")
-    return first.gather(1, number), stop.gather(1, number)
+    """Per token the first and one-past-last token with the same segment number.
+
+    Sorted by number, and then by place, the tokens of a segment are one run, from the first to the
+    last. Nothing here waits for a device.
+    """
+    number, token = segments.sort(dim=1, stable=True)
+    place = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
+    changes = torch.nn.functional.pad(number.diff(dim=1) != 0, (1, 1), value=True)
+    begin = (place * changes[:, :-1]).cummax(1).values
+    end = place.where(changes[:, 1:], segments.shape[1]).flip(1).cummin(1).values.flip(1)
+    back = token.argsort(dim=1)
+    first, last = (token.gather(1, x).gather(1, back) for x in (begin, end))
+    return first, last + 1
 
 
 class Hidden(NamedTuple):
@@ -184,6 +217,15 @@ def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, 
     logits.mul_(_LOG2_E).exp2_()
     total = logits.sum(-1, keepdim=True)
     return logits.div_(total.masked_fill_(total == 0, 1))
+
+
+def in_blocks(
+    x: Shaped[Tensor, "*lead T"], size: int, fill: int | float
+) -> Shaped[Tensor, "*lead blocks {size}"]:
+    """Tokens in blocks of `size`, the last one filled up with `fill`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % size), value=fill).unflatten(
+        -1, (-1, size)
+    )
 
 
 def spread_heads(x: Float[Tensor, "B Hk T D"], heads: int) -> Float[Tensor, "B H T D"]:

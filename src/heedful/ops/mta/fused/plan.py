@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from heedful.ops.limits import over_limit, padded
+from heedful.ops.common.limits import over_grid, over_limit, padded
 
 MAX_ROWS, MAX_COLUMNS = 8, 15
 SHARED = 208 * 1024  # bytes of a block's operands on an H100 or H200, less what reductions need
 SCRATCH = 512 * 2**20  # bytes of wide rows, and of rows of the map, that are held at once
 
 
-class Forward(NamedTuple):
+class ForwardLaunch(NamedTuple):
     """Block of queries, block of keys, columns of wide rows at a time, whether the wide queries
     stay in shared memory, warps, and how many tiles the memory pipeline holds."""
 
@@ -26,7 +26,7 @@ class Forward(NamedTuple):
     stages: int
 
 
-class Backward(NamedTuple):
+class BackwardLaunch(NamedTuple):
     """Tile of the map, columns of wide rows at a time, columns and steps of the products with the
     map, warps, and how many tiles the memory pipeline holds."""
 
@@ -40,9 +40,20 @@ class Backward(NamedTuple):
     stages: int
 
 
-def unsupported(q: Tensor, v: Tensor, *kernels: Tensor | None) -> str | None:
-    """The limit that a call with these kernels exceeds, as one clause, or `None`."""
-    for kernel in kernels:
+def multi_token_attention_limit(
+    q: Tensor,
+    v: Tensor,
+    conv: Tensor | None = None,
+    post_conv: Tensor | None = None,
+    mix: Tensor | None = None,
+    post_mix: Tensor | None = None,
+) -> str | None:
+    """The limit that a call exceeds, as one clause, or `None`."""
+    if not post_conv is mix is post_mix is None:  # row blocks take all heads of all rows at once
+        reason = over_grid(batch_times_heads=q.shape[0] * q.shape[1])
+        if reason is not None:
+            return reason
+    for kernel in (conv, post_conv):
         if kernel is None:
             continue
         _, rows, columns = kernel.shape
@@ -52,23 +63,23 @@ def unsupported(q: Tensor, v: Tensor, *kernels: Tensor | None) -> str | None:
     return over_limit(q, q=q.shape[3], v=v.shape[3])
 
 
-def forward_launch(width: int, value_dim: int, itemsize: int) -> Forward:
+def forward_launch(width: int, value_dim: int, itemsize: int) -> ForwardLaunch:
     """Wide queries stay where they fit beside keys enough to keep the tensor cores busy."""
     tile = column_tile(width)
     if itemsize == 4:
-        return Forward(32, 32, min(tile, 32), False, 4, 1)
+        return ForwardLaunch(32, 32, min(tile, 32), False, 4, 1)
     row, values = -(-width // tile) * tile * itemsize, padded(value_dim) * itemsize
     for keys in (128, 64):
         if 128 * row + 2 * keys * (row + values) <= SHARED:
-            return Forward(128, keys, tile, True, 8, 2)
-    return Forward(128, 64 if value_dim > 128 else 128, min(64, padded(width)), False, 8, 3)
+            return ForwardLaunch(128, keys, tile, True, 8, 2)
+    return ForwardLaunch(128, 64 if value_dim > 128 else 128, min(64, padded(width)), False, 8, 3)
 
 
-def backward_launch(width: int, value_dim: int, itemsize: int) -> Backward:
+def backward_launch(width: int, value_dim: int, itemsize: int) -> BackwardLaunch:
     """Tiles of plain matrix products."""
     if itemsize == 4:
-        return Backward(32, 32, 32, 32, 32, 32, 4, 1)
-    return Backward(
+        return BackwardLaunch(32, 32, 32, 32, 32, 32, 4, 1)
+    return BackwardLaunch(
         128, 128, min(64, padded(width)), column_tile(width), column_tile(value_dim), 64, 8, 3
     )
 

@@ -1,0 +1,1 @@
+"""Multi-token attention as Triton kernels; only `plan` can be imported without Triton."""

@@ -1,0 +1,1 @@
+"""Selective attention as Triton kernels; only `plan` can be imported without Triton."""
