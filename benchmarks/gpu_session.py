@@ -22,12 +22,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
 
 from heedful.bench.config import Bench
 from heedful.bench.session import BROKEN, SessionCase, read, watch, work
@@ -349,97 +347,10 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
 # Stage 3
 
 
-class Alternative(NamedTuple):
-    """A way to compute one mechanism: an implementation, and what is done differently.
-
-    changes: replacements by the dotted name of what they replace, made from it.
-    way: `"call"`, `"compile"`, `"graph"`, or `"blocks"`, the form for whole maps where `fused`
-        would take another.
-    """
-
-    mechanism: str
-    impl: str
-    about: str = ""
-    changes: tuple[tuple[str, Callable], ...] = ()
-    way: str = "call"
-
-
-def launched(place: str, **fields: object) -> tuple[tuple[str, Callable]]:
-    """The launch that the function at `place` answers, with other fields."""
-
-    def change(original: Callable) -> Callable:
-        return lambda *sizes: original(*sizes)._replace(**fields)
-
-    return ((place, change),)
-
-
-def every_launch(**fields: object) -> tuple[tuple[str, Callable]]:
-    """The plan of selective attention with other fields in each of its launches."""
-
-    def change(original: Callable) -> Callable:
-        def plan(*inputs):
-            made = original(*inputs)
-            return type(made)(*(launch._replace(**fields) for launch in made))
-
-        return plan
-
-    return ((SELECTIVE_PLAN, change),)
-
-
-def constants(place: str, **values: int) -> tuple[tuple[str, Callable], ...]:
-    """Other numbers in a module."""
-    return tuple((f"{place}.{name}", lambda _, v=value: v) for name, value in values.items())
-
-
-NO_GRAPHS = "CUDA graphs need a GPU"
-# Where the numbers stand that an alternative replaces.
-TILES = "heedful.ops.tiles"
-BLOCKS = "heedful.ops.mta.fused_steps"
-BLOCK_LAUNCH = "heedful.ops.mta.fused_steps.steps_launch"
-FLASH = "heedful.ops.mta.launch"
-SELECTIVE_PLAN = "heedful.ops.selective.fused.plan"
-BLOCK_FORM = "heedful.ops.mta.fused_blocks"
-
-ALTERNATIVES = (
-    *(Alternative(name, impl) for name in MECHANISMS for impl in ("fused", "tiled")),
-    Alternative("mta-pre", "fused", "as whole maps", way="blocks"),
-    *(
-        Alternative(name, impl, "CUDA graph", way="graph")
-        for name in MECHANISMS
-        for impl in ("fused", "tiled")
-    ),
-    *(
-        Alternative(name, "tiled", "blocks of 256 rows", constants(TILES, ROWS=256, TILE=2**26))
-        for name in ("mta", "talking-heads")
-    ),
-    *(
-        Alternative(name, "fused", f"blocks of {n} rows", constants(BLOCKS, LEAST=n, MOST=n))
-        for name in ("mta", "talking-heads")
-        for n in (128, 256)
-    ),
-    *(
-        Alternative("mta", "fused", f"tiles {fields}", launched(BLOCK_LAUNCH, **fields))
-        for fields in ({"rows": 4, "columns": 256}, {"rows": 16}, {"warps": 8})
-    ),
-    *(
-        Alternative("mta-pre", "fused", f"{when} {fields}", launched(f"{FLASH}.{when}", **fields))
-        for when in ("forward_launch", "backward_launch")
-        for fields in ({"warps": 4}, {"stages": 2}, {"stages": 4})
-    ),
-    *(
-        Alternative("selective", "fused", f"launches {fields}", every_launch(**fields))
-        for fields in ({"warps": 8}, {"stages": 1}, {"stages": 3})
-    ),
-    *(
-        Alternative(name, impl, "torch.compile", way="compile")
-        for impl in ("reference", "tiled")
-        for name in ("mta", "talking-heads", "selective")
-    ),
-)
-
-
 def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
     """Alternatives beside what is there, forward and backward; then the kernels of a call."""
+    from alternatives import ALTERNATIVES, brief, measure
+
     passed = "forward+backward"
     for tokens in sizes.alternative:
         yield from sdpa_cases(sizes, passed, tokens)
@@ -447,78 +358,11 @@ def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
             config = config_of(sizes, x.mechanism, x.impl, passed, tokens)
             config |= {"alternative": x.about, "way": x.way, "compiler": sizes.compiler}
             name = f"{x.mechanism} {x.impl} {x.about or 'as it is'} {tokens}"
-            yield SessionCase(name, config, partial(measure_alternative, sizes, x, tokens))
+            yield SessionCase(name, config, partial(measure, sizes, x, tokens))
         for mechanism in ("mta-pre", "mta", "talking-heads", "selective"):
             config = config_of(sizes, mechanism, "fused", passed, tokens)
             parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
             yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)
-
-
-def brief(alternatives: tuple[Alternative, ...]) -> list[Alternative]:
-    """One of each kind."""
-    kinds = {}
-    for x in alternatives:
-        places = tuple(place for place, _ in x.changes)
-        kinds.setdefault((x.impl, x.way, places, x.mechanism if not places else ""), x)
-    return list(kinds.values())
-
-
-def measure_alternative(sizes: Sizes, x: Alternative, tokens: int, left: float) -> dict:
-    """Its times, after its results at a small size were held against fp64."""
-    import torch
-
-    from heedful.bench.cases import call
-    from heedful.bench.clock import steady
-    from heedful.bench.measure import Case, check, runner
-
-    function = call
-    if x.way == "graph" and not torch.cuda.is_available():
-        raise RuntimeError(NO_GRAPHS)
-    if x.way == "compile":
-        torch.compiler.reset()
-        function = torch.compile(call, backend=sizes.compiler, dynamic=False)
-    if x.way == "blocks":
-        function = as_blocks
-    case = Case(x.mechanism, x.impl, "forward+backward")
-    with ExitStack() as changed:
-        for place, change in x.changes:
-            module, _, name = place.rpartition(".")
-            __import__(module)
-            changed.enter_context(mock.patch(place, change(getattr(sys.modules[module], name))))
-        check(sizes.bench, [case], function, sizes.checked)
-        run = runner(sizes.bench, case, tokens, function)
-        run = replayed(run) if x.way == "graph" else run
-        return steady(run, budget_ms=sizes.milliseconds)
-
-
-def as_blocks(mechanism: str, impl: str, leaves: dict):
-    """The fused form for whole maps, also of what `fused` computes by flash attention."""
-    from heedful.ops import Visibility
-
-    __import__(BLOCK_FORM)
-    parameters = {name: leaves.get(name) for name in ("conv", "post_conv", "mix", "post_mix")}
-    options = {"visibility": Visibility(), "scale": leaves["q"].shape[-1] ** -0.5}
-    run = sys.modules[BLOCK_FORM].multi_token_attention_blocks
-    return run(leaves["q"], leaves["k"], leaves["v"], **parameters, **options)
-
-
-def replayed(run: Callable[[], tuple]) -> Callable[[], None]:
-    """The call as one CUDA graph; raises where its replay gives other bits."""
-    import torch
-
-    expected = run()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    graph.replay()
-    if not all(map(torch.equal, captured, expected)):
-        raise RuntimeError("the replayed graph gives other numbers than the call")
-    return graph.replay
 
 
 def where_it_goes(bench: Bench, mechanism: str, tokens: int, left: float) -> dict:
@@ -555,12 +399,10 @@ def one_training(step, mechanism: str, impl: str, left: float) -> dict:
 
     from heedful.bench.cases import device
 
-    with ExitStack() as pinned:
-        if mechanism == "unconverted":
-            pinned.enter_context(sdpa_kernel(getattr(SDPBackend, impl)))
+    pinned = mechanism == "unconverted"
+    with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():
         return measure(step, mechanism, impl, device())
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     sys.exit(main())
