@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from heedful.bench.cases import PEERS
+from heedful.bench.config import sizes
 from heedful.report import configurations, findings, read_records, summarise, table
 from heedful.report.summary import RULE
 
@@ -146,8 +147,7 @@ def half() -> str:
                 name, passed, f"{tokens:,}", _number(wide, "ms"), _number(narrow, "ms"),
                 f"{wide['ms'] / narrow['ms']:.2f} ×", _number(narrow, "sdpa_ratio", " ×"),
             ])  # fmt: skip
-    sizes = _sizes(records).replace(f", {records[0]['config']['dtype']};", ";")
-    return f"{_markdown(head, lines)}\n\n{sizes}.\n\n{_origin(records)}"
+    return f"{_markdown(head, lines)}\n\n{_sizes(records)}.\n\n{_origin(records)}"
 
 
 def peers() -> str:
@@ -170,11 +170,11 @@ def peers() -> str:
 
 
 def _sizes(records: Sequence[dict]) -> str:
-    config = records[0]["config"]
-    return (
-        f"Batch {config['batch']}, {config['heads']} heads of {config['dim']}, {config['dtype']}; "
-        f"median of {config['rounds']} rounds taken in turn"
-    )
+    said = sizes(records[0]["config"])
+    if len({record["config"]["dtype"] for record in records}) > 1:  # the table names each
+        said = said.replace(f", {records[0]['config']['dtype']}", "")
+    rounds = records[0]["config"]["rounds"]
+    return f"{said[0].upper()}{said[1:]}; median of {rounds} rounds taken in turn"
 
 
 def _origin(records: Sequence[dict]) -> str:

@@ -6,91 +6,105 @@ configuration with random weights: forward, backward and AdamW on random tokens.
 """
 
 import argparse
-import statistics
 import sys
 import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
+from heedful.bench.clock import spread
 from heedful.nn import NAMES
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 from heedful.testing import process_peak_mib
 
 
-def model_of(options: argparse.Namespace, mechanism: str) -> torch.nn.Module:
+@dataclass(frozen=True)
+class Step:
+    """Sizes of the model, and of the steps that are timed; `autocast` is to bfloat16."""
+
+    layers: int = 24
+    hidden: int = 1536
+    heads: int = 16
+    feed_forward: int = 4096
+    vocabulary: int = 128256
+    batch: int = 4
+    tokens: int = 2048
+    steps: int = 10
+    autocast: bool = True
+
+
+def model_of(sizes: Step, mechanism: str, impl: str, device: str) -> torch.nn.Module:
     """A Llama of these sizes with the mechanism, fp32 parameters, in training mode."""
     config = LlamaConfig(
-        vocab_size=options.vocabulary,
-        hidden_size=options.hidden,
-        intermediate_size=options.feed_forward,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.heads,
-        max_position_embeddings=options.tokens,
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.feed_forward,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        max_position_embeddings=sizes.tokens,
         tie_word_embeddings=True,
         use_cache=False,
     )
     torch.manual_seed(0)
-    with torch.device(options.device):
+    with torch.device(device):
         model = AutoModelForCausalLM.from_config(config)
     if mechanism != "unconverted":
-        heedful.convert(model, mechanism, impl=options.impl)
+        heedful.convert(model, mechanism, impl=impl)
     return model.train()
 
 
-def measure(options: argparse.Namespace, mechanism: str) -> dict:
-    """Median step time after two steps of warm-up; peak memory of the whole."""
-    cuda = options.device == "cuda"
+def measure(sizes: Step, mechanism: str, impl: str, device: str) -> dict:
+    """Step times after two steps of warm-up; peak memory of the whole; parameters."""
+    cuda = device == "cuda"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    model = model_of(options, mechanism)
+    model = model_of(sizes, mechanism, impl, device)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda or None)
-    seconds = []
-    for step in range(options.steps + 2):
-        size = (options.batch, options.tokens)
-        ids = torch.randint(options.vocabulary, size, device=options.device)
+    times = []
+    for step in range(sizes.steps + 2):
+        ids = torch.randint(sizes.vocabulary, (sizes.batch, sizes.tokens), device=device)
         started = time.perf_counter()
-        with torch.autocast(options.device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=sizes.autocast):
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         loss.item()  # waits for the device
         if step >= 2:
-            seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds)
+            times.append(1e3 * (time.perf_counter() - started))
+    found = {f"step_{name}": value for name, value in spread(times).items()}
     return {
-        "mechanism": mechanism,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "step_ms": 1e3 * median,
-        "tokens_per_second": options.batch * options.tokens / median,
+        **found,
+        "tokens_per_second": 1e3 * sizes.batch * sizes.tokens / found["step_ms"],
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else process_peak_mib(),
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure every mechanism, print a table, and append records to `--out`."""
+    """Measure every mechanism, print a table, and write records to `--out`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mechanisms", nargs="+", default=["unconverted", "mta-published"],
                         choices=["unconverted", *NAMES])  # fmt: skip
     parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
-    sizes = {"layers": 24, "hidden": 1536, "heads": 16, "feed-forward": 4096, "vocabulary": 128256,
-             "batch": 4, "tokens": 2048, "steps": 10}  # fmt: skip
-    for name, value in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    numbers = [field for field in fields(Step) if type(field.default) is int]
+    for field in numbers:
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    sizes = Step(**{field.name: getattr(options, field.name) for field in numbers})
     records = []
     for mechanism in options.mechanisms:
-        about = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in sizes}
-        about |= {"impl": options.impl}
-        records.append(measure(options, mechanism) | {"config": about})
+        found = measure(sizes, mechanism, options.impl, options.device)
+        config = asdict(sizes) | {"impl": options.impl}
+        records.append({"mechanism": mechanism} | found | {"config": config})
         r, first = records[-1], records[0]
         print(
             f"{mechanism:<16} {r['parameters']:>13,} parameters {r['tokens_per_second']:>9,.0f} "

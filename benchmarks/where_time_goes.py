@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from heedful.bench.cases import MECHANISMS, call, device, draw
-from heedful.bench.measure import Bench
+from heedful.bench.cases import MECHANISMS, device
+from heedful.bench.measure import Bench, Case, runner
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 
@@ -21,14 +21,7 @@ SHOWN = 12
 def measure(config: Bench) -> dict:
     """Times by name of one call after one of warm-up, in milliseconds, largest first."""
     (mechanism,), (impl,), (tokens,) = config.mechanisms, config.impls, config.lengths
-    drawn = draw(config, mechanism, tokens, "forward+backward")
-    leaves = {
-        name: x.to(getattr(torch, config.dtype)).requires_grad_() for name, x in drawn.items()
-    }
-
-    def run() -> None:
-        call(mechanism, impl, leaves).sum().backward()
-
+    run = runner(config, Case(mechanism, impl, "forward+backward"), tokens)
     run()
     cuda = device() == "cuda"
     kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
     out = tmp_path / "bench.jsonl"
     record = {"mechanism": "mta", "impl": "tiled", "pass": "forward", "tokens": 7, "ms": 1.0}
     record |= {"low_ms": 1.0, "high_ms": 1.0, "sdpa_ratio": 1.0, "peak_mib": None}
+    record |= {"config": asdict(Bench())}
 
     def meanwhile(config):
         out.write_text("mine")
@@ -73,6 +75,28 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
     assert stop.value.code == 1 and "there already" in said.err and "tiled" in said.out
     assert [path.name for path in tmp_path.iterdir()] == ["bench.jsonl"]
     assert out.read_text() == "mine"
+
+
+def test_table_and_picture_tell_the_layout_of_real_models(tmp_path, capsys):
+    out = tmp_path / "bench.jsonl"
+    arguments = [
+        "--mechanisms",
+        "selective",
+        "--impls",
+        "tiled",
+        "--lengths",
+        "32",
+        "--rounds",
+        "1",
+    ]
+    arguments += ["--layout", "transposed", "--batch", "4", "--heads", "2", "--dim", "16"]
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *arguments, "--passes", "forward", "--no-memory", "--out", str(out)])
+    sizes = "batch 4, 2 heads of 16, float32, transposed q, k and v"
+    assert stop.value.code == 0 and capsys.readouterr().out.endswith(f"{sizes}\n")
+    assert f"<!-- {sizes} -->" in out.with_suffix(".svg").read_text()
+    leaves = draw(Bench(layout="transposed"), "mta", 8, "forward")
+    assert all(leaves[name].transpose(1, 2).is_contiguous() for name in ("q", "k", "v"))
 
 
 def test_memory_that_cannot_be_measured_is_none(monkeypatch):

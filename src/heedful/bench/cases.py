@@ -29,22 +29,25 @@ def device() -> str:
 
 
 def draw(config: "Bench", mechanism: str, tokens: int, passed: str) -> Leaves:
-    """The tensors of one case in fp64: of `decode`, the last queries that one new token needs."""
+    """The tensors of one case, drawn on the device in the measured precision.
+
+    Of `decode`, the last queries that one new token needs, and sums of selection, which are fp32.
+    """
     torch.manual_seed(0)
+    dtype, place = getattr(torch, config.dtype), device()
     size = (config.batch, config.heads, tokens, config.dim)
-    leaves = {name: torch.randn(size, dtype=torch.float64) for name in ("q", "k", "v")}
+    leaves = {name: torch.randn(size, dtype=dtype, device=place) for name in ("q", "k", "v")}
     if mechanism in _ROWS:
         leaves = _ROWS[mechanism].inputs[mechanism](leaves)
+    leaves = {name: x.to(place, dtype) for name, x in leaves.items()}
     if passed == "decode":
         kernels = [x for name, x in leaves.items() if name.endswith("conv")]
         rows = 1 + sum(kernel.shape[1] - 1 for kernel in kernels)
         leaves["q"] = leaves["q"][:, :, -rows:].clone()
         if mechanism == "selective":
-            leaves["state"] = torch.randn(config.batch, 1, tokens - 1, dtype=torch.float64).abs()
-    leaves = {name: x.to(device()) for name, x in leaves.items()}
+            leaves["state"] = torch.randn(config.batch, 1, tokens - 1, device=place).abs()
     if config.layout == "transposed":
-        per_token = ("q", "k", "v")
-        leaves |= {name: _transposed(leaves[name]) for name in per_token}
+        leaves |= {name: _transposed(leaves[name]) for name in ("q", "k", "v")}
     return leaves
 
 
@@ -76,13 +79,8 @@ def obstacle(config: "Bench", mechanism: str, impl: str, passed: str) -> str | N
     if impl in PEERS:
         return _peer_obstacle(impl, passed)
     if impl == "fused":
-        leaves = draw(config, mechanism, 16, passed)
         try:
-            call(
-                mechanism,
-                impl,
-                {name: x.to(getattr(torch, config.dtype)) for name, x in leaves.items()},
-            )
+            call(mechanism, impl, draw(config, mechanism, 16, passed))
         except ValueError as error:  # the operator says itself what it cannot serve
             return str(error)
     return None

@@ -57,3 +57,10 @@ class Bench:
             raise ValueError("lengths must name at least one number of tokens, got none")
         for length in self.lengths:
             check_whole("lengths", length, 1)
+
+
+def sizes(config: dict) -> str:
+    """In words, the sizes of a record's `config`; older records know no layout but contiguous."""
+    heads = f"{config['heads']} heads of {config['dim']}"
+    layout = config.get("layout", "contiguous")
+    return f"batch {config['batch']}, {heads}, {config['dtype']}, {layout} q, k and v"

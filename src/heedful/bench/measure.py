@@ -3,7 +3,6 @@
 import math
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby, product
@@ -13,15 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heedful.bench.cases import call, draw, exists, obstacle
-from heedful.bench.config import Bench
+from heedful.bench.cases import Leaves, call, draw, exists, obstacle
+from heedful.bench.clock import milliseconds, peak_mib, spread
+from heedful.bench.config import Bench, sizes
 from heedful.bench.plot import plot
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 from heedful.testing import assert_matches_oracle, peak_memory_mib
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHECKED_TOKENS = 150
+
+Function = Callable[[str, str, Leaves], Tensor]
+"""As `call`: from mechanism, implementation and tensors to the output."""
 
 
 class Case(NamedTuple):
@@ -93,19 +95,33 @@ def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
     )
 
 
-def check(config: Bench, cases: Sequence[Case]) -> None:
-    """Raise unless every case matches the fp64 definition, with the gradients if it has them."""
+def check(
+    config: Bench,
+    cases: Sequence[Case],
+    function: Function = call,
+    tokens: int = _CHECKED_TOKENS,
+) -> None:
+    """Raise unless every case matches the fp64 definition, with the gradients if it has them.
+
+    Arguments:
+        config: sizes and precision.
+        cases: what `function` is asked for.
+        function: computes a case; default the operators.
+        tokens: keys of the rows that are compared.
+    """
+    dtype = getattr(torch, config.dtype)
     for (mechanism, passed), group in groupby(
         sorted(cases, key=lambda case: (case.mechanism, case.passed)),
         lambda case: (case.mechanism, case.passed),
     ):
-        plain = _results(config, mechanism, "reference", passed, _DTYPES[config.dtype])
-        exact = _results(config, mechanism, "reference", passed, torch.float64)
+        definition = Case(mechanism, "reference", passed)
+        plain = _results(config, definition, call, tokens, dtype)
+        exact = _results(config, definition, call, tokens, torch.float64)
         for case in group:
-            found = _results(config, mechanism, case.impl, passed, _DTYPES[config.dtype])
+            found = _results(config, case, function, tokens, dtype)
             for number, parts in enumerate(zip(found, plain, exact, strict=True)):
                 try:
-                    assert_matches_oracle(f"result {number}", *parts, terms=_CHECKED_TOKENS)
+                    assert_matches_oracle(f"result {number}", *parts, terms=tokens)
                 except AssertionError as error:
                     raise ValueError(
                         f"{mechanism} {case.impl} is wrong, not timed: {error}"
@@ -113,16 +129,16 @@ def check(config: Bench, cases: Sequence[Case]) -> None:
 
 
 def _results(
-    config: Bench, mechanism: str, impl: str, passed: str, dtype: torch.dtype
+    config: Bench, case: Case, function: Function, tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """The output at a small size from inputs rounded to the measured precision, and gradients."""
-    leaves = draw(config, mechanism, _CHECKED_TOKENS, passed)
-    backward = passed == "forward+backward"
+    """The output at a small size from inputs of the measured precision, and gradients."""
+    leaves = draw(config, case.mechanism, tokens, case.passed)
+    backward = case.passed == "forward+backward"
     leaves = {
-        name: x.to(_precision(config, name)).to(_as(name, dtype)).requires_grad_(backward)
+        name: x.to(torch.promote_types(x.dtype, dtype)).requires_grad_(backward)
         for name, x in leaves.items()
     }
-    output = call(mechanism, impl, leaves)
+    output = function(case.mechanism, case.impl, leaves)
     if not backward:
         return (output,)
     weight = torch.linspace(-1, 1, output.numel(), dtype=dtype, device=output.device)
@@ -130,45 +146,29 @@ def _results(
     return (output.detach(), *torch.autograd.grad(loss, list(leaves.values())))
 
 
-def _precision(config: Bench, name: str) -> torch.dtype:
-    return _as(name, _DTYPES[config.dtype])
-
-
-def _as(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Inputs come in the measured precision; the running sums of selection in fp32 at least."""
-    return torch.promote_types(dtype, torch.float32) if name == "state" else dtype
-
-
 def format_table(records: list[dict]) -> str:
-    """Records as an aligned table: time, ratio to SDPA, memory."""
+    """Records as an aligned table: time, ratio to SDPA, memory; and at which sizes."""
     head = ("mechanism", "impl", "pass", "T", "ms", "20-80 %", "x SDPA", "MiB")
     rows = [head]
     for r in records:
         memory = "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}"
-        spread = f"{r['low_ms']:.1f}-{r['high_ms']:.1f}"
+        around = f"{r['low_ms']:.1f}-{r['high_ms']:.1f}"
         ratio = f"{r['sdpa_ratio']:.1f}"
         what = (r["mechanism"], r["impl"], r["pass"], str(r["tokens"]))
-        rows.append((*what, f"{r['ms']:.1f}", spread, ratio, memory))
+        rows.append((*what, f"{r['ms']:.1f}", around, ratio, memory))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([*(line.rstrip() for line in lines), sizes(records[0]["config"])])
 
 
 def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict]:
     if not cases:
         return
     cases = [Case("sdpa", "torch", cases[0].passed), *cases]
-    runs = [_runner(config, case, tokens) for case in cases]
-    times: list[list[float]] = [[] for _ in cases]
+    runs = [runner(config, case, tokens) for case in cases]
     for run in runs:
         run()
-    for _ in range(config.rounds):
-        for run, taken in zip(runs, times, strict=True):
-            _synchronize()
-            start = time.perf_counter()
-            run()
-            _synchronize()
-            taken.append((time.perf_counter() - start) * 1e3)
+    times = milliseconds(runs, config.rounds)
     del runs
     for case, taken in zip(cases, times, strict=True):
         ratios = [mine / sdpa for mine, sdpa in zip(taken, times[0], strict=True)]
@@ -177,9 +177,7 @@ def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict
             "impl": case.impl,
             "pass": case.passed,
             "tokens": tokens,
-            "ms": statistics.median(taken),
-            "low_ms": _quantile(taken, 0.2),
-            "high_ms": _quantile(taken, 0.8),
+            **spread(taken),
             "sdpa_ratio": statistics.median(ratios),
             # One new token takes next to nothing.
             "peak_mib": _peak(config, case, tokens)
@@ -188,15 +186,16 @@ def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict
         }
 
 
-def _runner(config: Bench, case: Case, tokens: int) -> Callable[[], object]:
+def runner(
+    config: Bench, case: Case, tokens: int, function: Function = call
+) -> Callable[[], object]:
+    """A call of the case with `tokens` keys: of `function`, and of its backward if asked for."""
     leaves = draw(config, case.mechanism, tokens, case.passed)
     backward = case.passed == "forward+backward"
-    leaves = {
-        name: x.to(_precision(config, name)).requires_grad_(backward) for name, x in leaves.items()
-    }
+    leaves = {name: x.requires_grad_(backward) for name, x in leaves.items()}
 
     def run() -> object:
-        output = call(case.mechanism, case.impl, leaves)
+        output = function(case.mechanism, case.impl, leaves)
         return torch.autograd.grad(output.sum(), list(leaves.values())) if backward else output
 
     return run
@@ -204,26 +203,12 @@ def _runner(config: Bench, case: Case, tokens: int) -> Callable[[], object]:
 
 def _peak(config: Bench, case: Case, tokens: int) -> float | None:
     if torch.cuda.is_available():
-        run = _runner(config, case, tokens)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return peak_mib(runner(config, case, tokens))
     peak = peak_memory_mib(
         "import torch\nfrom heedful.bench import measure as bench\n"
         f"config = bench.Bench(**{asdict(config)!r})\n"
         f"case = bench.Case(*{tuple(case)!r})\n"
-        "bench._runner(config, case, 64)()\n"
-        f"run = bench._runner(config, case, {tokens})\n"
+        "bench.runner(config, case, 64)()\n"
+        f"run = bench.runner(config, case, {tokens})\n"
     )
     return peak if math.isfinite(peak) else None
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _quantile(values: list[float], fraction: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]

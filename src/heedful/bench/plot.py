@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from heedful.bench.config import sizes
 from heedful.records.files import write_whole
 
 _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
@@ -17,7 +18,10 @@ _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
 
 
 def plot(records: Sequence[dict], path: Path) -> None:
-    """Write one panel per pass to `path` (the format of its suffix); both axes are logarithmic."""
+    """Write one panel per pass to `path` (the format of its suffix); both axes are logarithmic.
+
+    The title tells batch, heads, precision and layout.
+    """
     from matplotlib.figure import Figure
 
     passes = list(dict.fromkeys(r["pass"] for r in records))
@@ -43,6 +47,7 @@ def plot(records: Sequence[dict], path: Path) -> None:
         panel.set_xticks(lengths, [f"{n:,}" for n in lengths])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
+    figure.suptitle(sizes(records[0]["config"]), fontsize="small")
     panels[0].set_ylabel("time / SDPA's time")
     ticks = [1, 2, 5, 10, 20, 50, 100]
     low, high = panels[0].get_ylim()

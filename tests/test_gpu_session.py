@@ -1,0 +1,175 @@
+"""The session for a GPU works before there is one: every stage at small sizes, and what goes wrong
+on the way is on record."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from heedful.bench import session
+from heedful.bench.session import SessionCase, read, watch, work
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+ALL_STAGES = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import gpu_session
+gpu_session.use("cpu")
+out = Path(sys.argv[2])
+for stage in (1, 2, 3, 5, 6, 2):
+    before = len(gpu_session.read(out))
+    assert gpu_session.worker(stage, gpu_session.SMALL, out, time.time() + 540) == 0
+assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 was there"
+"""
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory) -> list[dict]:
+    """In one process without the hooks of the tests, but for the fourth stage, by its command."""
+    out = tmp_path_factory.mktemp("session") / "records.jsonl"
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    script = str(BENCHMARKS / "gpu_session.py")
+    command = [script, "--stage", "4", "--small", "--device", "cpu", "--out", str(out)]
+    for words in (["-c", ALL_STAGES, str(BENCHMARKS), str(out)], command):
+        done = subprocess.run([sys.executable, *words], env=clean, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return read(out)
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("gpu_session", BENCHMARKS / "gpu_session.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_session"] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("stage", range(1, 7))
+def test_a_stage_measures_all_its_cases(records, stage):
+    these = [record for record in records if record["stage"] == stage]
+    assert these
+    wrong = {r["case"]: r["error"] for r in these if r["status"] != "measured"}
+    graphs = {case for case in wrong if "CUDA graph" in case}
+    assert all(wrong.pop(case).endswith("CUDA graphs need a GPU") for case in graphs)
+    assert not wrong and len(graphs) == (10 if stage == 3 else 0)
+    for record in these:
+        assert record["config"]["device"] == "cpu"
+        assert {"command", "commit", "machine", "versions"} <= set(record["environment"])
+
+
+def test_the_laws_run_and_every_operator_is_timed_beside_sdpa(records):
+    (laws,) = (record["numbers"] for record in records if record["case"] == "laws")
+    assert laws["exit_code"] == 0 and laws["passed"] >= 4 and not laws["failures"]
+    for stage, passes in ((2, 2), (4, 2), (6, 1)):
+        these = [r for r in records if r["stage"] == stage]
+        timed = {(r["config"]["mechanism"], r["config"]["pass"]) for r in these}
+        assert len(timed) == 6 * passes and {"sdpa", "mta", "selective"} <= {x for x, _ in timed}
+        assert all(r["numbers"]["low_ms"] <= r["numbers"]["ms"] for r in these)
+        assert {r["config"]["bench"]["layout"] for r in these} == {"transposed"}
+    impls = {r["config"]["impl"] for r in records if r["stage"] == 4}
+    assert impls == {"FLASH_ATTENTION", "tiled"}, "the faster one here is not the interpreter"
+    steps = [r["numbers"] for r in records if r["stage"] == 5]
+    assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
+
+
+def test_outcomes_of_tests_are_read_with_and_without_workers(program):
+    said = (
+        "tests/ops/a.py::test_one[x y] PASSED   [ 50%]\n"
+        "tests/ops/a.py::test_two FAILED        [100%]\n"
+        "[gw3] [ 7%] PASSED tests/ops/b.py::test_three[z] \n"
+        "[gw0] [100%] ERROR tests/ops/b.py::test_four\n"
+        "FAILED tests/ops/a.py::test_two - assert 0\ntests/ops/b.py::test_five "
+    )
+    assert program.outcomes(said) == {
+        "tests/ops/a.py::test_one[x y]": "PASSED",
+        "tests/ops/a.py::test_two": "FAILED",
+        "tests/ops/b.py::test_three[z]": "PASSED",
+        "tests/ops/b.py::test_four": "ERROR",
+    }
+
+
+def test_a_gpu_is_asked_for_in_vain(program, capsys):
+    with pytest.raises(SystemExit, match="torch sees no GPU here"):
+        program.main(["--stage", "1", "--device", "cuda"])
+
+
+def cases(seconds: float = 0.0) -> list[SessionCase]:
+    def fails(left):
+        raise MemoryError("out of memory,\nby far")
+
+    def measured(left):
+        time.sleep(seconds)
+        return {"ms": 1.5}
+
+    return [
+        SessionCase("a", {"tokens": 1}, measured),
+        SessionCase("b", {"tokens": 1}, fails),
+        SessionCase("a", {"tokens": 2}, measured),
+    ]
+
+
+def test_a_failing_case_is_survived_and_what_is_on_record_is_left_out(tmp_path):
+    out = tmp_path / "new" / "records.jsonl"
+    late = time.time() - 1
+    assert work(2, cases(), out, late, {"commit": "c"})
+    assert [record["status"] for record in read(out)] == ["not run"] * 3
+    assert work(2, cases(), out, time.time() + 60, {"commit": "c"})
+    first, second, third = read(out)[3:]
+    assert first["numbers"] == {"ms": 1.5} and first["environment"] == {"commit": "c"}
+    assert second["status"] == "failed" and second["error"] == "MemoryError: out of memory, by far"
+    assert third["config"] == {"tokens": 2} and third["date"]
+    with out.open("a") as file:
+        file.write('{"stage": 2, "cas')  # a machine that was taken away
+    assert work(2, cases(), out, time.time() + 60, {}) and len(read(out)) == 6
+    assert work(3, cases(), out, time.time() + 60, {}) and len(read(out)) == 9
+    assert json.loads(out.read_text().splitlines()[7])["stage"] == 3
+
+
+def test_the_time_of_a_stage_ends_it_between_cases(tmp_path):
+    out = tmp_path / "records.jsonl"
+    assert work(2, cases(seconds=0.2), out, time.time() + 0.1, {})
+    assert [record["status"] for record in read(out)] == ["measured", "not run", "not run"]
+
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from heedful.bench.session import SessionCase, work
+runs = {
+    "good": lambda left: {"ms": 1.0},
+    "dies": lambda left: os.kill(os.getpid(), signal.SIGSEGV),
+    "hangs": lambda left: time.sleep(600),
+    "last": lambda left: {"ms": 2.0},
+}
+cases = [SessionCase(name, {}, run) for name, run in runs.items()]
+work(1, cases, Path(sys.argv[1]), float(sys.argv[2]), {})
+"""
+
+
+def test_a_dead_and_a_hanging_process_are_recorded_and_survived(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "GRACE", 0.5)
+    out = tmp_path / "records.jsonl"
+    worker = [sys.executable, "-c", WORKER, str(out), str(time.time() + 4)]
+    assert watch(worker, out) == 0
+    found = {record["case"]: (record["status"], record.get("error")) for record in read(out)}
+    assert found == {
+        "good": ("measured", None),
+        "dies": ("failed", "its process ended with code -11"),
+        "hangs": ("failed", "ran longer than its stage may, and was ended"),
+        "last": ("not run", "the time of the stage was over"),
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_a_worker_that_cannot_begin_is_not_started_for_ever(tmp_path):
+    assert watch([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "x.jsonl") == 7
