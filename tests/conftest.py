@@ -2,8 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
 
-os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at import: its kernels run on any machine
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,6 +35,41 @@ with torch.device("meta"):
     torch.empty(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="cuda: run only the laws of the operators, on a GPU with the real kernels",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "device: runs on the device that --device names")
+    if config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made: they run on any machine
+    elif not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device on this machine")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") == "cuda":
+        others = [item for item in items if item.get_closest_marker("device") is None]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where tensors are made unless a test says otherwise."""
+    name = request.config.getoption("--device")
+    if name == "cpu":  # to name the default would turn on a mode under which torch runs slower
+        yield name
+    else:
+        with torch.device(name):
+            yield name
+
+
 @pytest.fixture(autouse=True)
 def as_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """`impl="fused"` is answered as on a machine without a GPU; but see `interpreted`."""
@@ -42,9 +77,9 @@ def as_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def interpreted(as_without_interpreter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`impl="fused"` runs, in Triton's interpreter."""
-    monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: True)
+def interpreted(as_without_interpreter, device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="fused"` runs: in Triton's interpreter, or on the GPU."""
+    monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: device == "cpu")
 
 
 @pytest.fixture(autouse=True)

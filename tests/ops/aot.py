@@ -87,7 +87,7 @@ class Compiler:
 
 
 def resources(kernel, signature: dict, constants: dict, aligned: dict, options: dict) -> dict:
-    """Shared bytes, registers per thread, bytes of spills, and use of the tensor cores."""
+    """Shared bytes, registers and spilled bytes per thread, loads of two bytes, tensor cores."""
     import triton
     from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
@@ -105,6 +105,7 @@ def resources(kernel, signature: dict, constants: dict, aligned: dict, options: 
         "shared": compiled.metadata.shared,
         "registers": int(re.search(r"REG:(\d+)", told)[1]),
         "spilled": int(re.search(r"STACK:(\d+)", told)[1]),
+        "narrow_loads": bool(re.search(r"ld\.global[.\w]*\.b16", compiled.asm["ptx"])),
         "tensor_cores": bool(re.search(r"\b(mma\.sync|wgmma)", compiled.asm["ptx"])),
     }
 

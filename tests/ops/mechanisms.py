@@ -1,5 +1,6 @@
 """The operators as the laws see them: tensors to draw, and one call from tensors to outputs."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -141,6 +142,41 @@ MECHANISMS = [
     _selective("selective-per-head", 0),
     _differential(),
 ]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """How an implementation is tried: `dtype` where a law wants the most exact, `most` tokens.
+
+    Triton's interpreter is slow, so the fused form is tried there on short rows and few heads.
+    """
+
+    name: str
+    dtype: torch.dtype = torch.float64
+    most: int | None = None
+    lengths: tuple[int, ...] = (1, 40, 3, 66, 30)  # of documents in one row
+
+    def __str__(self) -> str:
+        return self.name
+
+    def at_most(self, tokens: int) -> int:
+        return tokens if self.most is None else min(tokens, self.most)
+
+    def draw(
+        self, mechanism: Mechanism, shape: Shape, tokens: int, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        tensors = mechanism.draw(shape.long(self.at_most(tokens)))
+        return {name: x.to(dtype or self.dtype) for name, x in tensors.items()}
+
+
+ON_GPU = torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
+IMPLEMENTATIONS = (
+    Implementation("reference"),
+    Implementation("tiled"),
+    Implementation("fused", torch.float32)
+    if ON_GPU
+    else Implementation("fused", torch.float32, 24, (1, 20, 3)),
+)
 
 
 def ragged(keys: int) -> tuple[Visibility, Tensor, Tensor]:

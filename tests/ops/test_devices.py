@@ -3,9 +3,13 @@
 The meta device stands for all others: it holds no values and refuses to mix with the CPU.
 """
 
-import torch
+import contextlib
 
-from heedful.ops.common.tiles import Sight
+import pytest
+import torch
+from mechanisms import MECHANISMS, Shape
+
+from heedful.ops.common.tiles import Scope, Sight, segment_bounds
 from heedful.ops.mta import tiled, wide
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.selective import tiled as selective
@@ -26,7 +30,7 @@ def test_no_look_for_the_identity_or_a_rank():
 def test_multi_token_attention_makes_its_constants_there():
     for window in (None, 70):
         for parameters in ((CONV, CONV, MIX, MIX), (None, None, None, None)):
-            inputs = (Q, Q, Q, *parameters, None, None, False, True, window, 0.5, False)
+            inputs = (Q, Q, Q, *parameters, None, None, None, False, True, window, 0.5, False)
             forward, backward = (x._init_fn for x in (tiled._tiled, tiled._tiled_backward))
             out = forward(*inputs)
             assert out.shape == Q.shape and out.device == META
@@ -35,9 +39,56 @@ def test_multi_token_attention_makes_its_constants_there():
 
 def test_selective_attention_makes_its_constants_there():
     first = torch.zeros(1, 130, dtype=torch.bool, device=META)
-    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], None, None, None, first, None, 1.0, 0.5)
+    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], None, None, None, None, first, None, 1.0, 0.5)
     forward, backward = (x._init_fn for x in (selective._tiled, selective._tiled_backward))
     out, last, memory, pair = forward(*inputs)
     assert {x.device for x in (out, last, memory, pair)} == {META}
     grads = backward(out, last, memory, pair, *inputs)
     assert {x.device for x in grads} == {META}
+
+
+def test_documents_and_mutual_tokens_are_not_looked_at():
+    """Blocks take all columns that causal order and the window leave; the rest is masked."""
+    numbers = torch.zeros(2, 130, dtype=torch.int64, device=META)
+    scope = Scope(Sight(numbers, True, True, None, numbers), 130, 130, META)
+    assert scope.columns(range(0, 64)) == range(0, 130)
+    assert scope.hidden(range(0, 64), range(0, 130)).mask.device == META
+    assert scope.row_documents(-2, 64).shape == (2, 66)
+    assert {x.device for x in segment_bounds(numbers)} == {META}
+
+
+def test_the_bounds_of_segments():
+    """Of numbers that come in any order, padding in between."""
+    segments = torch.tensor([[0, -1, 0, 7, 7, -1, 3], [5, 5, 5, 5, 2, 2, 5]])
+    first, stop = segment_bounds(segments)
+    assert first.tolist() == [[0, 1, 0, 3, 3, 1, 6], [0, 0, 0, 0, 4, 4, 0]]
+    assert stop.tolist() == [[3, 6, 3, 5, 5, 6, 7], [7, 7, 7, 7, 6, 6, 7]]
+
+
+FUSED = [m for m in MECHANISMS if str(m) in ("mta-pre-conv", "talking-heads", "selective")]
+
+
+@pytest.mark.parametrize("mechanism", FUSED, ids=str)
+def test_gpu_kernels_are_launched_on_the_device_of_their_tensors(
+    mechanism, interpreted, monkeypatch
+):
+    """Triton launches on the current device, which need not be that of the tensors."""
+    from triton.runtime.interpreter import GridExecutor
+
+    inside, launches = [], []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        inside.append(x)
+        yield
+        inside.pop()
+
+    launch = GridExecutor.__call__
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(
+        GridExecutor, "__call__", lambda *a, **b: launches.append(len(inside)) or launch(*a, **b)
+    )
+    tensors = mechanism.draw(Shape(batch=1, heads=2, key_heads=2).long(5))
+    leaves = {name: x.float().requires_grad_() for name, x in tensors.items()}
+    sum(out.sum() for out in mechanism.run(leaves, "fused")).backward()
+    assert launches and all(launches)

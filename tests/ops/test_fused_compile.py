@@ -36,6 +36,7 @@ def test_between_the_products_of_blocks(case):
         check(name, kernel, 0)
         on_tensor_cores = case != "fp32" and name.split()[0] in convolutions
         assert kernel["tensor_cores"] == on_tensor_cores, (name, kernel)
+        assert not kernel["narrow_loads"], (name, kernel)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ The interpreter's time goes by operations, whatever their size: few heads, few b
 import pytest
 import torch
 from mechanisms import ragged
+from oracle import against_oracle, cast, with_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ from heedful.testing import assert_causal, assert_matches_oracle
 SCALE = 0.3
 SMALL = (32, 16, 16)  # several tiles in few tokens, and steps that are half a tile
 
-pytestmark = pytest.mark.usefixtures("bfloat16")
+pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.device]
 
 
 def draw(
@@ -60,45 +61,27 @@ def run(function, x: dict[str, Tensor], visibility=None, tau=None, protect_first
     return dict(zip(("output", "last", "memory"), found, strict=True))
 
 
-def with_grads(function, tensors: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    """What comes out, and the gradients of a fixed functional of it."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    found = {n: x for n, x in run(function, leaves, **options).items() if x is not None}
-    generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
-        for x in found.values()
-    )
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    found = {name: x.detach() for name, x in found.items()}
-    return found | {f"grad {n}": g for n, g in zip(leaves, grads, strict=True)}
+def fused(**options):
+    return lambda x: run(selective_attention_fused, x, **options)
 
 
-def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    wide = torch.promote_types(dtype, torch.float32)
-    return {n: x.to(wide if n == "state" else dtype) for n, x in tensors.items()}
+def reference(**options):
+    return lambda x: run(selective_attention_reference, x, **options)
 
 
-def against_oracle(tensors: dict[str, Tensor], dtype: torch.dtype, tile=SMALL, **options) -> dict:
+def hold(tensors: dict[str, Tensor], dtype: torch.dtype, tile=SMALL, **options) -> dict:
     """Law 2 for one case; the fused results."""
-    x = cast(tensors, dtype)
-    actual = with_grads(selective_attention_fused, x, tile=tile, **options)
-    plain = with_grads(selective_attention_reference, x, **options)
-    exact = {name: t.double() for name, t in x.items()}
-    oracle = with_grads(selective_attention_reference, exact, **options)
-    for name, found in actual.items():
-        assert_matches_oracle(name, found, plain[name], oracle[name], x["k"].shape[2])
-    return actual
+    return against_oracle(fused(tile=tile, **options), reference(**options), tensors, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("selector", ["head 0", "own", "one per head"])
 def test_it_errs_at_most_twice_as_much_as_the_definition(selector, dtype):
     if selector == "head 0":
-        against_oracle(draw(40, 40), dtype)
+        hold(draw(40, 40), dtype)
     else:
         selectors = 1 if selector == "own" else 2
-        against_oracle(draw(40, 40, selectors=selectors, state=True), dtype, tau=0.7)
+        hold(draw(40, 40, selectors=selectors, state=True), dtype, tau=0.7)
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (4, 2), (3, 1), (10, 2)], ids=str)
@@ -106,10 +89,10 @@ def test_heads_that_share_a_program(counts, monkeypatch):
     """Key heads of their own, in groups, one for all, in groups of five; in several launches."""
     heads, key_heads = counts
     x = draw(20, 20, heads=heads, key_heads=key_heads)
-    at_once = against_oracle(x, torch.float16, tau=0.5)
+    at_once = hold(x, torch.float16, tau=0.5)
     monkeypatch.setattr("heedful.ops.selective.fused.flash.PROGRAMS", 1)
     options = {"tau": 0.5, "tile": SMALL}
-    in_turn = with_grads(selective_attention_fused, cast(x, torch.float16), **options)
+    in_turn = with_grads(fused(**options), cast(x, torch.float16))
     for name, found in in_turn.items():
         assert torch.equal(found, at_once[name]), name
 
@@ -119,9 +102,9 @@ def test_queries_in_pieces(state, monkeypatch):
     """Long rows are computed some queries at a time; no bit of the outputs depends on it."""
     x = draw(90, 100, batch=2, selectors=1, state=state)
     options = {"tau": 0.7, "visibility": ragged(100)[0]}
-    whole = against_oracle(x, torch.float32, **options)
+    whole = hold(x, torch.float32, **options)
     monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
-    pieces = against_oracle(x, torch.float32, **options)
+    pieces = hold(x, torch.float32, **options)
     for name in ("output", "last", "memory"):
         assert torch.equal(pieces[name], whole[name]), name
 
@@ -181,9 +164,7 @@ VISIBILITIES = {
 def test_visibilities_and_cross_lengths(visible, queries):
     tensors = draw(queries, 150, batch=2, heads=1, selectors=1, state=True)
     visibility = VISIBILITIES[visible](150)
-    found = against_oracle(
-        tensors, torch.float32, tile=(64, 64, 32), visibility=visibility, tau=0.7
-    )
+    found = hold(tensors, torch.float32, tile=(64, 64, 32), visibility=visibility, tau=0.7)
     if visibility.padding is not None:
         padded = ~visibility.padding.expand(2, -1)[:, 150 - queries :]
         for name in ("output", "grad q"):
@@ -192,7 +173,7 @@ def test_visibilities_and_cross_lengths(visible, queries):
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 111])
 def test_odd_lengths(tokens):
-    against_oracle(draw(tokens, tokens, heads=1), torch.float16, tile=())
+    hold(draw(tokens, tokens, heads=1), torch.float16, tile=())
 
 
 @pytest.mark.parametrize("dims", [(64, 64, 64), (96, 40, 5), (24, 256, 80)], ids=str)
@@ -201,11 +182,11 @@ def test_head_dims(dims):
     tensors = draw(
         40, 40, heads=1, dim=dim, value_dim=value_dim, selectors=1, selector_dim=selector_dim
     )
-    against_oracle(tensors, torch.float16, tile=())
+    hold(tensors, torch.float16, tile=())
 
 
 def test_first_tokens_that_may_be_hidden():
-    against_oracle(draw(40, 40), torch.float32, protect_first=False)
+    hold(draw(40, 40), torch.float32, protect_first=False)
 
 
 def test_segments_with_state_are_the_whole():
@@ -229,10 +210,10 @@ def test_segments_with_state_are_the_whole():
     x = cast(tensors, torch.float32)
     whole_state = x["state"]
     grads = {"tau": 0.6}
-    actual = with_grads(in_pieces, x, **grads)
-    plain = with_grads(selective_attention_reference, x, **grads)
+    actual = with_grads(lambda t: run(in_pieces, t, **grads), x)
+    plain = with_grads(reference(**grads), x)
     exact = {name: t.double() for name, t in x.items()}
-    oracle = with_grads(selective_attention_reference, exact, **grads)
+    oracle = with_grads(reference(**grads), exact)
     for name, found in actual.items():
         if name != "grad state":  # handed to the pieces from outside
             assert_matches_oracle(name, found, plain[name], oracle[name], 40)
@@ -251,19 +232,6 @@ def test_no_token_changes_an_earlier_output_by_a_bit(dtype):
     assert_causal(function, joined.flatten(2), dim=1)
 
 
-def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit():
-    tensors = cast(draw(40, 40, batch=3), torch.float16)
-    whole = with_grads(selective_attention_fused, tensors, tile=SMALL)
-    again = with_grads(selective_attention_fused, tensors, tile=SMALL)
-    for name, x in whole.items():
-        assert torch.equal(x, again[name]), name
-    for row in range(3):
-        alone = {name: x[row : row + 1] for name, x in tensors.items()}
-        found = run(selective_attention_fused, alone, tile=SMALL)
-        for name in ("output", "last"):
-            assert torch.equal(found[name][0], whole[name][row]), name
-
-
 def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
     """A selector that hides everything within a few tokens; memory and state take part."""
     tensors = draw(queries, keys, selectors=1, state=state)
@@ -276,8 +244,8 @@ def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
 def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
     x = strong(queries, 96, state)
     options = {"tile": SMALL, "tau": 200.0}
-    skipped = with_grads(selective_attention_fused, x, **options)
-    whole = with_grads(selective_attention_fused, x, **options, skip=False)
+    skipped = with_grads(fused(**options), x)
+    whole = with_grads(fused(**options, skip=False), x)
     for name, found in whole.items():
         assert torch.equal(found, skipped[name]), name
 
@@ -306,7 +274,7 @@ def test_no_tile_with_weight_is_left_out(hidden, own, reach):
     x["q"][:, :, ::2] /= 100  # a block is as far from its bound as its farthest query
     x["selector_q"] *= 0
     x["state"][:, :, :16], x["state"][:, :, 16:] = hidden, own
-    found = against_oracle(x, torch.float32, tile=(16, 16, 16), protect_first=False)
+    found = hold(x, torch.float32, tile=(16, 16, 16), protect_first=False)
     far = found["output"][:, :, 1::2].double()
     expected = x["v"][:, :, :16].mean(2, keepdim=True).expand_as(far)
     torch.testing.assert_close(far, expected, rtol=0, atol=1e-6)
@@ -356,6 +324,9 @@ def test_the_message_names_the_limit():
     assert ask(dims=(300, 64, 64)) == "q has head dim 300, above 256"
     assert ask(dims=(64, 64, 300)) == "selector_q has head dim 300, above 256"
     assert ask(scale=-0.1) == "scale -0.1 is negative"
+    many = torch.empty(70_000, 1, 1, 16, device="meta")
+    expected = "batch is 70000, above 65535; split the batch"
+    assert launches.selective_attention_limit(many, many, many, 1.0) == expected
 
 
 @pytest.mark.parametrize(

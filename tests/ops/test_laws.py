@@ -2,16 +2,27 @@
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Mechanism, Shape, ragged
+from mechanisms import IMPLEMENTATIONS, MECHANISMS, Mechanism, Shape, ragged
+from oracle import against_oracle, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility
-from heedful.testing import assert_causal, assert_matches_oracle, peak_memory_mib
+from heedful.testing import assert_causal, assert_matches_oracle
 
-IMPLS = ("reference", "tiled")
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-each_impl = pytest.mark.parametrize("impl", IMPLS)
+each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+each_form = pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=str)
+pytestmark = pytest.mark.device
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(request: pytest.FixtureRequest) -> None:
+    """Laws of the fused form need its kernels, in the interpreter or on the GPU."""
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is not None and str(parameters.params.get("impl")) == "fused":
+        request.getfixturevalue("interpreted")
+        request.getfixturevalue("bfloat16")
 
 
 VISIBILITIES = {
@@ -37,57 +48,49 @@ def runs(keys: int) -> Tensor:
     return torch.stack([second, first.roll(2)])
 
 
-def with_grads(
-    mechanism: Mechanism, tensors: dict[str, Tensor], impl: str, visibility, **options
-) -> dict:
-    """Outputs and the gradient of a fixed functional of them in every tensor."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    outputs = mechanism.run(leaves | options, impl, visibility)
-    generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (
-            out.to(torch.float64) * torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        ).sum()
-        for out in outputs
-    )
-    grads = torch.autograd.grad(loss, list(leaves.values()))
-    named = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
-    return named | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+def run_by(mechanism: Mechanism, impl: str, visibility: Visibility | None = None, **options):
+    """The mechanism as a function of its tensors."""
+    return lambda x: mechanism.run(x | options, impl, visibility)
 
 
-def against_oracle(
+def hold(
     mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility, impl: str = "tiled"
 ) -> None:
     """Law 2 for one case."""
-    tensors = {name: x.to(dtype) for name, x in mechanism.draw(shape).items()}
-    actual = with_grads(mechanism, tensors, impl, visibility)
-    plain = with_grads(mechanism, tensors, "reference", visibility)
+    functions = (run_by(mechanism, name, visibility) for name in (impl, "reference"))
+    against_oracle(*functions, mechanism.draw(shape), dtype, f"{mechanism} {shape}")
+
+
+def assert_same(actual: Tensor, mechanism: Mechanism, tensors: dict[str, Tensor], impl, part=0):
+    """`actual` is what the mechanism makes of these tensors: in fp64, or by law 2 of the oracle."""
+    if impl.dtype == torch.float64:
+        expected = mechanism.run(tensors, impl.name)[part]
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
+        return
+    plain = mechanism.run(tensors, "reference")[part]
     exact = {name: x.double() for name, x in tensors.items()}
-    oracle = with_grads(mechanism, exact, "reference", visibility)
-    for name, x in actual.items():
-        assert_matches_oracle(
-            f"{mechanism} {name} {shape}", x, plain[name], oracle[name], shape.keys
-        )
+    oracle = mechanism.run(exact, "reference")[part]
+    assert_matches_oracle(str(mechanism), actual, plain, oracle, tensors["k"].shape[2])
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
-    against_oracle(mechanism, Shape().long(111), dtype, None)
+    hold(mechanism, Shape().long(111), dtype, None)
 
 
 @every
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
     monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
-    against_oracle(mechanism, Shape().long(111), torch.bfloat16, None)
+    hold(mechanism, Shape().long(111), torch.bfloat16, None)
 
 
 @every
 def test_fused_too_through_the_public_functions(mechanism, interpreted):
     """One case each; the fused kernels have test files of their own."""
     shape = Shape(batch=1).long(37)
-    against_oracle(mechanism, shape, torch.float32, Visibility(window=30), impl="fused")
+    hold(mechanism, shape, torch.float32, Visibility(window=30), impl="fused")
 
 
 @every
@@ -95,8 +98,8 @@ def test_fused_too_through_the_public_functions(mechanism, interpreted):
 def test_tiled_is_the_definition_in_fp64(mechanism, visible):
     visibility = VISIBILITIES[visible](150) if visible in VISIBILITIES else None
     tensors = mechanism.draw(Shape(queries=140, keys=150))
-    actual = with_grads(mechanism, tensors, "tiled", visibility)
-    expected = with_grads(mechanism, tensors, "reference", visibility)
+    actual = with_grads(run_by(mechanism, "tiled", visibility), tensors)
+    expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
     for name, x in actual.items():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
@@ -108,36 +111,37 @@ def test_scales_that_are_not_positive(mechanism, scale):
     """Also with identity parameters, where torch's own kernel runs."""
     tensors = mechanism.draw(Shape(batch=1).long(130))
     for given in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
-        actual = with_grads(mechanism, given, "tiled", None, scale=scale)
-        expected = with_grads(mechanism, given, "reference", None, scale=scale)
+        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), given)
+        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), given)
         for name, x in actual.items():
             size = expected[name].abs().max().item()
             torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
 
 
 @every
-def test_transposed_inputs_give_the_same_bits(mechanism):
-    """As models hand them over: [B, T, H, D] seen as [B, H, T, D]."""
-    tensors = {n: x.float() for n, x in mechanism.draw(Shape().long(100)).items()}
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS[1:], ids=str)
+def test_transposed_inputs_give_the_same_bits(mechanism, impl):
+    """As models hand them over: [B, T, H, D] seen as [B, H, T, D]; torch's own may differ."""
+    tensors = impl.draw(mechanism, Shape(), 100, torch.float32)
     transposed = {
         name: x.transpose(1, 2).contiguous().transpose(1, 2) if name in mechanism.per_token else x
         for name, x in tensors.items()
     }
-    actual = with_grads(mechanism, transposed, "tiled", None)
-    for name, x in with_grads(mechanism, tensors, "tiled", None).items():
+    actual = with_grads(run_by(mechanism, impl.name), transposed)
+    for name, x in with_grads(run_by(mechanism, impl.name), tensors).items():
         assert torch.equal(actual[name], x), name
 
 
 @every
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
-    against_oracle(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
+    hold(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
 
 
 @every
 @pytest.mark.parametrize("dim", [64, 96, 256])
 def test_head_dims(mechanism, dim):
-    against_oracle(mechanism, Shape(batch=1, dim=dim).long(70), torch.float32, None)
+    hold(mechanism, Shape(batch=1, dim=dim).long(70), torch.float32, None)
 
 
 @every
@@ -145,7 +149,7 @@ def test_head_dims(mechanism, dim):
 @pytest.mark.parametrize("visible", VISIBILITIES)
 def test_visibilities_and_cross_lengths(mechanism, visible, queries):
     shape = Shape(queries=queries, keys=150)
-    against_oracle(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
+    hold(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
 
 
 INTEGERS = [
@@ -181,7 +185,7 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
 def test_non_causal(mechanism):
-    against_oracle(mechanism, Shape().long(130), torch.float32, Visibility(causal=False))
+    hold(mechanism, Shape().long(130), torch.float32, Visibility(causal=False))
 
 
 @every
@@ -201,16 +205,22 @@ def test_gradients_by_finite_differences(mechanism, impl, visible):
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.identity], ids=str)
-@each_impl
+@each_form
 def test_identity_parameters_are_standard_attention(mechanism, impl):
-    tensors = mechanism.identity(mechanism.draw(Shape().long(130)))
-    expected = scaled_dot_product_attention(
-        tensors["q"], tensors["k"], tensors["v"], is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(mechanism.run(tensors, impl)[0], expected, rtol=1e-12, atol=1e-12)
+    tensors = mechanism.identity(impl.draw(mechanism, Shape(), 130))
+    found = mechanism.run(tensors, impl.name)[0]
+
+    def standard(x: dict[str, Tensor]) -> Tensor:
+        return scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True)
+
+    exact = standard({name: x.double() for name, x in tensors.items()})
+    if impl.dtype == torch.float64:
+        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+    else:
+        assert_matches_oracle(str(mechanism), found, standard(tensors), exact, 130)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@each_impl
 def test_differential_without_its_second_map_is_standard_attention(impl):
     mechanism = MECHANISMS[-1]
     tensors = mechanism.draw(Shape().long(70)) | {"lam": torch.zeros((), dtype=torch.float64)}
@@ -336,32 +346,27 @@ def test_gradients_under_positions_and_queries(mechanism):
 
 
 @every
-@each_impl
+@each_form
 def test_packed_documents_are_separate_documents(mechanism, impl):
-    lengths = [1, 40, 3, 66, 30]
-    shape = Shape(batch=1).long(sum(lengths))
-    tensors = mechanism.draw(shape)
+    lengths = impl.lengths
+    tensors = impl.draw(mechanism, Shape(batch=1), sum(lengths))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    packed = mechanism.run(tensors, impl, Visibility.packed(offsets))[0]
+    packed = mechanism.run(tensors, impl.name, Visibility.packed(offsets))[0]
     for start, length in zip(offsets.tolist(), lengths, strict=False):
+        rows = slice(start, start + length)
         alone = {
-            name: x[:, :, start : start + length] if name in mechanism.per_token else x
-            for name, x in tensors.items()
+            name: x[:, :, rows] if name in mechanism.per_token else x for name, x in tensors.items()
         }
-        torch.testing.assert_close(
-            packed[:, :, start : start + length],
-            mechanism.run(alone, impl)[0],
-            rtol=1e-11,
-            atol=1e-12,
-        )
+        assert_same(packed[:, :, rows], mechanism, alone, impl)
 
 
 @every
-@each_impl
+@each_form
 def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
-    tensors = mechanism.draw(Shape().long(100))
-    visibility = Visibility(padding=ragged(100)[2])
-    padded = mechanism.run(tensors, impl, visibility)[0]
+    tokens = impl.at_most(100)
+    tensors = impl.draw(mechanism, Shape(), tokens)
+    visibility = Visibility(padding=ragged(tokens)[2])
+    padded = mechanism.run(tensors, impl.name, visibility)[0]
     for row in range(2):
         real = visibility.padding[row]
         assert bool((padded[row][:, ~real] == 0).all())
@@ -369,16 +374,14 @@ def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
             name: x[row : row + 1, :, real] if name in mechanism.per_token else x
             for name, x in tensors.items()
         }
-        torch.testing.assert_close(
-            padded[row][:, real], mechanism.run(alone, impl)[0][0], rtol=1e-11, atol=1e-12
-        )
+        assert_same(padded[row : row + 1, :, real], mechanism, alone, impl)
 
 
 @every
-@each_impl
+@each_form
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
-    tensors = mechanism.draw(Shape(key_heads=key_heads).long(70))
+    tensors = impl.draw(mechanism, Shape(key_heads=key_heads), 70)
     repeated = dict(tensors)
     if str(mechanism) == "differential":
         pairs = tensors["k"].unflatten(1, (-1, 2)).repeat_interleave(4 // key_heads, dim=1)
@@ -386,18 +389,16 @@ def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
     else:
         repeated["k"] = tensors["k"].repeat_interleave(4 // key_heads, dim=1)
     repeated["v"] = tensors["v"].repeat_interleave(4 // key_heads, dim=1)
-    for grouped, full in zip(
-        mechanism.run(tensors, impl), mechanism.run(repeated, impl), strict=True
-    ):
-        torch.testing.assert_close(grouped, full, rtol=1e-12, atol=1e-13)
+    for part, grouped in enumerate(mechanism.run(tensors, impl.name)):
+        assert_same(grouped, mechanism, repeated, impl, part)
 
 
 @every
-@each_impl
+@each_form
 def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, impl):
-    tensors = {n: x.float() for n, x in mechanism.draw(Shape(batch=3).long(100)).items()}
-    whole = with_grads(mechanism, tensors, impl, None)
-    again = with_grads(mechanism, tensors, impl, None)
+    tensors = impl.draw(mechanism, Shape(batch=3), 100, torch.float32)
+    whole = with_grads(run_by(mechanism, impl.name), tensors)
+    again = with_grads(run_by(mechanism, impl.name), tensors)
     for name, x in whole.items():
         assert torch.equal(x, again[name]), name
     for row in range(3):
@@ -405,7 +406,7 @@ def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, 
             name: x[row : row + 1] if name in mechanism.per_token else x
             for name, x in tensors.items()
         }
-        assert torch.equal(mechanism.run(alone, impl)[0][0], whole["output 0"][row])
+        assert torch.equal(mechanism.run(alone, impl.name)[0][0], whole["output 0"][row])
 
 
 @every
@@ -414,9 +415,9 @@ def test_autocast_casts_the_inputs_and_nothing_else(mechanism, impl):
     tensors = {n: x.float() for n, x in mechanism.draw(Shape(batch=1).long(100)).items()}
     tokens = [name for name in tensors if name in mechanism.per_token]
     half = {n: x.bfloat16() if n in tokens else x for n, x in tensors.items()}
-    expected = with_grads(mechanism, half, impl, None)
+    expected = with_grads(run_by(mechanism, impl, None), half)
     with torch.autocast("cpu", torch.bfloat16):
-        actual = with_grads(mechanism, tensors, impl, None)
+        actual = with_grads(run_by(mechanism, impl, None), tensors)
     for name, x in actual.items():
         assert torch.equal(x, expected[name].to(x.dtype)), name
         assert name.startswith("grad") or x.dtype == expected[name].dtype
@@ -437,74 +438,3 @@ def test_how_far_nan_reaches(mechanism, impl, part):
     if part != "v" and not {"conv", "post_conv"} & tensors.keys():
         assert torch.equal(after[0, :, :60], before[0, :, :60])
         assert torch.equal(after[0, :, 61:], before[0, :, 61:])
-
-
-PROGRAM = """
-import torch
-from heedful.ops import *
-torch.manual_seed(0)
-T = {tokens}
-q, k, v = (torch.randn(1, {heads}, T, {dim}, requires_grad={train}) for _ in range(3))
-c = torch.randn({heads}, 6, 11, requires_grad={train})
-m = torch.randn(1, {heads}, {heads}, requires_grad={train})
-def attend(q, k, v):
-    out = {call}
-    if {train}:
-        out.sum().backward()
-attend(*(x[:, :, :70].detach().requires_grad_({train}) for x in (q, k, v)))  # imports and pools
-def run():
-    attend(q, k, v)
-"""
-CALLS = {
-    "mta-pre": "multi_token_attention(q, k, v, conv=c, impl='{impl}')",
-    "mta": "multi_token_attention(q, k, v, conv=c, post_conv=c, mix=m, post_mix=m, impl='{impl}')",
-    "selective": "selective_attention(q, k, v, tau=1.0, impl='{impl}').output",
-    "differential": "differential_attention(q, k, torch.cat([v[:, ::2], v[:, 1::2]], -1), "
-    "lam=torch.tensor(0.5), impl='{impl}')",
-}
-
-
-def peak(name: str, impl: str, tokens: int, train: bool, heads: int = 8, dim: int = 64) -> float:
-    sizes = {"tokens": tokens, "heads": heads, "dim": dim}
-    call = CALLS[name].format(impl=impl)
-    return peak_memory_mib(PROGRAM.format(call=call, train=train, **sizes))
-
-
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
-def test_peak_memory_grows_linearly(name, train):
-    short, long = (peak(name, "tiled", tokens, train) for tokens in (1024, 4096))
-    assert long < 5 * short, (short, long)
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
-def test_a_map_in_memory_shows_up_in_this_measure(train):
-    tiled, dense = (peak("mta-pre", impl, 2048, train) for impl in ("tiled", "reference"))
-    assert dense > 4 * tiled, (dense, tiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
-def test_long_rows_of_selective_attention(train):
-    """Few and narrow heads: beside them anything kept per block of queries would show."""
-    short, long = (
-        peak("selective", "tiled", tokens, train, heads=2, dim=32) for tokens in (8192, 32768)
-    )
-    assert long < 4.5 * short, (short, long)
-
-
-@every
-def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
-    def kept(tokens: int) -> int:
-        sizes = []
-        tensors = mechanism.draw(Shape(batch=1).long(tokens))
-        leaves = {name: x.requires_grad_() for name, x in tensors.items()}
-        pack = torch.autograd.graph.saved_tensors_hooks(
-            lambda x: sizes.append(x.numel()) or x, lambda x: x
-        )
-        with pack:
-            mechanism.run(leaves, "tiled")
-        return sum(sizes)
-
-    one, two, three = (kept(tokens) for tokens in (128, 256, 384))
-    assert three - two == two - one

@@ -62,8 +62,9 @@ def operand(x: Tensor) -> Tensor:
 
 
 def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:
-    """`a @ b` in the precision of `b`, an operand; widened."""
-    return widen(a.to(b.dtype) @ b)
+    """`a @ b` in the precision of the narrower of both, an operand; widened."""
+    dtype = b.dtype if b.element_size() < a.element_size() else a.dtype
+    return widen(a.to(dtype) @ b.to(dtype))
 
 
 def scores(

@@ -171,7 +171,9 @@ def attend_backward(
     grad: Float[Tensor, "B H Tq Dv"], x: Operands, steps: TileSteps
 ) -> tuple[Tensor, Tensor, Tensor, Parameters]:
     """Gradients of q, k, v and the parameters, in the precision of the sums."""
-    dq, dk, dv = (_zeros(t, t.shape[3]) for t in (x.q, x.k, x.v))
+    dq = _zeros(x.q, x.q.shape[3])
+    # Transposed, as a CPU's product is a quarter faster when its long side comes last.
+    dk, dv = (_zeros(t.mT, t.shape[2]) for t in (x.k, x.v))
     sums = Parameters(*(None if t is None else torch.zeros_like(t) for t in x.parameters))
     for block in _row_blocks(x, steps):
         made = _probabilities(x, steps, block)
@@ -181,9 +183,9 @@ def attend_backward(
         d = _before_softmax_backward(d, made, x, steps, block, sums)
         read = _cut(block.read)
         dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
-        dk[:, :, block.keys] += steps.product(d.mT, x.q[:, :, read])
+        dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
         del made, d
-    return dq.mul_(x.scale), dk.mul_(x.scale), dv, sums
+    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, sums
 
 
 def _after_softmax_backward(
@@ -198,7 +200,7 @@ def _after_softmax_backward(
     out_grad = grad[:, :, _cut(block.write)]
     a = _convolved(p, x, steps, block)
     mixed = a if post_mix is None else steps.mix(a, post_mix)
-    dv[:, :, block.keys] += steps.product(mixed.mT, out_grad)
+    dv[..., block.keys] += steps.product(out_grad.mT, mixed)
     del mixed
     d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
     if post_mix is not None:
@@ -302,7 +304,8 @@ def gradients(
     dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
     grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
     return tuple(
-        q.new_empty(0) if x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)
+        q.new_empty(0) if x is None else g.to(x.dtype).contiguous()
+        for g, x in zip(grads, inputs, strict=True)
     )
 
 

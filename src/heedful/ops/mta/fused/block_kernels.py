@@ -156,13 +156,15 @@ def softmax_kernel(
     total = tl.zeros((BM,), tl.float32)
     for start in range(0, columns, BN):
         j = start + tl.arange(0, BN)
-        kept = (n < rows)[:, None] & (j < columns)[None, :]
-        kept &= visible_tile(
+        inside = (n < rows)[:, None] & (j < columns)[None, :]
+        kept = inside & visible_tile(
             segments, row_stride, tile // heads, first_row + n, first_column + j, tokens, CAUSAL,
             WINDOW, SEGMENTS,
         )  # fmt: skip
-        at = logits + n[:, None] * columns + j[None, :]
-        x = tl.load(at, mask=kept, other=float("-inf")).to(tl.float32)
+        # What is hidden is loaded too: with a mask along the diagonal no load could be wide.
+        at = n[:, None] * columns + j[None, :]
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(kept, x, float("-inf"))
         highest = tl.maximum(top, tl.max(x, 1))
         level = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - level) + tl.sum(tl.exp(x - level[:, None]), 1)
@@ -177,7 +179,8 @@ def softmax_kernel(
             WINDOW, SEGMENTS,
         )  # fmt: skip
         at = n[:, None] * columns + j[None, :]
-        x = tl.load(logits + at, mask=kept, other=float("-inf")).to(tl.float32)
+        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.where(kept, x, float("-inf"))
         weight = tl.exp(x - level[:, None]) / total[:, None]
         tl.store(p + at, weight.to(p.dtype.element_ty), mask=inside)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from heedful.ops.common.precision import widen, without_autocast
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.mta.convolution import Parameters, TileSteps, mix
+from heedful.ops.mta.convolution import Parameters, TileSteps, grouped, mix
 from heedful.ops.mta.fused.block_kernels import (
     WIDTH,
     blank_kernel,
@@ -138,11 +138,11 @@ class TritonSteps(TileSteps):
         narrow = weights.to(x.dtype)
         if not last:
             return mix(x, narrow)
-        heads_last = _grouped(x, weights)
+        heads_last = grouped(x, weights)
         return self.product(narrow.expand(len(x), -1, -1, -1), heads_last).reshape(x.shape)
 
     def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        dweights = self.product(_grouped(grad, weights), _grouped(x, weights).mT).sum(0)
+        dweights = self.product(grouped(grad, weights), grouped(x, weights).mT).sum(0)
         return mix(grad, weights.mT.to(grad.dtype)), dweights
 
     def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
@@ -184,11 +184,6 @@ class TritonSteps(TileSteps):
         _, rows, columns = kernel.shape
         documents = self.scope.sight.documents
         return self._tokens | {"R": rows, "C": columns, "SEGMENTS": documents}
-
-
-def _grouped(x: Tensor, weights: Tensor) -> Tensor:
-    """A tile as `[B, groups, heads of a group, entries]`."""
-    return x.unflatten(1, weights.shape[:2]).flatten(3)
 
 
 def multi_token_attention_blocks(

@@ -1,0 +1,52 @@
+"""How the laws hold a function against its definition: outputs and gradients, in fp64 as oracle."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from heedful.testing import assert_matches_oracle
+
+Tensors = dict[str, Tensor]
+Function = Callable[[Tensors], Tensor | tuple[Tensor | None, ...] | dict[str, Tensor | None]]
+
+
+def fixed(like: Tensor) -> Tensor:
+    """The same normal numbers at every call, in fp64, on any device."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(like.device)
+
+
+def with_grads(function: Function, tensors: Tensors) -> Tensors:
+    """What the function gives, and the gradient of a fixed functional of that in every tensor."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    found = function(leaves)
+    if isinstance(found, Tensor):
+        found = {"output": found}
+    elif isinstance(found, tuple):
+        found = {f"output {i}": x for i, x in enumerate(found)}
+    found = {name: x for name, x in found.items() if x is not None}
+    loss = sum((x.double() * fixed(x)).sum() for x in found.values())
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    grads = {f"grad {name}": x for name, x in zip(leaves, grads, strict=True)}
+    return {name: x.detach() for name, x in found.items()} | grads
+
+
+def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """In this precision; a state stays in that of the sums."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {name: x.to(wide if name == "state" else dtype) for name, x in tensors.items()}
+
+
+def against_oracle(
+    function: Function, reference: Function, tensors: Tensors, dtype: torch.dtype, about: str = ""
+) -> Tensors:
+    """Law 2: the function errs at most twice as much as its definition; returns what it found."""
+    given = cast(tensors, dtype)
+    actual, plain = with_grads(function, given), with_grads(reference, given)
+    exact = with_grads(reference, {name: x.double() for name, x in given.items()})
+    for name, x in actual.items():
+        terms = given["k"].shape[2]
+        assert_matches_oracle(f"{about} {name}", x, plain[name], exact[name], terms)
+    return actual
