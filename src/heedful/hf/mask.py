@@ -1,10 +1,10 @@
 """What transformers says of visibility, turned into a `Visibility` and held against it.
 
 transformers asks a registered function once per forward pass for the mask of each kind of layer,
-and hands the answer to every attention layer. `seen` is that function. What the family's
-own mask function says is read at few places: which token sees the one before it gives documents
-and chunks, and a few whole rows are compared with the `Visibility` that goes on in its place. What
-a `Visibility` cannot express is refused.
+and hands the answer to every attention layer. `seen` is that function. What the family's own mask
+function says is read at few places: which token sees the one before it gives documents and chunks,
+which sees the one after it gives images, and a few whole rows are compared with the `Visibility`
+that goes on in its place. What a `Visibility` cannot express is refused.
 
 transformers looks for packed documents only where there is neither a mask nor a cache, and else
 lets them see each other. So `ReadCall` reads the positions before the model does.
@@ -118,7 +118,6 @@ def visibility_for(
     packed = getattr(_given, "documents", None)
     if mask_function is causal_mask_function:
         return Visibility(documents=packed, padding=padding)
-
     if mask_function is bidirectional_mask_function:
         return Visibility(causal=False, documents=packed, padding=padding)
 
@@ -265,9 +264,13 @@ def _positions(given: dict) -> Int[Tensor, "#B T"] | None:
     tokens = _tokens(given)
     if tokens is None:
         return None
+    return (torch.arange(tokens.shape[1], device=tokens.device) + _held(given))[None]
+
+
+def _held(given: dict) -> int:
+    """How many tokens the cache has seen."""
     cache = given.get("past_key_values")
-    seen = 0 if cache is None else cache.get_seq_length()
-    return (torch.arange(tokens.shape[1], device=tokens.device) + seen)[None]
+    return 0 if cache is None else cache.get_seq_length()
 
 
 def _tokens(given: dict) -> Tensor | None:
@@ -288,11 +291,13 @@ def _documents(given: dict) -> Int[Tensor, "B T"] | None:
             "past_key_values holds packed documents, and a new token would see all of them; "
             "generate from one document per row"
         )
-    seen = 0 if cache is None else cache.get_seq_length()
+    held = _held(given)
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return _from_offsets(given) if seen == 0 else None
+        return None if held else _from_offsets(given)
     tokens = positions.shape[1]
+    if held and tokens == 1 and not is_tracing(positions) and not bool((positions == 0).any()):
+        return None  # a step of generation: nothing starts again
     masked = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens
     real = mask[:, -tokens:].to(positions.device).bool() if masked else positions == positions
     token = torch.arange(tokens, device=positions.device).expand(real.shape)
@@ -301,7 +306,7 @@ def _documents(given: dict) -> Int[Tensor, "B T"] | None:
     positions = positions.expand(real.shape)
     previous = positions.gather(1, before.clamp(min=0))
     starts = real & (before >= 0) & (positions <= previous)
-    if seen:
+    if held:
         earlier = mask[:, :-tokens].bool().any(1, keepdim=True) if masked else True
         first = real & (before < 0) & (positions == 0) & earlier
         _require(

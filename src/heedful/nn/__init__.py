@@ -2,7 +2,15 @@
 
 from heedful.nn.differential import Differential, DifferentialAttention
 from heedful.nn.layer import Given, Layer, LayerOutput, Maps
-from heedful.nn.mechanisms import NAMES, TABLE, Mechanism, Row, from_json, mechanism, to_json
+from heedful.nn.mechanisms import (
+    NAMES,
+    TABLE,
+    Mechanism,
+    MechanismRow,
+    from_json,
+    mechanism,
+    to_json,
+)
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape
@@ -19,9 +27,9 @@ __all__ = [
     "LayerOutput",
     "Maps",
     "Mechanism",
+    "MechanismRow",
     "MultiToken",
     "MultiTokenAttention",
-    "Row",
     "Selective",
     "SelectiveAttention",
     "Standard",

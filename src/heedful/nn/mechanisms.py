@@ -22,7 +22,7 @@ Draw = Callable[[Leaves], Leaves]
 """From q, k and v of one shape, `[B, H, T, D]` in fp64, all tensors of one call of an operator."""
 
 
-class Row(NamedTuple):
+class MechanismRow(NamedTuple):
     """One named mechanism.
 
     name: for `convert` and the command line.
@@ -76,8 +76,8 @@ def _pairs(leaves: Leaves) -> Leaves:
 _BOTH = {"conv": (6, 11), "post_conv": (6, 11), "mix": "all", "post_mix": "all"}
 
 TABLE = (
-    Row("standard", Standard(), True, "softmax attention, the baseline"),
-    Row(
+    MechanismRow("standard", Standard(), True, "softmax attention, the baseline"),
+    MechanismRow(
         "mta",
         MultiToken(),
         True,
@@ -91,21 +91,21 @@ TABLE = (
             "mta": _inputs(**_BOTH),
         },
     ),
-    Row(
+    MechanismRow(
         "mta-published",
         MultiToken.published(),
         False,
         "the same with norm and gate, as in the paper",
         multi_token_attention,
     ),
-    Row(
+    MechanismRow(
         "mta-v1",
         MultiToken.v1(),
         False,
         "the paper's first version",
         multi_token_attention,
     ),
-    Row(
+    MechanismRow(
         "talking-heads",
         TalkingHeads(),
         True,
@@ -113,7 +113,7 @@ TABLE = (
         multi_token_attention,
         {"talking-heads": _inputs(mix="all", post_mix="all")},
     ),
-    Row(
+    MechanismRow(
         "selective",
         Selective(),
         False,
@@ -121,7 +121,7 @@ TABLE = (
         selective_attention,
         {"selective": lambda leaves: leaves},
     ),
-    Row(
+    MechanismRow(
         "differential",
         Differential(),
         False,

@@ -27,7 +27,8 @@ def exhibits_of(
         key=lambda at: _sharpness(looks[at[0]], at[1]),
     )
     weights = looks[layer].weights[head].numpy()
-    yield MapExhibit(name, mechanism, layer, head, tokens, weights)
+    unit = "head" if len(looks[layer].weights) == model.config.num_attention_heads else "pair"
+    yield MapExhibit(name, mechanism, layer, head, tokens, weights, unit=unit)
     hiding = {i: seen for i, seen in looks.items() if seen.hiding is not None}
     if hiding:
         layer = max(hiding, key=lambda i: hiding[i].hidden.sum().item())

@@ -61,6 +61,7 @@ class MapExhibit(NamedTuple):
         tokens: the text of each token.
         weights: `[T, T]`, query by key.
         rows: the queries to show; None shows all.
+        unit: what `head` counts: heads, or pairs of them that share a map.
     """
 
     task: str
@@ -70,6 +71,7 @@ class MapExhibit(NamedTuple):
     tokens: Sequence[str]
     weights: ArrayLike
     rows: Sequence[int] | None = None
+    unit: str = "head"
 
 
 class HidingExhibit(NamedTuple):
@@ -278,7 +280,7 @@ def kernels(exhibit: KernelExhibit, scale: float) -> "Figure":
     return figure
 
 
-def mix(exhibit: MixExhibit) -> "Figure":
+def mixing(exhibit: MixExhibit) -> "Figure":
     """A head-mixing matrix, output heads down and input heads across."""
     weight = array("matrix", exhibit.matrix, None, None)
     scale = float(np.abs(weight).max()) or 1.0
@@ -296,7 +298,7 @@ def mix(exhibit: MixExhibit) -> "Figure":
     return figure
 
 
-def attention(exhibit: MapExhibit) -> "Figure":
+def attention_map(exhibit: MapExhibit) -> "Figure":
     """An attention map, queries down and keys across, labelled by tokens where they fit.
 
     Weights below zero, which a convolution after the softmax can give, get a diverging colour map.

@@ -223,18 +223,18 @@ def _gallery(exhibits: list[Exhibit], everything: list[Exhibit]) -> str:
 def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
     where = f"{exhibit.mechanism}, layer {exhibit.layer}"
     if isinstance(exhibit, MapExhibit):
-        text = f"{where}, head {exhibit.head}: attention weights. Grey: later keys."
+        text = f"{where}, {exhibit.unit} {exhibit.head}: attention weights. Grey: later keys."
         if np.min(exhibit.weights) >= 0:
             text += " Colours by the square root of the weight, so that small ones show."
         if exhibit.rows is not None:
             text += " Chosen queries only."
-        return _picture(figures.attention(exhibit), text)
+        return _picture(figures.attention_map(exhibit), text)
     side = {"pre": "before", "post": "after"}.get(exhibit.kind)
     if side is None:
         raise ValueError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
     if isinstance(exhibit, MixExhibit):
         text = f"{where}: head mixing {side} the softmax."
-        return _picture(figures.mix(exhibit), text)
+        return _picture(figures.mixing(exhibit), text)
     same = [
         np.abs(array("kernels", e.kernels, None, None, None)).max()
         for e in everything
