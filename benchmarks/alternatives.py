@@ -112,8 +112,8 @@ def brief(alternatives: tuple[Alternative, ...]) -> list[Alternative]:
     """One of each kind."""
     kinds = {}
     for x in alternatives:
-        places = tuple(place for place, _ in x.changes)
-        kinds.setdefault((x.impl, x.way, places, x.mechanism if not places else ""), x)
+        places = {place.rpartition(".")[0] for place, _ in x.changes}
+        kinds.setdefault((x.impl, x.way, x.mechanism, *sorted(places)), x)
     return list(kinds.values())
 
 

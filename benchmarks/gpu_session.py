@@ -359,7 +359,7 @@ def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
             config |= {"alternative": x.about, "way": x.way, "compiler": sizes.compiler}
             name = f"{x.mechanism} {x.impl} {x.about or 'as it is'} {tokens}"
             yield SessionCase(name, config, partial(measure, sizes, x, tokens))
-        for mechanism in ("mta-pre", "mta", "talking-heads", "selective"):
+        for mechanism in ("mta", "selective") if sizes.brief else MECHANISMS:
             config = config_of(sizes, mechanism, "fused", passed, tokens)
             parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
             yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)

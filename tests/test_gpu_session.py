@@ -1,6 +1,7 @@
 """The session for a GPU works before there is one: every stage at small sizes, and what goes wrong
 on the way is on record."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -31,10 +32,9 @@ assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 wa
 """
 
 
-@pytest.fixture(scope="module")
-def records(tmp_path_factory) -> list[dict]:
+def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
     """In one process without the hooks of the tests, but for the fourth stage, by its command."""
-    out = tmp_path_factory.mktemp("session") / "records.jsonl"
+    out = tmp_path / "records.jsonl"
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     script = str(BENCHMARKS / "gpu_session.py")
@@ -42,32 +42,25 @@ def records(tmp_path_factory) -> list[dict]:
     for words in (["-c", ALL_STAGES, str(BENCHMARKS), str(out)], command):
         done = subprocess.run([sys.executable, *words], env=clean, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-    return read(out)
+    records = read(out)
+    for stage in range(1, 7):
+        check_stage([record for record in records if record["stage"] == stage], stage)
+    check_numbers(records)
 
 
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("gpu_session", BENCHMARKS / "gpu_session.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_session"] = module  # its dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("stage", range(1, 7))
-def test_a_stage_measures_all_its_cases(records, stage):
-    these = [record for record in records if record["stage"] == stage]
-    assert these
+def check_stage(these: list[dict], stage: int) -> None:
+    assert these, stage
     wrong = {r["case"]: r["error"] for r in these if r["status"] != "measured"}
     graphs = {case for case in wrong if "CUDA graph" in case}
     assert all(wrong.pop(case).endswith("CUDA graphs need a GPU") for case in graphs)
-    assert not wrong and len(graphs) == (10 if stage == 3 else 0)
+    assert not wrong and len(graphs) == (10 if stage == 3 else 0), stage
     for record in these:
         assert record["config"]["device"] == "cpu"
         assert {"command", "commit", "machine", "versions"} <= set(record["environment"])
 
 
-def test_the_laws_run_and_every_operator_is_timed_beside_sdpa(records):
+def check_numbers(records: list[dict]) -> None:
+    """The laws run, and every operator is timed beside SDPA."""
     (laws,) = (record["numbers"] for record in records if record["case"] == "laws")
     assert laws["exit_code"] == 0 and laws["passed"] >= 4 and not laws["failures"]
     for stage, passes in ((2, 2), (4, 2), (6, 1)):
@@ -80,6 +73,15 @@ def test_the_laws_run_and_every_operator_is_timed_beside_sdpa(records):
     assert impls == {"FLASH_ATTENTION", "tiled"}, "the faster one here is not the interpreter"
     steps = [r["numbers"] for r in records if r["stage"] == 5]
     assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("gpu_session", BENCHMARKS / "gpu_session.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_session"] = module  # its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_outcomes_of_tests_are_read_with_and_without_workers(program):
@@ -96,6 +98,16 @@ def test_outcomes_of_tests_are_read_with_and_without_workers(program):
         "tests/ops/b.py::test_three[z]": "PASSED",
         "tests/ops/b.py::test_four": "ERROR",
     }
+
+
+def test_what_alternatives_replace_is_there(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    table = importlib.import_module("alternatives").ALTERNATIVES
+    places = {place for alternative in table for place, _ in alternative.changes}
+    assert len(places) == 8 and len(set(table)) == len(table)
+    for place in places:
+        module, _, name = place.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), place
 
 
 def test_a_gpu_is_asked_for_in_vain(program, capsys):
