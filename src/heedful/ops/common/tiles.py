@@ -233,6 +233,14 @@ def spread_heads(x: Float[Tensor, "B Hk T D"], heads: int) -> Float[Tensor, "B H
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
+def finished(grads: list[Tensor], like: Tensor) -> Tensor:
+    """The first of these gradients, taken off the list, as that of an input: its heads and dtype.
+
+    A list, so that nothing holds a gradient any more when the next one is copied.
+    """
+    return gather_heads(grads.pop(0), like.shape[1]).to(like.dtype).contiguous()
+
+
 def gather_heads(x: Float[Tensor, "B H T D"], heads: int) -> Float[Tensor, "B Hk T D"]:
     """Sum over each group of query heads: the transpose of `spread_heads`."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

@@ -102,7 +102,9 @@ class TileSteps:
         return softmax_(logits.contiguous(), self.scope.hidden(rows, columns))
 
     def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
-        return torch._softmax_backward_data(grad, p, -1, grad.dtype)
+        """In place; every row is summed up before it is written."""
+        grad = grad.contiguous()
+        return torch._softmax_backward_data(grad, p, -1, grad.dtype, grad_input=grad)
 
     def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
         return self.scope.row_documents(rows.start - kernel.shape[1] + 1, rows.stop)

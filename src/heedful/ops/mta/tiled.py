@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.precision import widen, without_autocast
-from heedful.ops.common.tiles import Scope, Sight, gather_heads, row_blocks, spread_heads
+from heedful.ops.common.tiles import Scope, Sight, finished, row_blocks, spread_heads
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, TileSteps
 from heedful.ops.mta.wide import LowRank, flash_attention, identity_attention, low_rank
@@ -301,12 +301,11 @@ def gradients(
     """Gradients of q, k, v and the parameters in their dtypes; empty where none was given."""
     q, k, v, *parameters = inputs
     x = operands(q, k, v, Parameters(*parameters), scale, steps)
-    dq, dk, dv, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
-    grads = (dq, gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1]), *sums)
-    return tuple(
-        q.new_empty(0) if x is None else g.to(x.dtype).contiguous()
-        for g, x in zip(grads, inputs, strict=True)
-    )
+    *grads, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    found = [finished(grads, t) for t in (q, k, v)]
+    for g, t in zip(sums, parameters, strict=True):
+        found.append(q.new_empty(0) if t is None else g.to(t.dtype))
+    return tuple(found)
 
 
 def gradients_fake(grad, *inputs):

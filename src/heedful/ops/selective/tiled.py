@@ -22,7 +22,7 @@ from heedful.ops.common.tiles import (
     Hidden,
     Scope,
     Sight,
-    gather_heads,
+    finished,
     row_blocks,
     softmax_,
     spread_heads,
@@ -296,14 +296,8 @@ def _tiled_backward(
     x = operands(
         q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
     )
-    dq, dk, dv, dsq, dsk, later = attend_backward(
-        operand(grad), grad_state, grad_memory, x, pair, tau
-    )
-    dk, dv = gather_heads(dk, k.shape[1]), gather_heads(dv, v.shape[1])
-    inputs = (q, k, v, selector_q, selector_k)
-    grads = (dq, dk, dv, dsq, dsk)
-    grads = [g.to(i.dtype).contiguous() for g, i in zip(grads, inputs, strict=True)]
-    return *grads, later
+    *grads, later = attend_backward(operand(grad), grad_state, grad_memory, x, pair, tau)
+    return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), later
 
 
 @_tiled_backward.register_fake
