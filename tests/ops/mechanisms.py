@@ -159,6 +159,10 @@ class Implementation:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def interpreted(self) -> bool:
+        return self.name == "fused" and not ON_GPU
+
     def at_most(self, tokens: int) -> int:
         return tokens if self.most is None else min(tokens, self.most)
 

@@ -55,7 +55,14 @@ def hold(parameters, queries, keys, dtype, visibility, dim=16) -> None:
     against_oracle(fused(visibility), lambda x: run(reference, x, visibility), tensors, dtype)
 
 
-@pytest.mark.parametrize("parameters", [POST, FULL, TALKING], ids=["post", "full", "talking"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [POST, pytest.param(FULL, marks=slow), TALKING],
+    ids=["post", "full", "talking"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_it_errs_at_most_twice_as_much_as_the_definition(parameters, dtype):
     hold(parameters, 71, 71, dtype, Visibility())
@@ -78,7 +85,9 @@ def test_visibilities_and_cross_lengths(queries, visible):
     hold(FULL, queries, 70, torch.float32, visible)
 
 
-@pytest.mark.parametrize(("tokens", "dim"), [(1, 16), (3, 5), (17, 96), (65, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "dim"), [(1, 16), (3, 5), (17, 96), pytest.param(65, 16, marks=slow)]
+)
 def test_odd_sizes(tokens, dim):
     hold(FULL, tokens, tokens, torch.float32, Visibility(), dim)
 

@@ -12,7 +12,12 @@ from heedful.testing import assert_causal, assert_matches_oracle
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
-each_form = pytest.mark.parametrize("impl", IMPLEMENTATIONS, ids=str)
+# In the interpreter each law takes the fused form half a minute and more; on a GPU, no time.
+FORMS = [
+    pytest.param(impl, marks=pytest.mark.slow if impl.interpreted else ())
+    for impl in IMPLEMENTATIONS
+]
+each_form = pytest.mark.parametrize("impl", FORMS, ids=str)
 pytestmark = pytest.mark.device
 
 
@@ -119,7 +124,7 @@ def test_scales_that_are_not_positive(mechanism, scale):
 
 
 @every
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS[1:], ids=str)
+@pytest.mark.parametrize("impl", FORMS[1:], ids=str)
 def test_transposed_inputs_give_the_same_bits(mechanism, impl):
     """As models hand them over: [B, T, H, D] seen as [B, H, T, D]; torch's own may differ."""
     tensors = impl.draw(mechanism, Shape(), 100, torch.float32)
