@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
 TEXT, LONGER = RESULTS / "text-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
+TILED = RESULTS / "operators-tiled-cpu.jsonl"
 HALF = RESULTS / "operators-cpu-bf16.jsonl"
 
 
@@ -31,6 +32,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "bench": lambda: bench("forward+backward"),
         "bench-forward": lambda: bench("forward"),
         "bench-decode": lambda: bench("decode"),
+        "bench-tiled": tiled,
         "bench-bf16": half,
         "bench-peers": peers,
     }
@@ -130,6 +132,27 @@ def bench(passed: str) -> str:
     memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
     parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", _origin(records)]
     return "\n\n".join(parts)
+
+
+def tiled() -> str:
+    """The tiled forms alone beside SDPA, one row of long inputs and four rows in both layouts."""
+    if not TILED.is_file():
+        return _missing(TILED)
+    records = [json.loads(line) for line in TILED.read_text().splitlines()]
+    kinds = list(dict.fromkeys(map(_kind, records)))
+    cases = {(r["mechanism"], *_kind(r)): r for r in records}
+    names = dict.fromkeys(r["mechanism"] for r in records if r["mechanism"] != "sdpa")
+    head = ["mechanism", *(f"B {b}, T {t:,}, {layout}" for b, t, layout in kinds)]
+    lines = [
+        [name, *(_number(cases[name, *kind], "sdpa_ratio", " ×") for kind in kinds)]
+        for name in names
+    ]
+    about = "Forward and backward, × SDPA on the same inputs in the same run."
+    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+
+
+def _kind(record: dict) -> tuple[int, int, str]:
+    return record["config"]["batch"], record["tokens"], record["config"]["layout"]
 
 
 def half() -> str:
