@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import peft
 import pytest
 import torch
 from families import logits, stir, tiny, tokens
@@ -10,14 +11,13 @@ from families import logits, stir, tiny, tokens
 import heedful
 from heedful.nn import Differential, MultiToken, Selective
 
-peft = pytest.importorskip("peft")
-
 CONFIGS = {
     "mta-published": MultiToken.published(),
     "selective-bilinear": Selective(selector="bilinear"),
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
 }
+MERGED = 1e-5  # the merge rounds the weights to fp32, which moved the logits by 1e-6
 every = pytest.mark.parametrize("name", CONFIGS)
 
 
@@ -45,7 +45,7 @@ def test_adapters_reach_the_linear_layers_of_a_mechanism(name):
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
     adapted = logits(model, ids)
     merged = model.merge_and_unload()
-    torch.testing.assert_close(logits(merged, ids), adapted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(merged, ids), adapted, rtol=0, atol=MERGED)
     assert merged._heedful.mechanism == CONFIGS[name]
 
 
@@ -67,7 +67,7 @@ def test_an_adapter_with_the_mechanism_trains_saves_and_reloads_it(name, tmp_pat
     merged = again.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     loaded = heedful.load(tmp_path / "merged")
-    torch.testing.assert_close(logits(loaded, ids), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=0, atol=MERGED)
 
 
 def test_an_adapter_that_would_lose_the_mechanism_is_warned_about():

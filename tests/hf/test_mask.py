@@ -84,7 +84,7 @@ def test_what_a_family_says_in_its_mask_function_holds(family):
     for mask, expected in zip(masks, before, strict=True):
         real = torch.ones_like(ids).bool() if mask is None else mask.bool()
         found = logits(model, ids, attention_mask=mask)
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-6)
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
     for mask, expected in zip(masks[1:3], generated, strict=True):
         assert torch.equal(generate(model, ids, mask), expected)
 
@@ -128,7 +128,10 @@ def test_packed_documents_are_apart_in_every_call(name, family):
                 position_ids=positions,
                 use_cache=cache,
             ).logits[:, padding:]
-        torch.testing.assert_close(found, alone, rtol=0, atol=1e-6, msg=str((cache, mask)))
+        # A Llama 4 rotates and routes in fp32, whose last digit depends on where a row lies.
+        bound = 1e-6 if family == "chunks" else 1e-11
+        gap = (found - alone).abs().max()
+        assert gap <= bound, (cache, mask, training, gap)
 
 
 def test_cumulative_lengths_alone_are_documents():

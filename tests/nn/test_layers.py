@@ -180,6 +180,15 @@ def test_what_a_selective_layer_returns_for_caches_and_losses():
     assert torch.equal(found.memory, expected.memory)
 
 
+def test_a_window_of_ones_own_counts_by_positions():
+    """Five keys that are left of forty: a window of ten hides all but the newest."""
+    q, k, v = qkv(5, queries=1)
+    positions = torch.tensor([[0, 9, 20, 29, 39]])
+    found = layer(Standard(window=10))(q, k, v, visibility=Visibility(positions=positions)).output
+    newest = v[:, :, -1:].repeat_interleave(2, dim=1)
+    torch.testing.assert_close(found, newest, **EXACT)
+
+
 @pytest.mark.parametrize("theirs", [None, 3, 7])
 def test_a_window_of_ones_own_narrows_the_models(theirs):
     q, k, v = qkv()

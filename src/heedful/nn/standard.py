@@ -80,7 +80,8 @@ class StandardAttention(Layer):
     def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:
         visibility = Visibility() if visibility is None else visibility
         window = self.config.window
-        if window is None or window >= k.shape[2]:
+        # Of keys in place none is further back than there are keys; of others one may be.
+        if window is None or (visibility.in_place and window >= k.shape[2]):
             return visibility
         if visibility.window is not None and visibility.window <= window:
             return visibility

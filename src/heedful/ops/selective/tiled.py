@@ -71,6 +71,7 @@ class Operands(NamedTuple):
 def operands(
     q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
 ) -> Operands:
+    """The call's tensors as its blocks take them, and who sees whom."""
     heads = q.shape[1]
     sight = Sight(segments, False, True, window, mutual, places)
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
