@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, revert
+    from heedful.hf.cache import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
     from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
@@ -27,6 +28,7 @@ _ROOMS = {
     ),
     "heedful.nn": ("Differential", "MultiToken", "Selective", "Standard", "TalkingHeads"),
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
+    "heedful.hf.cache": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
@@ -34,6 +36,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "Conversion",
     "Differential",
+    "KVCache",
     "LayerLook",
     "MultiToken",
     "Selective",
@@ -47,6 +50,7 @@ __all__ = [
     "load",
     "look",
     "multi_token_attention",
+    "new_cache",
     "revert",
     "selective_attention",
 ]
@@ -55,6 +59,7 @@ __all__ = [
 _MODULES = (
     "bench",
     "data",
+    "eviction",
     "experiments",
     "hf",
     "nn",

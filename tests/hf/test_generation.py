@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from families import logits, stir, tiny, tokens
+from families import VOCABULARY, logits, stir, tiny, tokens
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
-from heedful.nn import NAMES, MultiToken, mechanism
-
-CACHED = [name for name in NAMES if name in ("standard", "talking-heads", "differential")]
+from heedful.nn import NAMES, mechanism
 
 
 def converted(name: str, family: str = "llama"):
@@ -58,87 +56,48 @@ def test_a_ragged_batch_is_its_rows(name, family):
         assert torch.equal(found[width:], alone[0, row.shape[1] :])
 
 
-@pytest.mark.parametrize("name", CACHED)
-def test_cached_steps_are_the_full_forward(name):
-    """Logits, not only tokens, for mechanisms that need nothing but keys and values."""
-    model = converted(name)
-    ids = tokens(2, 9)
-    whole = logits(model, ids)
-    cache, parts = None, []
-    for piece in ids.split([4, 1, 3, 1], dim=1):
-        with torch.no_grad():
-            out = model(input_ids=piece, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        parts.append(out.logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+def family_with_a_cache_of_its_own(name: str):
+    """Attention and a recurrence in one layer, whose cache holds both."""
+    config = CONFIG_MAPPING["falcon_h1"](
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4,
+        mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    stir(model, 0.2)
+    heedful.convert(model, mechanism(name))
+    return model
 
 
-@pytest.mark.parametrize("name", ["mta", "mta-published", "selective"])
-def test_asked_for_a_cache_generation_warns_and_goes_on_without(name):
-    """As evaluation harnesses ask, whatever the model."""
-    model = converted(name)
-    ids = tokens(1, 5)
+def test_a_familys_own_cache_serves_what_needs_no_more():
+    model, ids = family_with_a_cache_of_its_own("talking-heads"), tokens(1, 7)
+    stir(model, 0.2, only=".heedful.")
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
+    assert torch.equal(found, repeated_forward(model, ids, 6))
+    with pytest.raises(ValueError, match="FalconH1Attention 0 keeps its tokens in LinearAttention"):
+        heedful.new_cache(model)
+
+
+def test_where_a_familys_cache_is_not_enough_generation_warns_and_goes_on_without():
+    """Asked for a cache, as evaluation harnesses ask, whatever the model."""
+    model, ids = family_with_a_cache_of_its_own("selective"), tokens(1, 5)
+    assert model.config.use_cache is False
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
     expected = model.generate(ids, **options)
-    with pytest.warns(UserWarning, match="no cache yet, so generate goes on without one"):
+    assert torch.equal(expected, repeated_forward(model, ids, 3))
+    with pytest.warns(UserWarning, match="family's cache is not enough for this mechanism, so"):
         assert torch.equal(model.generate(ids, use_cache=True, **options), expected)
     config = GenerationConfig(use_cache=True, max_new_tokens=3, do_sample=False)
-    with pytest.warns(UserWarning, match="no cache yet"):
+    with pytest.warns(UserWarning, match="family's cache is not enough"):
         assert torch.equal(model.generate(ids, generation_config=config), expected)
     assert config.use_cache is True
-
-
-@pytest.mark.parametrize("name", ["mta", "selective"])
-def test_a_cache_of_keys_and_values_alone_is_refused(name):
-    model = converted(name)
-    ids = tokens(1, 5)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"use_cache=True keeps keys and values only"):
-        model(input_ids=ids[:, :1], past_key_values=cache)
-    for option, value in (
-        ("past_key_values", cache),
-        ("assistant_model", model),
-        ("prompt_lookup_num_tokens", 2),
-    ):
+    for option, value in (("assistant_model", tiny()), ("prompt_lookup_num_tokens", 2)):
         with pytest.raises(ValueError, match=f"{option} needs a cache, .* generate without"):
             model.generate(ids, max_new_tokens=2, **{option: value})
-
-
-@pytest.mark.parametrize("name", ["mta", "selective"])
-def test_a_draft_model_without_a_cache_is_refused(name):
-    model, ids = tiny(), tokens(1, 9)
-    with pytest.raises(ValueError, match="assistant_model must have a cache, and this mechanism"):
-        model.generate(ids, assistant_model=converted(name), max_new_tokens=8, do_sample=False)
-
-
-@pytest.mark.parametrize("name", CACHED)
-def test_assisted_decoding_is_greedy_decoding(name):
-    model, ids = converted(name), tokens(1, 9)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, prompt_lookup_num_tokens=2, **options), expected)
-    assistant = converted("standard")
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
-
-
-def test_static_caches_are_refused():
-    model = converted("standard")
-    ids = tokens(1, 5)
-    with pytest.raises(ValueError, match="static caches do; a converted model needs a dynamic"):
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=3,
-            cache_implementation="static",
-        )
-
-
-@pytest.mark.parametrize(("name", "caches"), [("mta", False), ("standard", True)])
-def test_the_default_of_use_cache_follows_the_mechanism_and_comes_back(name, caches):
-    model = tiny()
-    model.generation_config.use_cache = None  # as a loaded generation configuration may say
-    heedful.convert(model, MultiToken(conv_every=1) if name == "mta" else name)
-    assert model.config.use_cache is caches
-    assert model.generation_config.use_cache is (None if caches else False)
+    with pytest.raises(ValueError, match="assistant_model must have a cache, and its family's own"):
+        tiny().generate(ids, assistant_model=model, max_new_tokens=8, do_sample=False)
     heedful.revert(model)
-    assert model.config.use_cache is True and model.generation_config.use_cache is None
+    assert model.config.use_cache is True

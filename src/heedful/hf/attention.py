@@ -6,8 +6,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.generic import TransformersKwargs
 
+from heedful.hf.cache import layer_cache
+from heedful.hf.cached_layer import LayerCache
 from heedful.hf.mask import Seen, seen
 from heedful.nn import Given, Layer
+from heedful.ops import Visibility
 
 NAME = "heedful"
 """What a converted attention module calls its layer."""
@@ -79,10 +82,13 @@ def attention(
             "heedful.load(folder) loads one"
         )
     _check_shape(module, layer, query, key)
-    if not layer.plain_cache and query.shape[2] != key.shape[2]:
+    held = heedful_cache if isinstance(heedful_cache, LayerCache) else None
+    held = held if held is not None and held.arrived else None  # else it was given another's keys
+    if held is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
         raise ValueError(
-            "use_cache=True keeps keys and values only, but this mechanism needs what earlier "
-            "queries did: call the model with use_cache=False, the converted model's default"
+            f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
+            "and without its own part of a cache, and this mechanism needs more of earlier tokens "
+            "than their keys; call the model with use_cache=False"
         )
     if attention_mask is not None and not isinstance(attention_mask, Seen):
         raise ValueError(
@@ -100,9 +106,16 @@ def attention(
         input=heedful_input,
         token_ids=_needed(module, layer, "token_ids", ids),
         positions=_needed(module, layer, "positions", positions),
-        cache=heedful_cache,
+        cache=heedful_cache if "cache" in layer.needs else None,
     )
-    out = layer(query, key, value, visibility=visibility, scale=scaling, given=given).output
+    if held is not None:
+        visibility = Visibility() if visibility is None else visibility
+        out = held.attend(
+            layer, query, key, value, visibility=visibility, scale=scaling, given=given
+        )
+    else:
+        visibility = None if visibility is None else visibility.last(key.shape[2])
+        out = layer(query, key, value, visibility=visibility, scale=scaling, given=given).output
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -141,10 +154,10 @@ class ConvertedAttention:
             hidden_states = hidden_states * layer.input_factor
         if "input" in layer.needs:
             kwargs["heedful_input"] = hidden_states
-        if "cache" in layer.needs:
-            names = ("past_key_values", "layer_past")
-            cache = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
-            kwargs["heedful_cache"] = None if cache is None else cache.layers[self.layer_idx]
+        names = ("past_key_values", "layer_past")
+        cache = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+        if cache is not None:
+            kwargs["heedful_cache"] = layer_cache(cache, self)
         return super().forward(hidden_states, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: int) -> tuple:

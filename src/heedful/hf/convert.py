@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from heedful.hf.attention import (
     IMPLEMENTATION,
@@ -20,7 +20,9 @@ from heedful.hf.attention import (
     register_attention,
     unpickle,
 )
+from heedful.hf.cache import attention_modules, cache_places, new_cache, prepare
 from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
+from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     find_attention,
     find_mlp,
@@ -40,11 +42,13 @@ class Conversion:
 
     model: the converted model, the same object that was given.
     mechanisms: the layers' indices by mechanism; all others have standard attention.
+    eviction: what new caches of the model do without being told, as `budgets.json` says.
     """
 
     model: PreTrainedModel = field(repr=False)
     mechanisms: dict[Mechanism, tuple[int, ...]]
     _before: dict = field(repr=False)
+    eviction: Eviction | None = None
 
     @property
     def mechanism(self) -> Mechanism:
@@ -95,10 +99,41 @@ class ConvertedModel:
     """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
 
     def generate(self, *args, **kwargs):
-        """As the family's; without a cache where the mechanism has none yet."""
-        if not plain_cache(self):
+        """As the family's; without a cache where the family keeps its tokens in one of its own."""
+        if not caches(self):
             kwargs = without_cache(kwargs)
         return super().generate(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+        """As transformers', with a cache of ours where it would make a dynamic one."""
+        given = model_kwargs.get("past_key_values")
+        kinds = (None, "dynamic", "offloaded")
+        ours = generation_config.use_cache is not False and caches(self, exactly=True)
+        if given is not None and ours:
+            prepare(given, self)
+        elif ours and generation_config.cache_implementation in kinds:
+            offloading = generation_config.cache_implementation == "offloaded"
+            model_kwargs["past_key_values"] = cache = new_cache(self, offloading=offloading)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+            return
+        elif generation_config.cache_implementation not in kinds:
+            raise ValueError(
+                f"cache_implementation={generation_config.cache_implementation!r} is not served by "
+                "a converted model, whose cache grows (static ones do not) and keeps more than "
+                "keys and values (quantized ones do not); leave it out, or 'offloaded'"
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+    def generate_batch(self, *args, **kwargs) -> None:
+        """Refused: continuous batching puts another attention and another cache in place."""
+        raise ValueError(
+            "generate_batch (continuous batching) has an attention and a cache of its own, which "
+            "would switch the mechanism off; call generate() with a padded batch, or "
+            "heedful.revert(model) first"
+        )
+
+    init_continuous_batching = generate_batch
 
     def train(self, mode: bool = True):
         """As torch's; warns where an adapter of PEFT would leave the mechanism behind."""
@@ -219,7 +254,7 @@ def convert(
             before["hooks"].append(projection.register_forward_hook(hook))
     model.__class__ = _converted_model(type(model))
     model._heedful = Conversion(model, plan, before)
-    if not plain_cache(model):
+    if not caches(model):
         set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     return model._heedful
 
@@ -288,10 +323,25 @@ def restore(
     return conversion
 
 
-def plain_cache(model: nn.Module) -> bool:
-    """Whether a cache of keys and values is all that the next token needs, in every layer."""
-    layers = (getattr(module, NAME, None) for module in model.modules())
-    return all(layer.plain_cache for layer in layers if layer is not None)
+def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
+    """Whether the model can go on from what earlier calls left.
+
+    With `exactly`, whether a cache of heedful can stand in for the family's own; without, also
+    whether the family's own holds all that the mechanism needs.
+    """
+    modules = attention_modules(model)
+    if not exactly and all(module.heedful.plain_cache for module in modules):
+        return True
+    if not hasattr(model, "_supports_default_dynamic_cache"):
+        return False
+    if not model._supports_default_dynamic_cache():
+        return False
+    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+    try:
+        cache_places(modules, stock.layers)
+    except ValueError:
+        return False
+    return True
 
 
 def holds_adapter(model: nn.Module) -> bool:
@@ -304,19 +354,19 @@ def without_cache(options: dict) -> dict:
     for name in ("past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
         if options.get(name) is not None:
             raise ValueError(
-                f"{name} needs a cache, and this mechanism has none yet (it needs what earlier "
-                f"queries did, beside keys and values); generate without {name}"
+                f"{name} needs a cache, and this family's own holds keys and values only, which is "
+                f"not enough for this mechanism; generate without {name}"
             )
     config = options.get("generation_config")
     if getattr(config, "is_assistant", False):
         raise ValueError(
-            "assistant_model must have a cache, and this mechanism has none yet; take a draft "
-            "model with another mechanism"
+            "assistant_model must have a cache, and its family's own is not enough for its "
+            "mechanism; take a draft model with another mechanism"
         )
     if options.get("use_cache") or getattr(config, "use_cache", False):
         warnings.warn(
-            "this mechanism has no cache yet, so generate goes on without one, as with "
-            "use_cache=False: the same tokens, the whole row read again for each of them",
+            "this family's cache is not enough for this mechanism, so generate goes on without "
+            "one, as with use_cache=False: the same tokens, the whole row read again for each",
             stacklevel=3,
         )
     return options | {"use_cache": False}

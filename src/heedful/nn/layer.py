@@ -20,12 +20,37 @@ class Given(NamedTuple):
     token_ids: ids of the same tokens, `[B, T]`.
     positions: their positions, `[B or 1, T]`.
     cache: what holds this layer's keys and values between calls.
+    state: what an earlier call returned as `LayerOutput.state`, for the first `Ts` keys, `[B, S,
+        Ts]`; `None` at the first token.
+    beside: what `Layer.beside` gave for all keys, those of earlier calls first, `[B, S, Tk, Ds]`;
+        `None` where the call holds all tokens.
     """
 
     input: Float[Tensor, "B T E"] | None = None
     token_ids: Int[Tensor, "B T"] | None = None
     positions: Int[Tensor, "#B T"] | None = None
     cache: object | None = None
+    state: Float[Tensor, "B S Ts"] | None = None
+    beside: Float[Tensor, "B S Tk Ds"] | None = None
+
+    def before(self, later: int, tokens: int) -> "Given":
+        """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
+
+        def cut(x: Tensor) -> Tensor:
+            stop = x.shape[1] - later
+            return x[:, max(0, stop - tokens) : stop]
+
+        return self._replace(**{name: cut(x) for name, x in self._per_token()})
+
+    def joined(self, more: "Given") -> "Given":
+        """What belongs to these tokens and those of the next call; the rest is that call's."""
+        first, second = dict(self._per_token()), dict(more._per_token())
+        both = first.keys() & second.keys()
+        return more._replace(**{x: torch.cat([first[x], second[x]], dim=1) for x in both})
+
+    def _per_token(self) -> list[tuple[str, Tensor]]:
+        names = ("input", "token_ids", "positions")
+        return [(name, x) for name in names if (x := getattr(self, name)) is not None]
 
 
 NOTHING = Given()
@@ -35,7 +60,8 @@ class LayerOutput(NamedTuple):
     """What a layer returns.
 
     output: `[B, H, Tq, D]`, in the shape of the model's heads.
-    state: what the next tokens need to go on from here, `None` if keys and values are all.
+    state: what the next tokens need to go on from here, one number per key, `[B, S, Tk]`; `None` if
+        keys and values (and what `Layer.beside` gave) are all.
     memory: per query what a memory loss adds up, `[B, Tq]`; `None` unless the layer has a `tau`.
     """
 
@@ -63,7 +89,10 @@ class Layer(nn.Module):
 
     needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
     past_queries: how many earlier query rows the newest output depends on.
-    keeps: what must be kept per token beside K and V, by name, for the next token.
+    keeps: what must be kept per token beside K and V, by name, for the next token: the state of
+        `LayerOutput`, and what `beside` gives.
+    keeps_first: whether the first token of a row must never leave a cache.
+    window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     impl: which implementation runs; a choice for a machine, not of the mechanism.
     any_shape: whether other heads than those of `shape` will do as well.
@@ -73,6 +102,8 @@ class Layer(nn.Module):
     needs: frozenset[Need] = frozenset()
     past_queries: int = 0
     keeps: tuple[str, ...] = ()
+    keeps_first: bool = False
+    window: int | None = None
     input_factor: float = 1.0
     impl: Impl = "auto"
     any_shape: bool = False
@@ -86,6 +117,10 @@ class Layer(nn.Module):
     def plain_cache(self) -> bool:
         """Whether keys and values are all that the next token needs."""
         return self.past_queries == 0 and not self.keeps
+
+    def beside(self, given: Given) -> Float[Tensor, "B S T Ds"] | None:
+        """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""
+        return None
 
     def before_rotation(
         self, part: Literal["q", "k", "v"], x: Float[Tensor, "B T H D"]

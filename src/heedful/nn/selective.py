@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, check_given
@@ -60,6 +61,7 @@ class SelectiveAttention(Layer):
             raise ValueError(
                 f"head must be below the model's {shape.heads} heads, got {config.head}"
             )
+        self.keeps_first = config.protect_first
         self.config, self.group = config, shape.heads // shape.key_heads
         self.query = self.key = None
         if config.selector in ("bilinear", "extra"):
@@ -96,6 +98,7 @@ class SelectiveAttention(Layer):
             v,
             selector_q=selector_q,
             selector_k=selector_k,
+            state=given.state,
             tau=self.tau,
             protect_first=self.config.protect_first,
             visibility=visibility,
@@ -111,6 +114,8 @@ class SelectiveAttention(Layer):
         selectors = self.selectors(q, k, given)
         hiding = selection(*selectors, self.config.protect_first, visibility, scale)
         f = hiding.cumsum(2) - hiding
+        if given.state is not None:
+            f = f + pad(given.state, (0, k.shape[2] - given.state.shape[2]))[:, :, None]
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         logits = (q @ spread.mT * scale - f).masked_fill(~visible, float("-inf"))
@@ -130,7 +135,13 @@ class SelectiveAttention(Layer):
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
         check_given(self, given)
-        return (
-            self.query(given.input[:, -q.shape[2] :]).to(q.dtype)[:, None],
-            self.key(given.input).to(q.dtype)[:, None],
-        )
+        keys = self.beside(given) if given.beside is None else given.beside
+        query = self.query(given.input[:, -q.shape[2] :])
+        return query.to(q.dtype)[:, None], keys.to(q.dtype)
+
+    def beside(self, given: Given) -> Float[Tensor, "B 1 T Ds"] | None:
+        """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
+        if self.key is None:
+            return None
+        check_given(self, given)
+        return self.key(given.input)[:, None]

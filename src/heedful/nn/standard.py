@@ -45,7 +45,7 @@ class StandardAttention(Layer):
 
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)
-        self.config = config
+        self.config, self.window = config, config.window
 
     def forward(
         self,
@@ -79,7 +79,7 @@ class StandardAttention(Layer):
 
     def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:
         visibility = Visibility() if visibility is None else visibility
-        window = self.config.window
+        window = self.window
         # Of keys in place none is further back than there are keys; of others one may be.
         if window is None or (visibility.in_place and window >= k.shape[2]):
             return visibility

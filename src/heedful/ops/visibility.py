@@ -176,6 +176,20 @@ class Visibility:
             queries = Queries(**own)
         return replace(self, **moved, queries=queries)
 
+    def part(self, start: int, stop: int) -> "Visibility":
+        """Who sees whom among the tokens from `start` to before `stop`, the others away."""
+        if self.queries is not None:
+            raise ValueError("part needs queries that are the last of the keys' tokens")
+        tensors = self._tensors()
+        if all(x.shape[1] == stop - start for x in tensors.values()):
+            return self
+        return replace(self, **{name: x[:, start:stop] for name, x in tensors.items()})
+
+    def last(self, keys: int) -> "Visibility":
+        """The same among the last `keys` tokens."""
+        tokens = next((x.shape[1] for x in self._tensors().values()), keys)
+        return self.part(tokens - keys, tokens)
+
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
         if queries > keys and self.queries is None:

@@ -17,10 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import widen, without_autocast
 from heedful.ops.common.tiles import Scope, Sight, finished, row_blocks, spread_heads
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, TileSteps
+from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.ops.mta.wide import LowRank, flash_attention, identity_attention, low_rank
 from heedful.ops.visibility import Visibility
 
@@ -38,10 +40,14 @@ def multi_token_attention_tiled(
     scale: float,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
-    """The operator of `multi_token_attention`, in blocks of query rows.
+    """The operator of `multi_token_attention`, in blocks of query rows; dense where these are few.
 
     The output is in q's dtype, or in the precision of the sums if `wide`.
     """
+    parameters = Parameters(conv, post_conv, mix, post_mix)
+    if few_queries(q, k, (q, k, v, *parameters)):
+        out = multi_token_attention_few(q, k, v, parameters, visibility=visibility, scale=scale)
+        return out.to(output_dtype(q, wide))
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
         q, k, v, conv, post_conv, mix, post_mix, *seen, visibility.documents is not None,

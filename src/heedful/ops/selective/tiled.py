@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import operand, product, scores, without_autocast
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import (
@@ -28,6 +29,7 @@ from heedful.ops.common.tiles import (
     spread_heads,
 )
 from heedful.ops.impl import refuse_second_derivative
+from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.visibility import Visibility
 
 
@@ -44,7 +46,12 @@ def selective_attention_tiled(
     visibility: Visibility,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operator of `selective_attention`, in blocks of query rows."""
+    """The operator of `selective_attention`, in blocks of query rows; dense where these are few."""
+    if few_queries(q, k, (q, k, v, selector_q, selector_k, state)):
+        return selective_attention_few(
+            q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
+            visibility=visibility, scale=scale,
+        )  # fmt: skip
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(

@@ -1,0 +1,143 @@
+"""Models and tokenizers by the names that the command line is given."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import heedful
+from heedful.checks import check_choice
+from heedful.data import corpus
+from heedful.eviction import POLICIES, Eviction
+from heedful.hf.cache import attention_modules
+
+BYTES = "bytes"
+
+
+class ByteTokenizer:
+    """Every byte is a token, as in the models that `heedful compare` trains on text."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(int(token) for token in tokens if token < 256).decode(errors="replace")
+
+
+def open_model(name: str, device: str = "cpu") -> PreTrainedModel:
+    """A converted model as it is saved; an ordinary one with standard attention of heedful.
+
+    Raises:
+        ValueError: there is no such model, it cannot be read, or cannot be converted.
+    """
+    check_choice("device", device.split(":")[0], ("cpu", "cuda"))
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r} needs a GPU, and torch sees none; use cpu")
+    folder = Path(name)
+    try:
+        if _is_converted(folder):
+            model = heedful.load(folder)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(name)
+            heedful.convert(model, "standard")
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        problem = " ".join(str(error).split())[:300]
+        raise ValueError(f"model {name!r} cannot be read: {problem}") from None
+    return model.eval().to(device)
+
+
+def _is_converted(folder: Path) -> bool:
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the model is damaged") from None
+    return isinstance(saved, dict) and saved.get("model_type") == "heedful"
+
+
+def open_tokenizer(name: str | None, model_name: str, model: PreTrainedModel):
+    """The tokenizer of this name, by default the model's own; `bytes` is one without a file.
+
+    Raises:
+        ValueError: there is none, or it has more tokens than the model.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if name == BYTES:
+        tokenizer = ByteTokenizer()
+    else:
+        transformers.logging.set_verbosity_error()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name or model_name)
+        except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
+            problem = " ".join(str(error).split())[:200]
+            hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"
+            raise ValueError(
+                f"tokenizer {name or model_name!r} cannot be read ({problem})"
+                f"{hint if rows <= 512 else ''}; name one with --tokenizer"
+            ) from None
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"tokenizer {name or model_name!r} has {len(tokenizer)} tokens and the model {rows}; "
+            "it belongs to another model"
+        )
+    return tokenizer
+
+
+def longest(model: nn.Module) -> int | None:
+    """How many tokens the model has positions for, as its configuration says."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
+    """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
+
+    Arguments:
+        name: such as `streaming-llm`.
+        model: for which the policy is.
+        tokens: the budget.
+        options: for the policy.
+    """
+    if name == "auto":
+        hides = all(module.heedful.keeps for module in attention_modules(model))
+        name = "most-hidden" if hides else "streaming-llm"
+    found = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+    return found(tokens=tokens, **options)
+
+
+def spelled(name: str) -> str:
+    """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
+    known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
+    words = "".join("-" + c.lower() if c.isupper() else c for c in name)
+    return known.get(name, words.lstrip("-"))
+
+
+def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.Tensor:
+    """The first rows of a text, `[rows, length]`; documents stand one behind the other.
+
+    Raises:
+        ValueError: the text is too short, or cannot be read.
+    """
+    ids: list[int] = []
+    for document in corpus(data, limit_bytes=64 * rows * length):
+        ids += tokenizer.encode(document.text, add_special_tokens=False)
+        if len(ids) >= rows * length:
+            break
+    if len(ids) < rows * length:
+        raise ValueError(
+            f"data has {len(ids)} tokens, and {rows} rows of {length} are asked for; give more "
+            "text, or fewer or shorter rows"
+        )
+    return torch.tensor(ids[: rows * length]).view(rows, length)

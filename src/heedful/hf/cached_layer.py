@@ -1,0 +1,501 @@
+"""One attention layer's part of a KV cache: its tokens, and what its mechanism keeps of them.
+
+Keys and values, and beside them what the layer declares: the last query rows (a convolution reads
+them), one number per key and selector (selective attention's F), own selector keys. A budget makes
+it let go of tokens; the memory that they held is used for the next ones.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import CacheLayerMixin
+
+from heedful.hf.eviction import Eviction, Held
+from heedful.hf.eviction.gather import Row, check_policy, chosen, moves, observed
+from heedful.hf.slots import Slots
+from heedful.nn import Given, Layer, LayerOutput
+from heedful.nn.layer import NOTHING
+from heedful.ops import Visibility
+
+UNDO = 128  # query rows of the last calls that can be taken back where a state runs through them
+
+
+class Meter:
+    """Adds up the bytes of a cache's layers."""
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+
+    def change(self, by: int, beside: int = 0) -> None:
+        """The layers hold `by` bytes more; for a moment they held `beside` more than that."""
+        self.held += by
+        self.peak = max(self.peak, self.held + beside)
+
+
+class Recorded(NamedTuple):
+    """What undoing the newest calls takes.
+
+    state: the layer's state before them.
+    rows: how many of their newest query rows are kept.
+    visibility, scale, given: of the last of these calls; `given` of all kept rows.
+    """
+
+    state: Tensor | None
+    rows: int
+    visibility: Visibility
+    scale: float | None
+    given: Given
+
+
+class LayerCache(CacheLayerMixin):
+    """One attention layer's part of the cache.
+
+    The tokens stand in order until a budget lets some go; from then on `_positions` says where each
+    belongs, and only the newest are in order, at the end.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(
+        self,
+        layer: Layer,
+        sliding: int | None = None,
+        policy: Eviction | None = None,
+        tokens: int | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        if layer.past_queries and layer.keeps:
+            raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
+        self._owner, self._kind = weakref.ref(layer), _kind(layer)
+        self._past = layer.past_queries
+        self._stateful = bool(layer.keeps)
+        windows = [w for w in (sliding, layer.window) if w is not None]
+        self.window = min(windows, default=None)
+        if tokens is not None and self.window is not None and self.window <= tokens:
+            tokens = None  # the window alone never holds more
+        self.policy = policy if tokens is not None else None
+        self.tokens, self._first = tokens, int(layer.keeps_first)
+        if self.policy is not None:
+            check_policy(self.policy, layer, tokens)
+        self.record_past = False
+        self._meter = Meter() if meter is None else meter
+        self._bytes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._keys, self._values, self._beside = Slots(), Slots(), Slots()
+        self._state: Tensor | None = None
+        self._score: Tensor | None = None
+        self._positions: Int[Tensor, "B 1 n"] | None = None
+        self._rows: Float[Tensor, "B H r D"] | None = None
+        self._recorded: Recorded | None = None
+        self.seen = self.arrived = self._prompt = 0
+        self._stepped = False
+
+    def _streams(self) -> list[Slots]:
+        """What is kept per token and head."""
+        all_of_them = (self._keys, self._values, self._beside)
+        return [slots for slots in all_of_them if slots.buffer is not None]
+
+    # What transformers asks of a layer.
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self._keys.held
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._values.held
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._keys.buffer is not None
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.policy is None or self.policy.observes == 0
+
+    @property
+    def length(self) -> int:
+        """How many tokens it holds."""
+        return self._keys.length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is made before there are tokens."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens; returns those of all."""
+        batch, new = key_states.shape[0], key_states.shape[2]
+        if self.is_initialized and self._keys.buffer.shape[0] != batch:
+            raise ValueError(
+                f"past_key_values holds a batch of {self._keys.buffer.shape[0]} rows and the call "
+                f"has {batch}; use batch_select_indices or batch_repeat_interleave, or a new cache"
+            )
+        if self.policy is not None and torch.is_grad_enabled() and key_states.requires_grad:
+            raise ValueError(
+                "past_key_values evicts tokens, which has no gradients: call the model under "
+                "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
+            )
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+        before = self._keys.room, self._values.room
+        keys = self._keys.append(key_states, self.tokens)
+        values = self._values.append(value_states, self.tokens)
+        after = self._keys.room, self._values.room
+        moved = [old for old, new in zip(before, after, strict=True) if old != new]
+        if self.policy is not None:
+            at = torch.arange(self.seen, self.seen + new, device=key_states.device)
+            at = at.expand(batch, 1, -1)
+            self._positions = at if self._positions is None else torch.cat([self._positions, at], 2)
+        self.seen += new
+        self.arrived = new
+        self._stepped |= new == 1 and self.seen > 1
+        self._prompt = self._prompt if self._stepped else self.seen
+        self._measure(copied=max(moved, default=0))  # old and new were there at once
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Tokens seen: positions go on from here, whatever was let go."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if everything seen were there; `attend` takes its part of the mask."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        """From now on nothing is let go before `crop`, which can take back the last calls."""
+        if not self.is_croppable:
+            raise ValueError(
+                f"{type(self.policy).__name__} cannot take tokens back, as assisted decoding asks: "
+                "its scores add up over queries; decode without, or with another policy"
+            )
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens."""
+        count = -tokens_to_remove
+        if count < 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        simple = not self._past and not self._stateful and self.policy is None
+        if count and not (simple and self.window is None):
+            known = 0 if self._recorded is None else self._recorded.rows
+            if not self.record_past or count > known:
+                raise ValueError(
+                    f"crop can take back {known} tokens here, asked for {count}: call "
+                    "activate_past_recording() before the calls that may be undone"
+                )
+        if self.is_initialized and count:
+            for slots in self._streams():
+                slots.drop_last(count)
+            self.seen -= count
+            if self._positions is not None:
+                self._positions = self._positions[..., : self.length]
+            self._undo(count)
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            self._keep_rows()
+            self._let_go(recorded.visibility.part(0, self.seen))
+        self._measure()
+
+    def reset(self) -> None:
+        self._clear()
+        self._measure()
+
+    def offload(self) -> None:
+        """Keys and values go to the CPU; what the mechanism keeps beside is small and stays."""
+        for slots in (self._keys, self._values):
+            slots.on_rows(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        for slots in (self._keys, self._values):
+            slots.on_rows(lambda x: x.to(self.device, non_blocking=True))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._on_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._on_rows(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._on_rows(lambda x: x[indices.to(x.device)])
+
+    def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        for slots in self._streams():
+            slots.on_rows(change)
+        for name in ("_state", "_score", "_positions", "_rows"):
+            if (x := getattr(self, name)) is not None:
+                setattr(self, name, change(x))
+        self._measure()
+
+    # Attention over what is held.
+
+    def attend(
+        self,
+        layer: Layer,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility,
+        scale: float | None,
+        given: Given,
+    ) -> Float[Tensor, "B H Tq D"]:
+        """The layer's output for the tokens that came with the last `update`.
+
+        Arguments:
+            layer: the layer that this part of the cache belongs to.
+            q: queries of the new tokens.
+            k, v: what `update` returned.
+            visibility: who sees whom among all tokens seen so far.
+            scale, given: for the layer.
+        """
+        new, whole = q.shape[2], visibility
+        beside = layer.beside(given)
+        if beside is not None:
+            given = given._replace(beside=self._beside.append(beside.to(k.dtype), self.tokens))
+        visibility = self._of_held(whole)
+        rows = q
+        if self._past and self._rows is not None:
+            rows = torch.cat([self._rows[:, :, -self._past :], q], dim=2)
+        first = new - UNDO if self.record_past and self._stateful else 0
+        if first > 0:  # in two calls, so that the state is known where undoing may begin
+            early = self._call(layer, q[:, :, :first], k, v, visibility, scale, given, UNDO)
+            self._state = early.state
+        before = self._state
+        out = self._call(layer, rows[:, :, max(0, first) :], k, v, visibility, scale, given, 0)
+        self._state = out.state
+        output = out.output if first <= 0 else torch.cat([early.output, out.output], dim=2)
+        if self.record_past:
+            self._record(q, before, whole, scale, given)
+        elif self._past:
+            self._rows = rows
+            self._keep_rows()
+        if not self.record_past:
+            self._let_go(whole, q, scale, given, before)
+        self.arrived = 0
+        self._measure()
+        return output[:, :, -new:]
+
+    def _call(
+        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, visibility: Visibility,
+        scale: float | None, given: Given, later: int,
+    ) -> LayerOutput:  # fmt: skip
+        """The layer for query rows that are followed by so many later tokens."""
+        keys = k.shape[2] - later
+        given = given.before(later, rows.shape[2])._replace(state=self._state)
+        if given.beside is not None:
+            given = given._replace(beside=given.beside[:, :, :keys])
+        return layer(
+            rows, k[:, :, :keys], v[:, :, :keys], visibility=visibility.part(0, keys),
+            scale=scale, given=given,
+        )  # fmt: skip
+
+    def _of_held(self, visibility: Visibility) -> Visibility:
+        """Who sees whom among the held tokens, from the same of all tokens seen."""
+        if self.policy is None:
+            return visibility.last(self.length)
+        mutual = visibility.mutual
+        if mutual is not None:
+            if bool((mutual[:, self.seen - self.arrived :] >= 0).any()):
+                raise ValueError(
+                    "past_key_values evicts tokens, and this call has tokens that see later ones "
+                    "(an image); use heedful.new_cache(model, eviction=False)"
+                )
+            visibility = replace(visibility, mutual=None)
+        if visibility.plain:
+            # All that is held is seen, and the newest tokens are the last: as if it were in place.
+            return visibility
+        at = self._positions[:, 0]
+        parts = {
+            name: x.expand(len(at), -1).gather(1, at)
+            for name in ("documents", "padding")
+            if (x := getattr(visibility, name)) is not None
+        }
+        return replace(visibility, positions=at, **parts)
+
+    def positions(self) -> Int[Tensor, "B n"]:
+        """Where the held tokens stand in their rows, ascending."""
+        if not self.is_initialized:
+            return torch.empty(0, 0, dtype=torch.int64)
+        if self._positions is not None:
+            return self._positions[:, 0].sort(1).values
+        at = torch.arange(self.seen - self.length, self.seen, device=self.device)
+        return at.expand(self._keys.buffer.shape[0], -1)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of keys, values and what is kept beside them, if no token had been evicted."""
+        tensors = [slots.buffer for slots in self._streams()]
+        tensors += [] if self._state is None else [self._state]
+        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in tensors if x.shape[2])
+        reach = self.seen if self.window is None else self.window - 1 + self._past
+        return per_token * min(self.seen, reach)
+
+    def check_owner(self, layer: Layer) -> None:
+        """Raise unless this part of the cache belongs to that layer; take it after a copy."""
+        owner = None if self._owner is None else self._owner()
+        if owner is layer:
+            return
+        if self._kind != _kind(layer) or (owner is not None and self.seen):
+            raise ValueError(
+                f"past_key_values belongs to another model or mechanism ({self._kind}, and this "
+                f"layer is {_kind(layer)}); make one with heedful.new_cache(model)"
+            )
+        self._owner = weakref.ref(layer)
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_owner": None}
+
+    def __deepcopy__(self, memo: dict) -> "LayerCache":
+        copied = copy.copy(self)
+        copied._owner = self._owner
+        for name, x in self.__dict__.items():
+            if name not in ("_owner", "policy"):
+                setattr(copied, name, copy.deepcopy(x, memo))
+        return copied
+
+    # Undoing.
+
+    def _record(
+        self, q: Tensor, before: Tensor | None, visibility: Visibility, scale: float | None,
+        given: Given,
+    ) -> None:  # fmt: skip
+        """Note what undoing the last calls takes, this one with them."""
+        old = self._recorded
+        if self._past or self._stateful:
+            self._rows = q if self._rows is None else torch.cat([self._rows, q], dim=2)
+        rows = (0 if old is None else old.rows) + q.shape[2]
+        if old is not None and rows <= UNDO:
+            before = old.state
+            given = old.given.joined(given)
+        elif self._stateful:
+            rows = min(rows, q.shape[2], UNDO)
+        self._recorded = Recorded(before, rows, visibility, scale, given)
+
+    def _undo(self, count: int) -> None:
+        """Rows and state as they were `count` tokens ago; keys and values are already."""
+        recorded = self._recorded
+        if recorded is None:
+            return
+        if self._rows is not None:
+            self._rows = self._rows[:, :, : self._rows.shape[2] - count]
+        left = recorded.rows - count
+        if not self._stateful:
+            return
+        self._state = recorded.state
+        if not left:
+            return
+        layer = self._owner()
+        given = recorded.given.before(count, left)._replace(beside=self._beside.held)
+        self.arrived = left
+        whole = recorded.visibility.part(0, self.seen)
+        self._state = layer(
+            self._rows[:, :, -left:], self.keys, self.values, visibility=self._of_held(whole),
+            scale=recorded.scale, given=given._replace(state=recorded.state),
+        ).state  # fmt: skip
+
+    def _keep_rows(self) -> None:
+        """Only the query rows that the next token's output depends on."""
+        if self._rows is not None:
+            rows = self._rows[:, :, max(0, self._rows.shape[2] - self._past) :]
+            self._rows = rows.clone() if self._past else None
+
+    # Letting go.
+
+    def _let_go(
+        self, visibility: Visibility, q: Tensor | None = None, scale: float | None = None,
+        given: Given = NOTHING, state: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Of what no window reaches any more, or what the budget has no room for.
+
+        What follows `visibility` is of the last call, for policies that observe its queries;
+        `state` is the one before it.
+        """
+        if self.policy is not None:
+            self._evict(visibility, q, scale, given._replace(state=state))
+        elif self.window is not None:
+            # A row above the newest one reads as far back as its own window.
+            spare = self.length - (self.window - 1 + self._past)
+            if spare > 0:
+                for slots in self._streams():
+                    slots.drop_first(spare)
+                if self._state is not None:
+                    self._state = self._state[..., spare:]
+
+    @torch.no_grad()
+    def _evict(
+        self, visibility: Visibility, q: Tensor | None, scale: float | None, given: Given
+    ) -> None:
+        policy, held = self.policy, self.length
+        if policy.observes == 0 and held < self.tokens:
+            return
+        attention, queries = None, 0
+        if policy.observes != 0:
+            queries = q.shape[2] if policy.observes is None else min(policy.observes, q.shape[2])
+            attention = observed(
+                self._owner(), q, self.keys, queries, visibility=self._of_held(visibility),
+                scale=scale, given=given,
+            )  # fmt: skip
+        at, score = self._positions[:, 0], self._score
+        score = None if score is None else pad(score[:, 0], (0, held - score.shape[2]))
+        hidden = self._state.amin(1) if policy.reads_hidden else None
+        worth = policy.score(Held(at, self.seen, hidden, attention, queries, score))
+        if policy.observes != 0:
+            self._score = worth[:, None]
+        if held < self.tokens:
+            return
+        windows = tuple(w for w in (visibility.window, self.window) if w is not None)
+        sinks = max(policy.sinks, self._first)
+        row = Row(self.seen, self._prompt, sinks, windows, visibility.padding)
+        made = moves(chosen(worth, at, policy, self.tokens, row), held)
+        before, copied = self._bytes, 0
+        for slots in self._streams():
+            old = slots.buffer
+            slots.move(made.on(old.device), self.tokens)
+            if slots.buffer is not old:  # for a moment both were there
+                copied = max(copied, _bytes([slots.buffer]))
+        for name in ("_positions", "_state", "_score"):
+            if (x := getattr(self, name)) is not None:
+                setattr(self, name, made.of(x))
+        self._measure(most=before + copied)
+
+    def _measure(self, *, most: int = 0, copied: int = 0) -> None:
+        """Tell the meter what the tensors take now.
+
+        For a moment it was `most` in all, or `copied` more than now.
+        """
+        tensors = [slots.buffer for slots in self._streams()]
+        tensors += [self._state, self._score, self._positions, self._rows]
+        now = _bytes(tensors)
+        self._meter.change(now - self._bytes, max(copied, most - now))
+        self._bytes = now
+
+
+def _kind(layer: Layer) -> str:
+    """What a cache must fit: the mechanism and the heads."""
+    shape = layer.shape
+    return (
+        f"{type(layer).__name__} {shape.layer} with {shape.heads} heads, {shape.key_heads} key "
+        f"heads of {shape.dim}, {layer.past_queries} query rows"
+    )
+
+
+def _bytes(tensors: list[Tensor | None]) -> int:
+    """Bytes of the storages, each counted once."""
+    storages = [x.untyped_storage() for x in tensors if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

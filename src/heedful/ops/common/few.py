@@ -1,0 +1,76 @@
+"""A few new queries against many keys, as cached decoding asks for: dense over the few rows.
+
+Memory is linear in the number of keys all the same, and keys and values are read where they lie,
+once for every group of query heads: nothing is copied, spread or widened on the way.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from heedful.ops.common.precision import _bf16_cpu, widen
+from heedful.ops.visibility import Visibility
+
+FEW = 32
+_LOST = 1e-30  # weights below are lost beside a weight of one, and subnormal ones slow a CPU down
+
+
+def few_queries(q: Tensor, k: Tensor, tensors: Iterable[Tensor | None]) -> bool:
+    """Whether this form serves a call: few rows of more tokens, and nothing to differentiate."""
+    if torch.compiler.is_compiling() or not 1 <= q.shape[2] <= FEW or q.shape[2] >= k.shape[2]:
+        return False
+    return not torch.is_grad_enabled() or not any(
+        x is not None and x.requires_grad for x in tensors
+    )
+
+
+def hidden_from(
+    visibility: Visibility, queries: int, keys: int, device: torch.device
+) -> Bool[Tensor, "B 1 Tq Tk"] | None:
+    """What the queries do not see; `None` where they see everything."""
+    if visibility.plain and (queries == 1 or not visibility.causal):
+        return None
+    return ~visibility.dense(queries, keys, device)[:, None]
+
+
+def few_scores(
+    q: Float[Tensor, "B H Tq D"], k: Float[Tensor, "B Hk Tk D"], scale: float
+) -> Float[Tensor, "B H Tq Tk"]:
+    """`scale q k^T` in fp32 at least; every key head serves its group of query heads at once."""
+    heads, queries = q.shape[1:3]
+    q, k = _operand(q), _operand(k)
+    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    return widen(grouped @ k.mT).unflatten(2, (-1, queries)).view(
+        q.shape[0], heads, queries, k.shape[2]
+    ).mul_(scale)  # fmt: skip
+
+
+def few_weights(
+    logits: Float[Tensor, "B H Tq Tk"], hidden: Bool[Tensor, "B 1 Tq Tk"] | None
+) -> Float[Tensor, "B H Tq Tk"]:
+    """Softmax over what is seen; rows that see nothing become zero."""
+    if hidden is None:
+        return torch.threshold_(logits.softmax(-1), _LOST, 0.0)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    weights = logits.softmax(-1).masked_fill_(hidden, 0)  # also where a whole row is hidden
+    return torch.threshold_(weights, _LOST, 0.0)
+
+
+def few_outputs(
+    weights: Float[Tensor, "B H Tq Tk"], v: Float[Tensor, "B Hk Tk Dv"]
+) -> Float[Tensor, "B H Tq Dv"]:
+    """`weights v` in fp32 at least."""
+    heads, queries = weights.shape[1:3]
+    v = _operand(v)
+    grouped = weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
+    out = widen(grouped.to(v.dtype) @ v)
+    return out.unflatten(2, (-1, queries)).reshape(v.shape[0], heads, queries, v.shape[3])
+
+
+def _operand(x: Tensor) -> Tensor:
+    """In its own precision where the device has units for it, else wide; in place either way."""
+    narrow = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    narrow = narrow or (x.dtype == torch.bfloat16 and x.device.type == "cpu" and _bf16_cpu())
+    return x if narrow else widen(x)

@@ -1,0 +1,59 @@
+"""Selective attention of a few new queries, as in cached decoding: one product more than standard.
+
+One query is torch's own attention with -F as its mask; what it hides is one row more. Several
+queries see what the ones before them in the same call have hidden, so their map is dense.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.selective.reference import may_hide
+from heedful.ops.visibility import Visibility
+
+
+def selective_attention_few(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    selector_q: Float[Tensor, "B Hs Tq Ds"],
+    selector_k: Float[Tensor, "B Hs Tk Ds"],
+    *,
+    state: Float[Tensor, "B Hs Tk"] | None,
+    tau: float | None,
+    protect_first: bool,
+    visibility: Visibility,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operator of `selective_attention`."""
+    queries, keys = q.shape[2], k.shape[2]
+    hidden = hidden_from(visibility, queries, keys, q.device)
+    hiding = few_scores(selector_q, selector_k, scale).clamp_(min=0)
+    if visibility.plain and queries == 1:
+        hiding[..., -1] = 0  # the token itself
+        if protect_first:
+            hiding[..., 0] = 0
+    else:
+        hiding.masked_fill_(~may_hide(protect_first, visibility, queries, keys, q)[:, None], 0)
+    if state is None:
+        state = hiding.new_zeros(hiding.shape[0], hiding.shape[1], keys)
+    if queries == 1:
+        f = state[:, :, None]
+        last = state + hiding[:, :, 0]
+    else:
+        f = state[:, :, None] + hiding.cumsum(2).sub_(hiding)
+        last = state + hiding.sum(2)
+    if queries == 1 and hidden is None and scale > 0:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=(-f).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    else:
+        weights = few_weights(few_scores(q, k, scale).sub_(f), hidden)
+        output = few_outputs(weights, v).to(q.dtype)
+    memory = None
+    if tau is not None:
+        kept = f.clamp(max=tau)
+        kept = kept if hidden is None else kept.masked_fill(hidden, 0)
+        memory = kept.sum((1, 3)) / f.shape[1]
+    return output, last, memory
