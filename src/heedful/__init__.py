@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, revert
     from heedful.hf.look import LayerLook, look
+    from heedful.hf.memory import MemoryLoss
     from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
         SelectiveOutput,
@@ -28,6 +29,7 @@ _ROOMS = {
     "heedful.nn": ("Differential", "MultiToken", "Selective", "Standard", "TalkingHeads"),
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
     "heedful.hf.look": ("LayerLook", "look"),
+    "heedful.hf.memory": ("MemoryLoss",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -35,6 +37,7 @@ __all__ = [
     "Conversion",
     "Differential",
     "LayerLook",
+    "MemoryLoss",
     "MultiToken",
     "Selective",
     "SelectiveOutput",
