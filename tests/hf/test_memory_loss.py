@@ -226,7 +226,7 @@ def test_one_position_of_each_document_has_the_gradient(tied, monkeypatch):
 def test_checkpointed_layers_report_once():
     plain = selective()
     other = copy.deepcopy(plain)
-    other.activation_checkpointing_enable()
+    other.gradient_checkpointing_enable()
     ids, grads = tokens(), []
     for model in (plain, other):
         memory = heedful.MemoryLoss(model)
@@ -242,7 +242,7 @@ def test_checkpointed_layers_report_once():
 
 def test_reentrant_checkpointing_is_refused():
     model = selective()
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     heedful.MemoryLoss(model)
     with pytest.raises(ValueError, match="no gradient: .*'use_reentrant': False"):
