@@ -167,7 +167,9 @@ def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(tmp_path):
 
     whole, steps = begin("whole"), []
     with pytest.raises(Stopped):
-        begin("parts", progress=lambda *step: steps.append(step), should_stop=lambda: len(steps) > 4)
+        begin(
+            "parts", progress=lambda *step: steps.append(step), should_stop=lambda: len(steps) > 4
+        )
     with pytest.raises(ValueError, match=r"another run: memory_loss was 0\.1 and is absent now"):
         train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "parts", device="cpu")
     assert_same(begin("parts"), whole)

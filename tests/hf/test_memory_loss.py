@@ -2,14 +2,10 @@
 
 import copy
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from families import stir, tiny, tokens
-from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import heedful
@@ -245,7 +241,7 @@ def test_reentrant_checkpointing_is_refused():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     heedful.MemoryLoss(model)
-    with pytest.raises(ValueError, match="no gradient: .*'use_reentrant': False"):
+    with pytest.raises(ValueError, match=r"no gradient: .*'use_reentrant': False"):
         model(input_ids=tokens())
 
 

@@ -25,6 +25,7 @@ from heedful.tasks.samples import (
 
 _MARKS = (".", "!")  # an answer ends with one of them, as the last instruction says
 _LONGEST = 3  # symbols of a value
+_LEAD = 8  # tokens before the first fact: more than the sinks that a cache keeps
 _SYMBOLS = string.ascii_uppercase + string.digits
 _WORDS = tuple(f"{c}{v} " for c in "bdklm" for v in "aeiou")
 _INSTRUCTION = 2
@@ -40,51 +41,49 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Recall(Task):
-    """Recall: facts of two speakers, a long stretch of distractors, an instruction, questions.
+    """Recall: facts, a long stretch of distractors, an instruction, questions.
 
     A row reads, after BOS (shortened):
 
-        ann a=QX;bob c=T;ba do la bob a=RRB;ann c=M;ke la [bob] da me bob c=LK;c?LK;be do [ann]
-        ko ma a?QX;c?M;
+        le mi ba le mi ba j=MN5;do mu do mu c=HGJ;e=0;[!]e=0!ko da lu ko da lu e=R4;
+        be la be la e=R4![.]do bo do bo c=HGJ.e=R4.
 
-    In the early part, the first third of the row, both speakers tell a value of every name of the
-    row, in any order. A value has one to four symbols, its length and its symbols drawn uniformly,
-    and ends with ";". Half of the names (rounded down) are *dormant*: nothing refers to them until
-    the questions. Of the others each speaker tells a new value in the middle part (`retold` times,
-    the newest counts), and they are asked for there (`references`). An instruction says whose facts
-    count from there on; there are `instructions` of them, the first at the start of the middle part
-    and the last in its last quarter, so that only the last matters to the questions. At the end
-    stand the questions, of different names, each with its answer: the value and ";". What is left
-    of the row is filler: words in sentences of two to six, each word but the first following from
-    the one before.
+    *Facts* are told in the early part, the first third of the row: a name with its "=", a value of
+    one to three symbols, and ";". No symbol is in two values of a row. Half of the names (rounded
+    down) are *dormant*: nothing refers to them before the last questions. The others are told anew
+    in the middle part, `retold` times, where the newest value counts, and are asked for there
+    (`references`). An *instruction* says with which mark answers end from there on, "." or "!". The
+    first begins the middle part and the last comes among the last quarter of what happens there, so
+    that it alone matters in the end. At the end stand the *questions*, of different names, each
+    followed by its answer: the newest value and the mark. What is left is *filler*: phrases of
+    words, each said twice, so that the second time follows from the first.
 
-    So a model may forget filler, retold values, references and old instructions, and must keep
-    every dormant fact of both speakers, as the last instruction comes late. A window or sinks with
-    recent tokens that reach less than `distance` back hold no dormant fact at all. Who answers
-    dormant questions by chance errs in all but one of 4 * 26 answers at best; who ignores the
-    instruction, in about half.
+    So a model may forget filler, retold values, references and old instructions, and must keep the
+    dormant facts and the last instruction. The last `distance` tokens before a question hold no
+    dormant fact, nor do the first 8 tokens of a row: a smaller window, with or without sinks, has
+    lost them, and guesses. Whoever guesses among the symbols that are in no value in sight errs in
+    more than 0.97 of the dormant answers; whoever mistakes the last instruction, in half.
 
-    Loss lies on the answers of the questions and, with `taught`, on those of the references as
-    well: more of them give a row of training more to learn from. The measure counts answers, each
-    wrong if any of its tokens is.
+    Loss lies on the questions' answers and, with `taught`, also on those of the references and on
+    what is said the second time: a row of training then has more to learn from. The measure counts
+    answers; one is wrong if any of its tokens is.
 
     Arguments:
         length: tokens of a row.
         names: names of a row, of which `names // 2` are dormant.
         pool: names that rows draw theirs from, 2 to 26.
-        symbols: symbols that values draw theirs from, 2 to 26.
-        retold: how often each speaker tells a new value of each name that is not dormant.
+        retold: how often each name that is not dormant is told anew.
         references: questions in the middle part, of names that are not dormant.
         instructions: how many there are.
         questions: questions at the end, at most `names // 2`.
         asked: what they ask for: `"dormant"` names, `"recent"` ones (told anew in the middle
             part), or `"any"`, all names alike.
-        taught: whether the references' answers carry loss.
+        taught: whether references and filler carry loss as well.
 
     Raises:
         ValueError: a field is out of range, or a row may not hold it all.
 
-    Source: ours, after the claims on context pruning of arXiv 2410.02703, section 4.
+    Source: ours, for the claims on context pruning of arXiv 2410.02703, section 4.
     """
 
     length: int = 256
@@ -116,7 +115,12 @@ class Recall(Task):
         pieces = active * self.retold + self.references + self.questions
         most = _LONGEST + 2  # tokens of a fact, and of a question with its answer
         rest = pieces * most + self.instructions
-        least = max(3 * (1 + self.names * most), -(-3 * rest // 2))
+        if (values := self.names + active * self.retold) * _LONGEST > len(_SYMBOLS):
+            raise ValueError(
+                f"names and retold must make at most {len(_SYMBOLS) // _LONGEST} values, as no "
+                f"symbol is in two of them, got {values}"
+            )
+        least = max(3 * (_LEAD + self.names * most), -(-3 * rest // 2))
         if self.length < least:
             raise ValueError(
                 f"length must be at least {least} for {self.names} names, {self.retold} retold "
@@ -126,7 +130,7 @@ class Recall(Task):
 
     @property
     def vocab_size(self) -> int:
-        """BOS, EOS (unused), instructions, facts, questions, symbols, ";" and filler words."""
+        """BOS, EOS (unused), instructions, names, symbols, ";", the two marks, filler words."""
         return self._word + len(_WORDS)
 
     @property
@@ -148,7 +152,7 @@ class Recall(Task):
 
     @property
     def distance(self) -> int:
-        """Tokens that lie at least between a dormant fact and the first question."""
+        """How many tokens before a question at the end hold no dormant fact, at least."""
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
     def sample(self, count: int, seed: int) -> Samples:
@@ -172,7 +176,7 @@ class Recall(Task):
         def ask(name: int) -> _Piece:
             return _Piece([_NAME + name, *values[name], self._end + 1 + mark], answer=1)
 
-        early = [tell(name) for name in names]
+        early = [tell(name) for name in _shuffled(rng, names)]
         turns = [*active.tolist() * self.retold, *["question"] * self.references]
         turns = _shuffled(rng, turns + ["instruction"] * max(self.instructions - 2, 0))
         last = len(turns) - rng.integers(len(turns) // 4 + 1)
@@ -192,7 +196,8 @@ class Recall(Task):
     def _laid(self, rng, early, middle, last) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels of a row: its pieces in order, with filler between them."""
         tail = sum(len(piece.ids) for piece in last)
-        pieces = [_Piece([BOS]), *self._spread(rng, early, self.early - 1)]
+        pieces = [_Piece([BOS]), *self._filler(rng, _LEAD - 1)]
+        pieces += self._spread(rng, early, self.early - _LEAD)
         pieces += self._spread(rng, middle, self.length - self.early - tail)
         if not self.taught:
             pieces = [piece._replace(answer=None) for piece in pieces]
