@@ -97,7 +97,7 @@ class Recall(Task):
     taught: bool = True
 
     metric: ClassVar[str] = "answer_error"
-    recipe: ClassVar[Recipe] = Recipe(64, 3, 4, 600, 32, 3e-3, ("standard", "selective"))
+    recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 1600, 16, 2e-3, ("standard", "selective"))
 
     def __post_init__(self) -> None:
         check_whole("pool", self.pool, 2, 26, way_out="names are single letters")
