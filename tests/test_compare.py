@@ -283,6 +283,45 @@ def test_a_stopped_comparison_goes_on(parity, tmp_path):
     assert [r.curve for r in resumed] == [r.curve for r in whole]
 
 
+def test_with_the_memory_loss_a_mechanism_is_there_twice(tmp_path):
+    comparison = replace(PARITY, memory_loss=0.1, seeds=2, steps=3)
+    records = compare(comparison, tmp_path)
+    names = ["standard", "selective", "selective + memory loss"]
+    assert [(r.mechanism, r.seed) for r in records] == [(n, s) for s in (0, 1) for n in names]
+    plain, with_it = records[1:3]
+    assert plain.config == {k: v for k, v in with_it.config.items() if k != "memory_loss"}
+    assert "memory_loss" not in plain.config and with_it.config["memory_loss"] == 0.1
+    assert plain.loss_curve[0] == with_it.loss_curve[0]
+    assert plain.loss_curve[2] != with_it.loss_curve[2], "the first step warms up at a rate of 0"
+    folders = {path.name for path in (tmp_path / "models").iterdir()}
+    assert {"parity-selective-1", "parity-selective-memory-loss-1"} < folders
+    assert (tmp_path / "report.html").read_text().count("selective + memory loss, layer") > 0
+    assert re.findall("^parity +selective \\+ memory loss ", summary(records), flags=re.M)
+    (tmp_path / "config.json").unlink()
+    assert compare(comparison, tmp_path) == records
+    with pytest.raises(ValueError, match=r"selective \+ memory loss\.memory_loss was 0\.1 and is"):
+        compare(replace(comparison, memory_loss=0.2), tmp_path)
+
+
+def test_a_stopped_comparison_with_the_memory_loss_goes_on(tmp_path):
+    comparison = replace(PARITY, mechanisms=("selective",), memory_loss=0.1)
+    whole = compare(comparison, tmp_path / "whole")
+    asked = []
+    with pytest.raises(Stopped):
+        compare(comparison, tmp_path / "parts", lambda: len(asked) >= 2 or bool(asked.append(1)))
+    assert "parity-selective-memory-loss-0 as it was after step 1" in kept(tmp_path / "parts")
+    resumed = compare(comparison, tmp_path / "parts")
+    assert [r.loss_curve for r in resumed] == [r.loss_curve for r in whole]
+
+
+def test_without_the_memory_loss_nothing_is_called_otherwise(finished):
+    out, records = finished
+    text = (out / "config.json").read_text()
+    assert "memory_loss" not in text and "memory loss" not in text
+    assert [r.mechanism for r in records[:3]] == list(TINY.mechanisms)
+    assert all(set(r.config) == {"task", "size", "budget", "mechanism"} for r in records)
+
+
 def test_every_task_has_a_setup_whose_sizes_fit():
     assert set(setups()) == set(TASKS)
     for name, setup in setups().items():
@@ -298,6 +337,8 @@ def test_every_task_has_a_setup_whose_sizes_fit():
         (["--tasks", "text", "--data", "missing.txt"], "missing.txt"),
         (["--tasks", "blocks", "--data", "x.txt"], "data is read by the task 'text'"),
         (["--steps", "0"], "steps must be a whole number of at least 1, got 0"),
+        (["--memory-loss", "-1"], "memory_loss must be a number of at least 0 (none), got -1"),
+        (["--tasks", "blocks", "--memory-loss", "0.1"], "and standard, mta do not: add selective"),
         (["--seeds", "0"], "seeds must be a whole number of at least 1, got 0"),
         (["--device", "cdua"], "device must be one of 'auto', 'cpu', 'cuda', got 'cdua'; did you"),
         (["--tasks", "parity", "--steps", "1", "--out", "file/inside"], "file/inside cannot be wr"),

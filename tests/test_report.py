@@ -244,6 +244,11 @@ def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
         "text: mta ended at perplexity 4.85, standard ended at perplexity 5.00; one seed may be "
         "luck: run more (--seeds 3)."
     )
+    answers = {"task": "recall", "metric": "answer_error"}
+    pair = [run(value=0.5, **answers), run("selective", 0.01, **answers)]
+    (text,) = findings(summarise(pair))
+    assert text.startswith("recall: selective left 1.0 % of answers wrong, standard left 50.0 % of")
+    assert "answer error 1.0 %" in table(summarise(pair))
     assert "mta diverged, standard left" in said(runs("standard", [0.5]), runs("mta", [math.nan]))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from heedful import MemoryLoss
 from heedful.experiments.train import Budget, Diverged, Size, Stopped, from_scratch, score, train
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
@@ -116,6 +117,70 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(tmp_path):
         )  # fmt: skip
     assert steps[0] == 7
     assert_same(resumed, whole)
+
+
+def test_the_memory_loss_trains_another_model_that_needs_less(tmp_path):
+    plain = train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu")
+    with_it = train(
+        TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu", memory_loss=0.1
+    )
+    assert plain.loss_curve[0] == with_it.loss_curve[0], "losses are told without the term"
+    assert plain.loss_curve[-1] != with_it.loss_curve[-1]
+    rows, needs = TASK.held_out(64).input_ids, []
+    strong = train(
+        TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu", memory_loss=3.0
+    )
+    for run in (plain, with_it, strong):
+        with torch.no_grad(), MemoryLoss(run.model) as memory:  # the run has taken its own away
+            run.model(input_ids=rows)
+            needs.append(memory().item())
+    assert needs[0] > needs[1] > needs[2]
+
+
+def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
+    """The gradient of the first step is that of loss + 0.1 memory, by a plain loop."""
+    model, grads = from_scratch(TASK, Selective(), SIZE, 0), []
+    rows = TASK.batch(BUDGET.batch, 0, 0)
+    with MemoryLoss(model) as memory:
+        loss = model(input_ids=rows.input_ids, labels=rows.labels).loss
+        (loss + 0.1 * memory()).backward()
+    expected = [p.grad for p in model.parameters()]
+
+    def first(optimizer, *_, **__):
+        grads.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        raise Killed
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", first)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(1.0))
+    with pytest.raises(Killed):
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu", memory_loss=0.1)
+    for one, two in zip(grads[0], expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(tmp_path):
+    def begin(folder, **options):
+        return train(
+            TASK, Selective(), SIZE, BUDGET, 0, tmp_path / folder, device="cpu", memory_loss=0.1,
+            **options,
+        )  # fmt: skip
+
+    whole, steps = begin("whole"), []
+    with pytest.raises(Stopped):
+        begin(
+            "parts", progress=lambda *step: steps.append(step), should_stop=lambda: len(steps) > 4
+        )
+    with pytest.raises(ValueError, match=r"another run: memory_loss was 0\.1 and is absent now"):
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "parts", device="cpu")
+    assert_same(begin("parts"), whole)
+
+
+def test_a_model_that_reports_no_memory_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="must have layers that report memory"):
+        train(TASK, Standard(), SIZE, BUDGET, 0, tmp_path / "run", memory_loss=0.1, device="cpu")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match="memory_loss must be a number of at least 0"):
+        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", memory_loss=-1, device="cpu")
 
 
 def test_another_run_s_state_is_refused_by_what_differs(tmp_path):

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, revert
     from heedful.hf.cache import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
+    from heedful.hf.memory import MemoryLoss
     from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
         SelectiveOutput,
@@ -30,6 +31,7 @@ _ROOMS = {
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
     "heedful.hf.cache": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
+    "heedful.hf.memory": ("MemoryLoss",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -38,6 +40,7 @@ __all__ = [
     "Differential",
     "KVCache",
     "LayerLook",
+    "MemoryLoss",
     "MultiToken",
     "Selective",
     "SelectiveOutput",

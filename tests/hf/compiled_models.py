@@ -76,12 +76,34 @@ def refused_when_it_runs() -> None:
         raise AssertionError("a restart in a filled cache was served")
 
 
+def memory_loss() -> None:
+    """The term and its gradients, put on before the first call or after it."""
+    for after_a_call in (False, True):
+        torch._dynamo.reset()
+        model = converted("selective").train()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        if after_a_call:
+            compiled(input_ids=tokens(), **calls(tokens())["padded"])
+        memory, moved = heedful.MemoryLoss(model), 0.0
+        for length in LENGTHS:
+            ids, found = tokens(2, length), []
+            for run in (model, compiled):
+                run(input_ids=ids, **calls(ids)["padded"])
+                term = memory()
+                gradient = torch.autograd.grad(term, model.get_input_embeddings().weight)[0]
+                found.append((term.detach(), gradient))
+            torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
+            moved += found[1][1].abs().sum().item()
+        assert moved > 0, "the term had no gradient at any length"
+
+
 CHECKS = {
     "standard": (check, "standard", "plain", False),
     "standard with a cache": (check, "standard", "plain", True),
     "standard, packed with a mask and a cache": (check, "standard", "packed with a mask", True),
     "multi-token, packed": (check, "mta", "packed", False),
     "selective, padded": (check, "selective", "padded", False),
+    "memory loss": (memory_loss,),
     "differential, padded with a cache": (check, "differential", "padded", True),
     "refused when it runs": (refused_when_it_runs,),
 }

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from heedful.experiments.checkpoints import differences, saved_step
-from heedful.experiments.comparison import Comparison
+from heedful.experiments.comparison import WITH_MEMORY_LOSS, Comparison
 from heedful.experiments.train import (
     Budget,
     Diverged,
@@ -24,7 +24,7 @@ from heedful.experiments.train import (
     train,
 )
 from heedful.hf import load
-from heedful.nn import Mechanism, mechanism, to_json
+from heedful.nn import Layer, Mechanism, mechanism, to_json
 from heedful.records import Record, append_record, read_numbered
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
@@ -41,10 +41,22 @@ class Setup(NamedTuple):
     budget: Budget
     mechanisms: tuple[str, ...]
     """What is compared by default: where the papers claim a difference."""
+    memory_loss: float = 0.0
+    """Factor of the memory loss for those whose name says that they are trained with it."""
 
     def mechanism(self, name: str) -> Mechanism:
         """The configuration behind a name, in the form that this task takes."""
+        name = name.removesuffix(WITH_MEMORY_LOSS)
         return replace(mechanism(name), **self.task.recipe.changes.get(name, {}))
+
+    def memory_factor(self, name: str) -> float:
+        """The factor of the memory loss with which this one is trained; 0 is none."""
+        return self.memory_loss if name.endswith(WITH_MEMORY_LOSS) else 0.0
+
+    def reports_memory(self, name: str) -> bool:
+        """Whether this mechanism can be trained with the memory loss."""
+        model = from_scratch(self.task, self.mechanism(name), self.size, 0)
+        return any(isinstance(x, Layer) and x.reports_memory for x in model.modules())
 
 
 def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
@@ -73,7 +85,18 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
         batch = comparison.batch or setup.budget.batch
         names = comparison.mechanisms or setup.mechanisms
         budget = replace(setup.budget, steps=steps, batch=batch)
-        chosen[name] = setup._replace(budget=budget, mechanisms=names)
+        if comparison.memory_loss:
+            both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
+            names = tuple(x for pair in both for x in pair)
+        chosen[name] = setup._replace(
+            budget=budget, mechanisms=names, memory_loss=comparison.memory_loss
+        )
+    trained = [name for setup in chosen.values() for name in setup.mechanisms]
+    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in trained):
+        raise ValueError(
+            f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
+            f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
+        )
     return chosen
 
 
@@ -91,13 +114,17 @@ class _Job(NamedTuple):
     def title(self) -> str:
         return f"{self.name} · {self.mechanism} · seed {self.seed}"
 
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.mechanism}-{self.seed}".replace(" + ", "-").replace(" ", "-")
+
     def model(self, out: Path) -> Path:
         """Where its trained model is kept."""
-        return out / "models" / f"{self.name}-{self.mechanism}-{self.seed}"
+        return out / "models" / self.folder
 
     def state(self, out: Path) -> Path:
         """Where its checkpoints are while it trains."""
-        return out / "unfinished" / f"{self.name}-{self.mechanism}-{self.seed}"
+        return out / "unfinished" / self.folder
 
 
 def compare(
@@ -211,6 +238,7 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
                 budget,
                 job.seed,
                 job.state(out),
+                memory_loss=setup.memory_factor(job.mechanism),
                 device=device,
                 progress=progress,
                 should_stop=should_stop,
@@ -235,7 +263,7 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         tokens_per_second=run.tokens_per_second,
         seconds=run.seconds,
         peak_memory_mib=run.peak_memory_mib,
-        config=_job_config(setup) | {"mechanism": to_json(config)},
+        config=_run_config(setup, job.mechanism),
         environment=environment(),
         device=run.model.device.type,
     )
@@ -264,12 +292,20 @@ def _job_config(setup: Setup) -> dict:
     }
 
 
+def _run_config(setup: Setup, name: str) -> dict:
+    config = _job_config(setup) | {"mechanism": to_json(setup.mechanism(name))}
+    factor = setup.memory_factor(name)
+    return config | ({"memory_loss": factor} if factor else {})
+
+
 def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
-    tasks = {
-        name: _job_config(setup)
-        | {"mechanisms": {m: to_json(setup.mechanism(m)) for m in setup.mechanisms}}
-        for name, setup in chosen.items()
-    }
+    tasks = {}
+    for name, setup in chosen.items():
+        tasks[name] = _job_config(setup) | {"mechanisms": {}}
+        for one in setup.mechanisms:
+            factor = setup.memory_factor(one)
+            own = {"memory_loss": factor} if factor else {}
+            tasks[name]["mechanisms"][one] = to_json(setup.mechanism(one)) | own
     config = {"seeds": comparison.seeds, "device": comparison.device, "tasks": tasks}
     return json.loads(json.dumps(config))
 
@@ -283,10 +319,10 @@ def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     records = _read(out / "results.jsonl")
     if not path.is_file():
         for record in records:
-            own = config["tasks"].get(record.task, {})
-            expected = {key: own.get(key) for key in ("task", "size", "budget")}
-            expected["mechanism"] = own.get("mechanisms", {}).get(record.mechanism)
-            if record.config != expected:
+            setup = chosen.get(record.task)
+            known = setup is not None and record.mechanism in setup.mechanisms
+            own = _run_config(setup, record.mechanism) if known else None
+            if record.config != json.loads(json.dumps(own)):
                 raise ValueError(
                     f"{out} holds results of another comparison and no config.json; choose another "
                     "folder with --out"

@@ -1,15 +1,20 @@
 """What to compare: the configuration of `heedful compare`, in a file that imports nothing heavy."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from heedful.checks import check_literals, check_whole
 
-TaskName = Literal["blocks", "assignment", "copy", "parity", "text"]
+TaskName = Literal["blocks", "assignment", "copy", "parity", "text", "recall"]
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential"
 ]
 Device = Literal["auto", "cpu", "cuda"]
+
+
+WITH_MEMORY_LOSS = " + memory loss"
+"""What the name of a mechanism ends with where its model is trained with the memory loss."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,9 @@ class Comparison:
     """Optimiser steps per run, instead of each task's own."""
     batch: int | None = None
     """Rows per step, instead of each task's own."""
+    memory_loss: float = 0.0
+    """Factor of the memory loss (the paper has 0.1): beside each mechanism that can report memory,
+    a second model of it is trained with the loss, "selective + memory loss"."""
     device: Device = "auto"
     """auto is the GPU where there is one."""
 
@@ -44,5 +52,13 @@ class Comparison:
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
         check_whole("seeds", self.seeds, 1)
+        check_memory_loss(self.memory_loss)
         if self.data and "text" not in self.tasks:
             raise ValueError("data is read by the task 'text': add it to the tasks")
+
+
+def check_memory_loss(factor: float) -> None:
+    """Raise unless the memory loss can have this factor."""
+    number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not number or not 0 <= factor < math.inf:
+        raise ValueError(f"memory_loss must be a number of at least 0 (none), got {factor!r}")

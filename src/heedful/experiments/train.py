@@ -25,8 +25,9 @@ from transformers import (
 
 from heedful.checks import check_choice, check_whole
 from heedful.experiments.checkpoints import Checkpoints
-from heedful.experiments.comparison import Device
+from heedful.experiments.comparison import Device, check_memory_loss
 from heedful.hf import conversion_of, convert
+from heedful.hf.memory import MemoryLoss
 from heedful.nn import Mechanism, to_json
 from heedful.tasks import Task, token_losses
 from heedful.testing import process_peak_mib
@@ -150,6 +151,7 @@ def train(
     seed: int,
     folder: Path,
     *,
+    memory_loss: float = 0.0,
     device: Device = "auto",
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -166,6 +168,8 @@ def train(
         size, budget: model and training.
         seed: of the initialisation and the training rows; held-out rows are the same for all.
         folder: for this run's state while training; gone again after the run.
+        memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
+            are told without it.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
         progress: told after each step.
         should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
@@ -178,10 +182,14 @@ def train(
             fit.
     """
     check_device(device)
+    check_memory_loss(memory_loss)
     rows = _Rows(task, budget, seed)
-    checkpoints = Checkpoints(Path(folder), _identity(task, mechanism, size, budget, seed, rows))
-    checkpoint = checkpoints.newest()
     model = from_scratch(task, mechanism, size, seed)
+    memory = MemoryLoss(model) if memory_loss else None
+    identity = _identity(task, mechanism, size, budget, seed, rows)
+    identity |= {"memory_loss": memory_loss} if memory_loss else {}
+    checkpoints = Checkpoints(Path(folder), identity)
+    checkpoint = checkpoints.newest()
     watch = _Watch(task, budget, checkpoints, progress, should_stop, save_seconds)
     trainer = _Trainer(
         model=model,
@@ -191,7 +199,7 @@ def train(
         optimizers=(_optimizer(model, budget), None),
         callbacks=[watch],
     )
-    trainer.watch = watch
+    trainer.watch, trainer.memory, trainer.memory_factor = watch, memory, memory_loss
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
@@ -200,6 +208,8 @@ def train(
     step = trainer.state.global_step
     if step < budget.steps and not watch.diverged:
         raise Stopped
+    if memory is not None:
+        memory.remove()
     metric, final = final_scores(model, task, budget)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
     diverged = watch.diverged or not all(map(math.isfinite, numbers))
@@ -291,16 +301,16 @@ class _Rows(torch.utils.data.Dataset):
 
 
 class _Trainer(Trainer):
-    """Takes the rows in order, and tells the watch every step's loss: Trainer's own means forget,
-    when a run goes on, what they had summed up before."""
+    """Takes the rows in order, adds the memory loss, and tells the watch every step's loss without
+    it: Trainer's own means forget, when a run goes on, what they had summed up before."""
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    def training_step(self, *args, **kwargs) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
         self.watch.losses.append(loss.item())
-        return loss
+        return loss if self.memory is None else loss + self.memory_factor * self.memory()
 
     def _save_checkpoint(self, *args, **kwargs) -> None:
         try:

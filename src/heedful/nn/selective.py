@@ -54,6 +54,7 @@ class SelectiveAttention(Layer):
     """Selective attention for one layer; has parameters only with an own selector."""
 
     keeps = ("F",)
+    reports_memory = True
 
     def __init__(self, config: Selective, shape: HeadShape) -> None:
         super().__init__(shape)

@@ -12,6 +12,7 @@ from typing import Self
 METRICS = {
     "error": "error",
     "token_error": "token error",
+    "answer_error": "answer error",
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
     "loss": "loss",

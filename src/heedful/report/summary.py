@@ -123,7 +123,7 @@ def number(metric: str, value: float) -> str:
     """A value of a metric as text: errors in percent, the rest with two or three decimals."""
     if not math.isfinite(value):
         return "diverged"
-    if metric in ("error", "token_error"):
+    if metric in ("error", "token_error", "answer_error"):
         return f"{100 * value:.1f} %"
     return f"{value:.2f}" if metric == "perplexity" else f"{value:.3f}"
 
@@ -287,7 +287,7 @@ def _ended(row: Row) -> str:
         return f"{row.mechanism} diverged"
     if "error" not in row.metric:
         return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    what = "rows" if row.metric == "error" else "tokens"
+    what = {"error": "rows", "answer_error": "answers"}.get(row.metric, "tokens")
     share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
         row.mean, f"{number(row.metric, row.mean)} of {what}"
     )

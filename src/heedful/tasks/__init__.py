@@ -4,6 +4,7 @@ from heedful.tasks.assignment import Assignment
 from heedful.tasks.blocks import Blocks
 from heedful.tasks.copy import Copy
 from heedful.tasks.parity import Parity
+from heedful.tasks.recall import Recall
 from heedful.tasks.samples import Recipe, Samples, Task, sequence_error, token_error, token_losses
 from heedful.tasks.text import Text
 
@@ -13,6 +14,7 @@ TASKS: dict[str, type[Task]] = {
     "copy": Copy,
     "parity": Parity,
     "text": Text,
+    "recall": Recall,
 }
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Blocks",
     "Copy",
     "Parity",
+    "Recall",
     "Recipe",
     "Samples",
     "Task",

@@ -137,7 +137,7 @@ def sequence_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) 
 
     Source: the metric of the toy task of Multi-Token Attention, arXiv 2504.00927, §4.1.
     """
-    wrong, asked = _wrong_and_asked(predictions, labels)
+    wrong, asked = wrong_and_asked(predictions, labels)
     rows = asked.any(dim=1)
     return wrong.any(dim=1)[rows].double().mean().item()
 
@@ -147,7 +147,7 @@ def token_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> 
 
     Arguments and errors are those of `sequence_error`.
     """
-    wrong, asked = _wrong_and_asked(predictions, labels)
+    wrong, asked = wrong_and_asked(predictions, labels)
     return (wrong.sum() / asked.sum()).item()
 
 
@@ -175,7 +175,8 @@ def token_losses(
     return torch.nn.functional.pad(losses, (0, 1))
 
 
-def _wrong_and_asked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def wrong_and_asked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Which predictions are wrong and which count, `[N, T - 1]`, each at its label less one."""
     check_aligned("predictions", predictions, labels)
     if predictions.is_floating_point():
         raise ValueError(
