@@ -152,7 +152,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     """P of the block, with the convolved logits from a product of wide heads."""
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
-        logits = steps.mix(logits, x.parameters.mix)
+        logits = steps.mix(logits, x.parameters.mix, last=True)
     return steps.softmax(logits, block.tokens(block.rows), block.columns)
 
 
@@ -223,7 +223,7 @@ def _before_softmax_backward(
     """dS of the block from the gradient of its logits; adds its shares of the parameters."""
     conv, _, mix, _ = x.parameters
     if mix is not None:
-        d, dweights = steps.mix_backward(d, made.c, mix)
+        d, dweights = steps.mix_backward(d, made.c, mix, last=True)
         sums.mix.add_(dweights)
     if conv is not None:
         owned = block.tokens(block.rows)
