@@ -16,6 +16,9 @@ from heedful.ops.common.precision import operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
 
+_HEADS = 4  # whose windows are laid out at a time
+
+
 class Parameters(NamedTuple):
     """Kernels and mixing weights of a call."""
 
@@ -198,14 +201,16 @@ def _kernel_gradient(
     fill = count * few - width
     grad = (pad(grad, (0, fill)) if fill else grad).reshape(batch, heads, outputs * count, few)
     aside = (columns // 2, columns // 2 + fill)
-    around = pad(x, (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
     pairs = x.new_empty(heads, rows, few, reach)
-    for r in range(rows):
-        part = around[:, :, r * count : (r + outputs) * count]
-        if documents is not None:
-            same = _same(documents, r, outputs, rows)
-            part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
-        pairs[:, r] = torch.matmul(grad.mT, part).sum(0)
+    for first in range(0, heads, _HEADS):  # `around` is three tiles' worth of memory
+        these = slice(first, first + _HEADS)
+        around = pad(x[:, these], (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
+        for r in range(rows):
+            part = around[:, :, r * count : (r + outputs) * count]
+            if documents is not None:
+                same = _same(documents, r, outputs, rows)
+                part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
+            pairs[these, r] = torch.matmul(grad[:, these].mT, part).sum(0)
     # Entry (c, t) of this view is pairs[t, t + c].
     return pairs.as_strided((heads, rows, columns, few), (*pairs.stride()[:2], 1, reach + 1)).sum(
         -1
