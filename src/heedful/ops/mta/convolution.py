@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 from heedful.ops.common.precision import operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
-
 _HEADS = 4  # whose windows are laid out at a time
 
 
