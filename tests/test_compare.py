@@ -10,19 +10,22 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import heedful.experiments.compare as room
-from heedful.cli import main
-from heedful.experiments.compare import chosen_setups, compare, kept, setups, summary
+from heedful.cli import main, write_page
+from heedful.experiments.compare import chosen_setups, kept, setups
 from heedful.experiments.comparison import Comparison
 from heedful.experiments.train import Size, Stopped
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.records import files
-from heedful.report import read_records
+from heedful.report import overview, read_records
 from heedful.tasks import TASKS
+
+compare = partial(room.compare, show=write_page)  # as the command does
 
 TINY = Comparison(
     tasks=("blocks", "parity"), mechanisms=("standard", "mta", "selective"), steps=2, batch=2,
@@ -90,7 +93,7 @@ def test_the_folder_holds_a_page_a_config_and_the_models(finished):
 
 
 def test_the_summary_has_a_line_for_every_run(finished):
-    text = summary(finished[1])
+    text = overview(finished[1])
     for task in TINY.tasks:
         assert len(re.findall(rf"^{task} ", text, flags=re.M)) == len(TINY.mechanisms)
     assert text.count("; one seed may be luck: run more (--seeds 3)") == len(TINY.tasks)
@@ -256,7 +259,7 @@ def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="parity · .* · seed 0: the model diverged: at step"):
         records = compare(replace(PARITY, steps=8), tmp_path)
     assert [r.mechanism for r in records] == ["standard", "selective"]
-    assert "1 of 1 diverged" in summary(records)
+    assert "1 of 1 diverged" in overview(records)
     assert read_records(tmp_path / "results.jsonl")[0].to_json() == records[0].to_json()
 
 

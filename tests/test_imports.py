@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,26 +12,36 @@ import heedful
 
 ROOT = Path(heedful.__file__).parent
 
-# What each room may import: the first name of a foreign package, or a room of this one.
+# What each room may import: a foreign package, a room of this one, or one file of a room.
 COMPUTING = {"torch", "jaxtyping"}
 MAY_IMPORT = {
     "checks.py": set(),
     "ops": COMPUTING | {"heedful.ops"},
     "nn": COMPUTING | {"heedful.ops", "heedful.nn", "heedful.checks"},
-    "hf": COMPUTING | {"transformers", "safetensors", "heedful.ops", "heedful.nn", "heedful.hf"},
+    "hf": COMPUTING
+    | {"transformers", "safetensors"}
+    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "checks", "records")},
+    "eviction.py": {"heedful.hf.eviction"},
     "tasks": COMPUTING | {"numpy", "tokenizers", "heedful.tasks", "heedful.data", "heedful.checks"},
     "records": {"torch", "heedful.records"},
-    "report": {"torch", "numpy", "matplotlib", "transformers"}
-    | {f"heedful.{room}" for room in ("records", "report", "hf", "nn", "tasks")},
-    "experiments": {"torch", "transformers", "safetensors", "tqdm"}
-    | {f"heedful.{room}" for room in ("experiments", "hf", "nn", "tasks", "records", "report")}
-    | {"heedful.checks", "heedful.testing"},
+    "report": {"torch", "numpy", "matplotlib"}
+    | {"heedful.records", "heedful.report", "heedful.hf.look"},
+    "experiments": {"torch", "transformers", "safetensors", "tqdm", "tyro"}
+    | {f"heedful.{room}" for room in ("experiments", "hf", "nn", "tasks", "records")}
+    | {"heedful.checks", "heedful.data", "heedful.testing"},
     "bench": {"torch", "matplotlib", "x_transformers", "liger_kernel"}
     | {f"heedful.{room}" for room in ("bench", "ops", "nn", "records", "checks", "testing")},
     "testing.py": {"torch", "heedful.testing"},
     "data.py": {"torch", "numpy", "tokenizers", "datasets"},
 }
-MAY_USE_TRANSFORMERS = {"hf", "experiments", "report", "cli.py", "doctor.py"}
+MAY_USE_TRANSFORMERS = {"hf", "experiments", "cli.py", "doctor.py"}
+# The commands may import everything, but only where they are called, save these.
+COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
+LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {
+    "heedful.bench.config",
+    "heedful.experiments.comparison",
+    "heedful.experiments.decoding",
+}
 
 
 def room_of(path: Path) -> str:
@@ -38,19 +49,28 @@ def room_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Foreign packages by first name, this package's rooms by two."""
+    """Foreign packages by first name, files and folders of this one in full."""
+    return imported_by(ast.walk(ast.parse(path.read_text())))
+
+
+def imported_by(nodes: Iterable[ast.AST]) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"relative import of {node.module}"
             if node.module == "heedful":
                 found |= {f"heedful.{alias.name}" for alias in node.names}
             else:
                 found.add(node.module)
-    parts = (name.split(".") for name in found)
-    return {".".join(name[: 2 if name[0] == "heedful" else 1]) for name in parts}
+    return {name if name.startswith("heedful.") else name.split(".")[0] for name in found}
+
+
+def beyond(names: set[str], allowed: set[str]) -> set[str]:
+    """The names that are neither allowed nor in a room that is."""
+    rooms = tuple(f"{room}." for room in allowed)
+    return {name for name in names - allowed if not name.startswith(rooms)}
 
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -63,8 +83,34 @@ def test_rooms_import_only_what_they_stand_on(room):
     for path in files:
         kernels = path.parent.name == "fused" or path.name in ("triton_tiles.py", "impl.py")
         triton = {"triton"} if room == "ops" and kernels else set()  # impl.py: in a function
-        outside = imported(path) - set(sys.stdlib_module_names) - MAY_IMPORT[room] - triton
+        outside = beyond(imported(path), set(sys.stdlib_module_names) | MAY_IMPORT[room] | triton)
         assert not outside, f"{path.relative_to(ROOT)} imports {outside}"
+
+
+def test_no_room_is_left_without_a_rule():
+    assert {room_of(path) for path in FILES} == MAY_IMPORT.keys() | COMMANDS | {"__init__.py"}
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_commands_import_their_rooms_when_they_are_called(name):
+    top = [node for node in ast.parse((ROOT / name).read_text()).body if not is_for_types(node)]
+    assert not beyond(imported_by(top), set(sys.stdlib_module_names) | LIGHT)
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING"
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed", "found"),
+    [
+        ({"heedful.hf.look"}, {"heedful.hf.look"}, set()),
+        ({"heedful.hf", "heedful.hf.look"}, {"heedful.hf.look"}, {"heedful.hf"}),
+        ({"heedful.hf.look", "heedful.hfx"}, {"heedful.hf"}, {"heedful.hfx"}),
+    ],
+)
+def test_a_file_does_not_open_its_room(names, allowed, found):
+    assert beyond(names, allowed) == found
 
 
 def test_transformers_stays_behind_its_door():

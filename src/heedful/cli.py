@@ -7,13 +7,16 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
 from heedful import __version__
 from heedful.bench.config import Bench
 from heedful.experiments.comparison import Comparison
+
+if TYPE_CHECKING:
+    from heedful.experiments.compare import Finished
 
 # The rooms' own configurations are the commands, with a place to write to beside them.
 
@@ -181,8 +184,9 @@ def _path(text: str) -> Path:
 def _compare(command: CompareCommand) -> int:
     from transformers.utils import logging
 
-    from heedful.experiments.compare import compare, kept, summary
+    from heedful.experiments.compare import compare, kept
     from heedful.experiments.train import Stopped
+    from heedful.report import overview
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
@@ -198,13 +202,25 @@ def _compare(command: CompareCommand) -> int:
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        records = compare(comparison, out, lambda: bool(asked))
+        records = compare(comparison, out, lambda: bool(asked), write_page)
     except (Stopped, KeyboardInterrupt):
         print(f"stopped: {kept(out)}; the same command goes on there", file=sys.stderr)
         return 128 + asked[-1]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    print(summary(records))
+    print(overview(records))
     print(f"\nreport: {out / 'report.html'}")
     return 0
+
+
+def write_page(finished: "Finished") -> None:
+    """Write `report.html` about what a comparison has finished: the `show` of `compare`.
+
+    It stands here because the rooms that run and that show know nothing of each other.
+    """
+    from heedful.report import write_report
+    from heedful.report.exhibits import exhibits_of
+
+    exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
+    write_report(finished.folder, finished.records, exhibits, finished.config)

@@ -174,3 +174,34 @@ def test_layers_stand_alone_too():
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     assert made(q, k, k).output.shape == q.shape
     assert made.maps(q, k).weights.shape == (1, 4, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "shared"),
+    [(MultiToken(conv_every=2), 1), (TalkingHeads(), 1), (Selective(), 1), (Differential(), 2)],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_look_shows_the_maps_that_made_the_output_and_what_was_learned(config, shared):
+    model = tiny()
+    heedful.convert(model, config)
+    stir(model, 0.2)
+    layers = {m.layer_idx: m.heedful for m in model.modules() if hasattr(m, "heedful")}
+    values, outputs = {}, {}
+    for index, layer in layers.items():
+
+        def note(_, given, result, index=index):
+            values[index], outputs[index] = given[2][0].float(), result.output[0].float()
+
+        layer.register_forward_hook(note)
+    for index, seen in heedful.look(model, tokens(1, 9)).items():
+        assert seen.heads_per_map == shared
+        assert len(seen.weights) * shared == len(outputs[index])
+        if shared == 1:  # differential attention norms its heads behind the map
+            spread = values[index].repeat_interleave(len(seen.weights) // len(values[index]), dim=0)
+            torch.testing.assert_close(seen.weights @ spread, outputs[index], rtol=1e-4, atol=1e-4)
+        for name in ("conv", "post_conv", "mix", "post_mix"):
+            own, shown = getattr(layers[index], name, None), getattr(seen, name)
+            assert (shown is None) == (own is None), name
+            if own is not None:
+                assert torch.equal(shown, own) and not shown.requires_grad
+                assert shown.data_ptr() != own.data_ptr()

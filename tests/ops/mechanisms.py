@@ -189,3 +189,31 @@ def ragged(keys: int) -> tuple[Visibility, Tensor, Tensor]:
     padding[0, : keys // 4], padding[1, keys - keys // 5 :] = False, False
     documents = (torch.arange(keys) >= keys // 2).long()[None].repeat(2, 1)
     return Visibility(documents=documents, padding=padding), documents, padding
+
+
+def runs(keys: int) -> Tensor:
+    """Two rows with runs of tokens that see each other; one crosses the border of a row block."""
+    token = torch.arange(keys)
+    first = torch.where((token > 3) & (token < 30), 0, -1)
+    second = torch.where((token >= keys - 95) & (token < keys - 75), 4, first)
+    return torch.stack([second, first.roll(2)])
+
+
+VISIBILITIES: dict[str, Callable[[int], Visibility]] = {
+    "causal": lambda keys: Visibility(),
+    **{f"window {n}": lambda keys, n=n: Visibility(window=n) for n in (1, 2, 9, 40, 70)},
+    "ragged documents": lambda keys: ragged(keys)[0],
+    "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
+    "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
+    "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
+    "padding in between": lambda keys: Visibility(padding=(torch.arange(keys) % 5 > 1)[None]),
+    "mutual": lambda keys: Visibility(mutual=runs(keys)),
+    "mutual in a window": lambda keys: Visibility(
+        window=20, mutual=runs(keys), padding=ragged(keys)[2]
+    ),
+    "both ways": lambda keys: Visibility(causal=False),
+    "ragged, both ways": lambda keys: Visibility(
+        causal=False, documents=ragged(keys)[1], padding=ragged(keys)[2]
+    ),
+}
+"""What a query may see, by name, for so many keys; of one row of the batch or of two."""

@@ -5,7 +5,7 @@ The interpreter's time goes by operations, whatever their size: few heads, few b
 
 import pytest
 import torch
-from mechanisms import ragged
+from mechanisms import VISIBILITIES, ragged
 from oracle import against_oracle, cast, with_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -144,21 +144,16 @@ def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
     assert forward[1] <= 2 * forward[0] and backward[1] <= 2 * backward[0], (forward, backward)
 
 
-VISIBILITIES = {
-    "window 2": lambda keys: Visibility(window=2),
-    "window 40": lambda keys: Visibility(window=40),
-    "ragged documents": lambda keys: ragged(keys)[0],
-    "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
-    "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
-    "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
-    "padding in between": lambda keys: Visibility(padding=(torch.arange(keys) % 5 > 1)[None]),
-}
+SERVED = (
+    "window 2", "window 40", "ragged documents", "documents in a window",
+    "one row of documents for all", "all padding", "padding in between",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("visible", "queries"),
     [(visible, 150) for visible in ("window 40", "ragged documents")]
-    + [(visible, 70) for visible in VISIBILITIES]
+    + [(visible, 70) for visible in SERVED]
     + [("ragged documents", 1)],
 )
 def test_visibilities_and_cross_lengths(visible, queries):

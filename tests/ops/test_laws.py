@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mechanisms import IMPLEMENTATIONS, MECHANISMS, Mechanism, Shape, ragged
+from mechanisms import IMPLEMENTATIONS, MECHANISMS, VISIBILITIES, Mechanism, Shape, ragged
 from oracle import against_oracle, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -28,29 +28,6 @@ def kernels_run(request: pytest.FixtureRequest) -> None:
     if parameters is not None and str(parameters.params.get("impl")) == "fused":
         request.getfixturevalue("interpreted")
         request.getfixturevalue("bfloat16")
-
-
-VISIBILITIES = {
-    "window 1": lambda keys: Visibility(window=1),
-    "window 9": lambda keys: Visibility(window=9),
-    "window 70": lambda keys: Visibility(window=70),
-    "ragged documents": lambda keys: ragged(keys)[0],
-    "documents in a window": lambda keys: Visibility(documents=ragged(keys)[1], window=20),
-    "one row of documents for all": lambda keys: Visibility(documents=ragged(keys)[1][:1]),
-    "all padding": lambda keys: Visibility(padding=torch.zeros(2, keys, dtype=torch.bool)),
-    "mutual": lambda keys: Visibility(mutual=runs(keys)),
-    "mutual in a window": lambda keys: Visibility(
-        window=20, mutual=runs(keys), padding=ragged(keys)[2]
-    ),
-}
-
-
-def runs(keys: int) -> Tensor:
-    """Two rows with runs of tokens that see each other; one crosses the border of a row block."""
-    token = torch.arange(keys)
-    first = torch.where((token > 3) & (token < 30), 0, -1)
-    second = torch.where((token >= keys - 95) & (token < keys - 75), 4, first)
-    return torch.stack([second, first.roll(2)])
 
 
 def run_by(mechanism: Mechanism, impl: str, visibility: Visibility | None = None, **options):
@@ -101,7 +78,7 @@ def test_fused_too_through_the_public_functions(mechanism, interpreted):
 @every
 @pytest.mark.parametrize("visible", ["causal", "ragged documents", "window 70"])
 def test_tiled_is_the_definition_in_fp64(mechanism, visible):
-    visibility = VISIBILITIES[visible](150) if visible in VISIBILITIES else None
+    visibility = VISIBILITIES[visible](150)
     tensors = mechanism.draw(Shape(queries=140, keys=150))
     actual = with_grads(run_by(mechanism, "tiled", visibility), tensors)
     expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
@@ -151,10 +128,17 @@ def test_head_dims(mechanism, dim):
 
 @every
 @pytest.mark.parametrize("queries", [150, 70, 1])
-@pytest.mark.parametrize("visible", VISIBILITIES)
+@pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])
 def test_visibilities_and_cross_lengths(mechanism, visible, queries):
     shape = Shape(queries=queries, keys=150)
     hold(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.name.startswith("mta")], ids=str)
+@pytest.mark.parametrize("visible", ["causal", "ragged documents"])
+def test_more_heads_than_a_kernel_s_gradient_takes_at_a_time(mechanism, visible):
+    shape = Shape(heads=12, key_heads=4).long(20)
+    hold(mechanism, shape, torch.float32, VISIBILITIES[visible](20))
 
 
 INTEGERS = [
@@ -189,8 +173,9 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
-def test_non_causal(mechanism):
-    hold(mechanism, Shape().long(130), torch.float32, Visibility(causal=False))
+@pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
+def test_non_causal(mechanism, visible):
+    hold(mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
 
 
 @every

@@ -1,4 +1,4 @@
-"""The main job: several mechanisms side by side on one or more tasks, and one report."""
+"""The main job: several mechanisms side by side on one or more tasks."""
 
 import dataclasses
 import json
@@ -24,12 +24,11 @@ from heedful.experiments.train import (
     train,
 )
 from heedful.hf import load
+from heedful.hf.look import LayerLook, look
 from heedful.nn import Layer, Mechanism, mechanism, to_json
 from heedful.records import Record, append_record, read_numbered
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
-from heedful.report import configurations, findings, summarise, table, write_report
-from heedful.report.exhibits import exhibits_of
 from heedful.tasks import TASKS, Task
 
 
@@ -127,18 +126,52 @@ class _Job(NamedTuple):
         return out / "unfinished" / self.folder
 
 
-def compare(
-    comparison: Comparison, out: Path, should_stop: Callable[[], bool] = lambda: False
-) -> list[Record]:
-    """Train everything that is not yet in `out`, then write the table's records and the report.
+class Looked(NamedTuple):
+    """One sample as a trained model of a comparison sees it."""
 
-    Writes `config.json`, `results.jsonl` (one line per finished run), `models/` (the trained
-    models, for `heedful.load`) and `report.html`. Called again with the same comparison it goes
-    on where it stopped; with more seeds it adds them; with fewer it trains none beyond these, and
-    keeps and reports those that are there. A run that diverged is recorded as such.
+    task: str
+    mechanism: str
+    tokens: list[str]
+    looks: dict[int, LayerLook]
+
+
+class Finished(NamedTuple):
+    """What stands in a comparison's folder: what is to be shown of it.
+
+    looked: the trained models' samples, each loaded when it is asked for.
+    """
+
+    folder: Path
+    config: dict
+    records: list[Record]
+    looked: Iterator[Looked]
+
+
+def compare(
+    comparison: Comparison,
+    out: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    show: Callable[[Finished], object] = lambda finished: None,
+) -> list[Record]:
+    """Train everything that is not yet in `out`, and hand over what is finished, to be shown.
+
+    Writes `config.json`, `results.jsonl` (one line per finished run) and `models/` (the trained
+    models, for `heedful.load`). Called again with the same comparison it goes on where it stopped;
+    with more seeds it adds them; with fewer it trains none beyond these, and keeps and returns
+    those that are there. A run that diverged is recorded as such.
+
+    Arguments:
+        comparison: what to compare.
+        out: the folder.
+        should_stop: asked after every step.
+        show: called once at the end, also where an error or `should_stop` is the end, unless no run
+            is finished; `heedful compare` writes `report.html` with it.
+
+    Returns:
+        The finished runs, those of earlier calls among them.
 
     Raises:
-        Stopped: `should_stop` said so; finished runs are in the folder, and in the report.
+        Stopped: `should_stop` said so; finished runs are in the folder, and were shown.
         ValueError: `out` holds another comparison or is in use by another process, or an argument
             does not fit.
     """
@@ -154,11 +187,11 @@ def compare(
         try:
             _train_missing(jobs, comparison, out, should_stop)
         except Exception:  # but not a second Ctrl-C, which waits for nothing
-            _report(jobs, config, out)
+            _show(jobs, config, out, show)
             raise
         with suppress(OSError):  # a seed that was not asked for now may wait there
             (out / "unfinished").rmdir()
-        return _report(jobs, config, out)
+        return _show(jobs, config, out, show)
 
 
 def kept(out: Path) -> str:
@@ -169,12 +202,6 @@ def kept(out: Path) -> str:
     parts = [f"{finished} finished run{'s' * (finished != 1)}"]
     parts += [f"{name} as it was after step {step}" for name, step in saved]
     return f"{' and '.join(parts)} kept in {out}"
-
-
-def summary(records: list[Record]) -> str:
-    """The table and the findings, for a terminal."""
-    rows = summarise(records)
-    return table(rows) + "\n\n" + "\n".join([*findings(rows), *configurations(records)])
 
 
 def _jobs(seeds: int, chosen: dict[str, Setup]) -> list[_Job]:
@@ -213,10 +240,12 @@ def _read(results: Path) -> list[Record]:
     return [record for _, record in numbered]
 
 
-def _report(jobs: list[_Job], config: dict, out: Path) -> list[Record]:
+def _show(
+    jobs: list[_Job], config: dict, out: Path, show: Callable[[Finished], object]
+) -> list[Record]:
     records = _read(out / "results.jsonl")
     if records:
-        write_report(out, records, list(_exhibits(jobs, records, out)), config)
+        show(Finished(out, config, records, _looked(jobs, records, out)))
     return records
 
 
@@ -269,19 +298,23 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
     )
 
 
-def _exhibits(jobs: list[_Job], records: list[Record], out: Path) -> Iterator:
+def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Looked]:
     finished = {(r.task, r.mechanism, r.seed) for r in records}
     for job in jobs:
         folder = job.model(out)
         if job.seed == 0 and job.key in finished and folder.is_dir():
+            task = job.setup.task
             try:
-                yield from exhibits_of(load(folder), job.setup.task, job.name, job.mechanism)
+                ids = task.shown()
+                looks = look(load(folder), ids[None])
             except Exception as error:  # no damaged model may cost the report of the others
                 warnings.warn(
                     f"{folder} cannot be shown, its numbers stay: {error}. If the model is "
                     "damaged, delete that folder: the report comes without its pictures",
                     stacklevel=2,
                 )
+            else:
+                yield Looked(job.name, job.mechanism, task.tokens(ids), looks)
 
 
 def _job_config(setup: Setup) -> dict:

@@ -1,4 +1,4 @@
-"""What `heedful generate` and `heedful budget` are asked for; without torch, for the command line."""
+"""What `heedful generate` and `heedful budget` are asked for; no torch, for the command line."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from transformers import TextStreamer
 
-import heedful
-from heedful.eviction import Eviction
 from heedful.experiments.decoding import Generation
 from heedful.experiments.models import longest, open_model, open_tokenizer, policy_named
 from heedful.hf.budgets import read_budgets
+from heedful.hf.cache import new_cache
+from heedful.hf.eviction import Eviction
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
 
@@ -56,7 +56,7 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
             f"is more than the {most} that the model has positions for; shorten it, or give a "
             "smaller --max-new-tokens"
         )
-    cache = heedful.new_cache(model, _eviction(asked, model))
+    cache = new_cache(model, _eviction(asked, model))
     evicts = any(getattr(layer, "policy", None) is not None for layer in cache.layers)
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(asked.seed)
@@ -85,7 +85,7 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
     )
 
 
-def _eviction(asked: Generation, model) -> Eviction | None | bool:
+def _eviction(asked: Generation, model) -> Eviction | bool | None:
     """The policy that is asked for; `None` is the model's own, `False` none."""
     if asked.eviction == "none":
         return False

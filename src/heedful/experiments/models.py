@@ -9,11 +9,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import heedful
 from heedful.checks import check_choice
 from heedful.data import corpus
-from heedful.eviction import POLICIES, Eviction
+from heedful.hf import convert, load
 from heedful.hf.cache import attention_modules
+from heedful.hf.eviction import POLICIES, Eviction
 
 BYTES = "bytes"
 
@@ -46,10 +46,10 @@ def open_model(name: str, device: str = "cpu") -> PreTrainedModel:
     folder = Path(name)
     try:
         if _is_converted(folder):
-            model = heedful.load(folder)
+            model = load(folder)
         else:
             model = AutoModelForCausalLM.from_pretrained(name)
-            heedful.convert(model, "standard")
+            convert(model, "standard")
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         problem = " ".join(str(error).split())[:300]
         raise ValueError(f"model {name!r} cannot be read: {problem}") from None

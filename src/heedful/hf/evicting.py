@@ -93,7 +93,7 @@ class _Route:
                         visibility=visibility.part(0, stop),
                         scale=scale,
                         given=given.before(total - stop, stop - start),
-                    )  # fmt: skip
+                    )
                 )
                 start = stop
         finally:

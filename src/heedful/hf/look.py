@@ -8,20 +8,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heedful.hf.attention import NAME
-from heedful.nn import Layer
+from heedful.nn import Layer, MultiTokenAttention
 
 
 class LayerLook(NamedTuple):
-    """What one layer did with one row of tokens.
+    """What one layer did with one row of tokens, and what multi-token attention has learned.
 
     weights: the map that multiplies the values, `[H, T, T]`; differential has one per pair.
     hiding: for selective attention, how much token p hides token j from later ones, `[Hs, T, T]`.
     hidden: its sum over all tokens p: how far each token ends up hidden, `[Hs, T]`.
+    heads_per_map: how many heads of the model share a map: two in differential attention.
+    conv, post_conv, mix, post_mix: the layer's parameters, as the operator takes them.
     """
 
     weights: Float[Tensor, "H T T"]
     hiding: Float[Tensor, "Hs T T"] | None = None
     hidden: Float[Tensor, "Hs T"] | None = None
+    heads_per_map: int = 1
+    conv: Float[Tensor, "H cq ck"] | None = None
+    post_conv: Float[Tensor, "H cq2 ck2"] | None = None
+    mix: Float[Tensor, "n g g"] | None = None
+    post_mix: Float[Tensor, "n2 g2 g2"] | None = None
 
 
 @torch.no_grad()
@@ -68,7 +75,13 @@ def look(model: PreTrainedModel, input_ids: Int[Tensor, "1 T"]) -> dict[int, Lay
 def _look(layer: Layer, given: tuple, options: dict) -> LayerLook:
     q, k = given[0].float(), given[1].float()
     maps = layer.maps(q, k, **options)
-    if maps.hiding is None:
-        return LayerLook(maps.weights[0].cpu())
-    hiding = maps.hiding[0].cpu()
-    return LayerLook(maps.weights[0].cpu(), hiding, hiding.sum(1))
+    weights = maps.weights[0].cpu()
+    seen = LayerLook(weights, heads_per_map=q.shape[1] // len(weights))
+    if maps.hiding is not None:
+        hiding = maps.hiding[0].cpu()
+        seen = seen._replace(hiding=hiding, hidden=hiding.sum(1))
+    if isinstance(layer, MultiTokenAttention):
+        found = {name: getattr(layer, name) for name in ("conv", "post_conv", "mix", "post_mix")}
+        copies = {name: None if x is None else x.cpu().clone() for name, x in found.items()}
+        seen = seen._replace(**copies)
+    return seen

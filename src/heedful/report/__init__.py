@@ -9,7 +9,7 @@ from heedful.report.figures import (
     MixExhibit,
 )
 from heedful.report.page import write_report
-from heedful.report.summary import Row, configurations, findings, summarise, table
+from heedful.report.summary import Row, configurations, findings, overview, summarise, table
 
 __all__ = [
     "Exhibit",
@@ -22,6 +22,7 @@ __all__ = [
     "append_record",
     "configurations",
     "findings",
+    "overview",
     "read_records",
     "summarise",
     "table",

@@ -218,6 +218,13 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
     return "\n".join("  ".join(texts).rstrip() for texts in lines)
 
 
+def overview(records: Iterable[Record]) -> str:
+    """The table and the findings, for a terminal."""
+    records = list(records)
+    rows = summarise(records)
+    return table(rows) + "\n\n" + "\n".join([*findings(rows), *configurations(records)])
+
+
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each task one sentence on what its runs show, and on what they do not.
 

@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from heedful.ops.common.precision import operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
+_HEADS = 4  # whose windows are laid out at a time
+
 
 class Parameters(NamedTuple):
     """Kernels and mixing weights of a call."""
@@ -93,10 +95,18 @@ class TileSteps:
         return convolve_backward(grad, x, kernel, above, below, documents)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
-        return mix(x, weights)
+        """It stands, as does the gradient in `x`, until the next one of the same `last`."""
+        return mix(x, weights, self._mixed(x, last))
 
-    def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        return mix_backward(grad, x, weights)
+    def mix_backward(
+        self, grad: Tensor, x: Tensor, weights: Tensor, *, last: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients in `x`, where `mix` of the same `last` has put its result, and in `weights`."""
+        dweights = mix_weights_gradient(grad, x, weights)
+        return mix(grad, weights.mT, self._mixed(x, last)), dweights
+
+    def _mixed(self, x: Tensor, last: bool) -> Tensor:
+        return self._room("logits" if last else "mixed", x, x.shape[3])
 
     def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
         return softmax_(logits.contiguous(), self.scope.hidden(rows, columns))
@@ -190,31 +200,41 @@ def _kernel_gradient(
     fill = count * few - width
     grad = (pad(grad, (0, fill)) if fill else grad).reshape(batch, heads, outputs * count, few)
     aside = (columns // 2, columns // 2 + fill)
-    around = pad(x, (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
     pairs = x.new_empty(heads, rows, few, reach)
-    for r in range(rows):
-        part = around[:, :, r * count : (r + outputs) * count]
-        if documents is not None:
-            same = _same(documents, r, outputs, rows)
-            part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
-        pairs[:, r] = torch.matmul(grad.mT, part).sum(0)
+    for first in range(0, heads, _HEADS):  # `around` is three tiles' worth of memory
+        these = slice(first, first + _HEADS)
+        around = pad(x[:, these], (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
+        for r in range(rows):
+            part = around[:, :, r * count : (r + outputs) * count]
+            if documents is not None:
+                same = _same(documents, r, outputs, rows)
+                part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
+            pairs[these, r] = torch.matmul(grad[:, these].mT, part).sum(0)
     # Entry (c, t) of this view is pairs[t, t + c].
     return pairs.as_strided((heads, rows, columns, few), (*pairs.stride()[:2], 1, reach + 1)).sum(
         -1
     )
 
 
-def mix(x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]) -> Float[Tensor, "B H N C"]:
-    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` (eq. 7)."""
-    return torch.matmul(weights, grouped(x, weights)).reshape(x.shape)
+def mix(
+    x: Float[Tensor, "B H N C"],
+    weights: Float[Tensor, "n g g"],
+    room: Float[Tensor, " size"] | None = None,
+) -> Float[Tensor, "B H N C"]:
+    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` (eq. 7).
+
+    The result stands at the start of `room`, if that is given.
+    """
+    x_groups = grouped(x, weights)
+    out = None if room is None else room[: x.numel()].view(x_groups.shape)
+    return torch.matmul(weights, x_groups, out=out).reshape(x.shape)
 
 
-def mix_backward(
+def mix_weights_gradient(
     grad: Float[Tensor, "B H N C"], x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]
-) -> tuple[Float[Tensor, "B H N C"], Float[Tensor, "n g g"]]:
-    """Gradients of `mix` in `x` and `weights`."""
-    dweights = torch.matmul(grouped(grad, weights), grouped(x, weights).mT).sum(0)
-    return mix(grad, weights.mT), dweights
+) -> Float[Tensor, "n g g"]:
+    """Gradient of `mix` in `weights`."""
+    return torch.matmul(grouped(grad, weights), grouped(x, weights).mT).sum(0)
 
 
 def grouped(x: Tensor, weights: Tensor) -> Tensor:

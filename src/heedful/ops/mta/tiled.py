@@ -158,7 +158,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     """P of the block, with the convolved logits from a product of wide heads."""
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
-        logits = steps.mix(logits, x.parameters.mix)
+        logits = steps.mix(logits, x.parameters.mix, last=True)
     return steps.softmax(logits, block.tokens(block.rows), block.columns)
 
 
@@ -186,11 +186,17 @@ def attend_backward(
         d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
         # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
         d = steps.softmax_backward(d, made.p)
-        d = _before_softmax_backward(d, made, x, steps, block, sums)
+        if x.parameters.mix is not None:
+            d, dweights = steps.mix_backward(d, made.c, x.parameters.mix, last=True)
+            sums.mix.add_(dweights)
+        z = made.z
+        del made  # the gradient of a kernel takes more memory than any other step
+        if z is not None:
+            d = _before_softmax_backward(d, z, x, steps, block, sums)
         read = _cut(block.read)
         dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
         dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
-        del made, d
+        del z, d
     return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, sums
 
 
@@ -223,20 +229,13 @@ def _after_softmax_backward(
 
 
 def _before_softmax_backward(
-    d: Tensor, made: _Probabilities, x: Operands, steps: TileSteps, block: RowBlock,
-    sums: Parameters,
-) -> Tensor:  # fmt: skip
-    """dS of the block from the gradient of its logits; adds its shares of the parameters."""
-    conv, _, mix, _ = x.parameters
-    if mix is not None:
-        d, dweights = steps.mix_backward(d, made.c, mix)
-        sums.mix.add_(dweights)
-    if conv is not None:
-        owned = block.tokens(block.rows)
-        d, dkernel = steps.convolve_backward(d, made.z, conv, block.missing, 0, owned)
-        d = steps.blank(d, block.tokens(block.read), block.columns)
-        sums.conv.add_(dkernel)
-    return d
+    d: Tensor, z: Tensor, x: Operands, steps: TileSteps, block: RowBlock, sums: Parameters
+) -> Tensor:
+    """dS of the block from the gradient of its convolution; adds its share of the kernel's."""
+    owned = block.tokens(block.rows)
+    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, block.missing, 0, owned)
+    sums.conv.add_(dkernel)
+    return steps.blank(d, block.tokens(block.read), block.columns)
 
 
 def _zeros(like: Tensor, width: int) -> Tensor:

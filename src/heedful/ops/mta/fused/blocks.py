@@ -141,7 +141,9 @@ class TritonSteps(TileSteps):
         heads_last = grouped(x, weights)
         return self.product(narrow.expand(len(x), -1, -1, -1), heads_last).reshape(x.shape)
 
-    def mix_backward(self, grad: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def mix_backward(
+        self, grad: Tensor, x: Tensor, weights: Tensor, *, last: bool = False
+    ) -> tuple[Tensor, Tensor]:
         dweights = self.product(grouped(grad, weights), grouped(x, weights).mT).sum(0)
         return mix(grad, weights.mT.to(grad.dtype)), dweights
 
