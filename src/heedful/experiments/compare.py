@@ -16,16 +16,19 @@ from tqdm import tqdm
 from heedful.experiments.checkpoints import differences, saved_step
 from heedful.experiments.comparison import WITH_MEMORY_LOSS, Comparison
 from heedful.experiments.train import (
+    Attention,
     Budget,
     Diverged,
     Size,
     check_device,
+    described,
     from_scratch,
+    local_global,
     train,
 )
 from heedful.hf import load
 from heedful.hf.look import LayerLook, look
-from heedful.nn import Layer, Mechanism, mechanism, to_json
+from heedful.nn import Layer, mechanism
 from heedful.records import Record, append_record, read_numbered
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
@@ -43,9 +46,11 @@ class Setup(NamedTuple):
     memory_loss: float = 0.0
     """Factor of the memory loss for those whose name says that they are trained with it."""
 
-    def mechanism(self, name: str) -> Mechanism:
+    def mechanism(self, name: str) -> Attention:
         """The configuration behind a name, in the form that this task takes."""
         name = name.removesuffix(WITH_MEMORY_LOSS)
+        if name == "local-global":
+            return local_global(self.size.layers, self.task.length)
         return replace(mechanism(name), **self.task.recipe.changes.get(name, {}))
 
     def memory_factor(self, name: str) -> float:
@@ -84,6 +89,7 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
         batch = comparison.batch or setup.budget.batch
         names = comparison.mechanisms or setup.mechanisms
         budget = replace(setup.budget, steps=steps, batch=batch)
+        setup = _resized(setup, comparison)
         if comparison.memory_loss:
             both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
             names = tuple(x for pair in both for x in pair)
@@ -97,6 +103,14 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
             f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
         )
     return chosen
+
+
+def _resized(setup: Setup, comparison: Comparison) -> Setup:
+    """The same with this comparison's rows and models."""
+    asked = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
+    size = replace(setup.size, **{name: n for name, n in asked.items() if n is not None})
+    task = setup.task.cut(comparison.length, comparison.tokenizer)
+    return setup._replace(task=task, size=size)
 
 
 class _Job(NamedTuple):
@@ -326,7 +340,7 @@ def _job_config(setup: Setup) -> dict:
 
 
 def _run_config(setup: Setup, name: str) -> dict:
-    config = _job_config(setup) | {"mechanism": to_json(setup.mechanism(name))}
+    config = _job_config(setup) | {"mechanism": described(setup.mechanism(name))}
     factor = setup.memory_factor(name)
     return config | ({"memory_loss": factor} if factor else {})
 
@@ -338,7 +352,7 @@ def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
         for one in setup.mechanisms:
             factor = setup.memory_factor(one)
             own = {"memory_loss": factor} if factor else {}
-            tasks[name]["mechanisms"][one] = to_json(setup.mechanism(one)) | own
+            tasks[name]["mechanisms"][one] = described(setup.mechanism(one)) | own
     config = {"seeds": comparison.seeds, "device": comparison.device, "tasks": tasks}
     return json.loads(json.dumps(config))
 

@@ -8,8 +8,9 @@ from heedful.checks import check_literals, check_whole
 
 TaskName = Literal["blocks", "assignment", "copy", "parity", "text", "recall"]
 MechanismName = Literal[
-    "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential"
-]
+    "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
+    "local-global",
+]  # fmt: skip
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -41,6 +42,19 @@ class Comparison:
     memory_loss: float = 0.0
     """Factor of the memory loss (the paper has 0.1): beside each mechanism that can report memory,
     a second model of it is trained with the loss, "selective + memory loss"."""
+    budgets: tuple[float, ...] = ()
+    """Score the trained models of text and recall also under caches that hold so much of a row,
+    such as 0.5 0.25 0.1, with every eviction policy; tokens per row if above 1."""
+    length: int | None = None
+    """Tokens of a row, instead of each task's own."""
+    tokenizer: Literal["byte", "bpe"] = "byte"
+    """What text is cut into: bytes, or byte pairs with a vocabulary of 2048."""
+    hidden: int | None = None
+    """Width of the models, instead of each task's own."""
+    layers: int | None = None
+    """Their layers."""
+    heads: int | None = None
+    """Their heads."""
     device: Device = "auto"
     """auto is the GPU where there is one."""
 
@@ -48,9 +62,20 @@ class Comparison:
         check_literals(self)
         if not self.tasks:
             raise ValueError("tasks must name at least one task, got none")
-        for name in ("steps", "batch"):
+        for name in ("steps", "batch", "length", "hidden", "layers", "heads"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
+        for share in self.budgets:
+            number = isinstance(share, int | float) and not isinstance(share, bool)
+            if not number or not 0 < share < math.inf:
+                raise ValueError(
+                    f"budgets must be shares of a row such as 0.25, or numbers of tokens above 1, "
+                    f"got {share!r}"
+                )
+        if self.budgets and not {"text", "recall"} & set(self.tasks):
+            raise ValueError("budgets are for the tasks text and recall: add one to the tasks")
+        if self.tokenizer != "byte" and "text" not in self.tasks:
+            raise ValueError("tokenizer is for the task 'text': add it to the tasks")
         check_whole("seeds", self.seeds, 1)
         check_memory_loss(self.memory_loss)
         if self.data and "text" not in self.tasks:

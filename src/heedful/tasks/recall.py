@@ -155,6 +155,10 @@ class Recall(Task):
         """How many tokens before a question at the end hold no dormant fact, at least."""
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
+    def cut(self, length: int | None, tokenizer: str) -> Self:
+        """Rows of so many tokens; longer ones have more filler."""
+        return self if length is None else replace(self, length=length)
+
     def sample(self, count: int, seed: int) -> Samples:
         """`count` rows, the same for the same configuration, count and seed."""
         check_draw(count, seed)

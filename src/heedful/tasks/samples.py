@@ -81,6 +81,15 @@ class Task(ABC):
         """The task as the comparison runs it; `data` is text for tasks that read some."""
         return cls()
 
+    def cut(self, length: int | None, tokenizer: str) -> Self:
+        """The same with rows of so many tokens, and text in tokens of this kind."""
+        if length is not None:
+            raise ValueError(
+                f"length: rows of {type(self).__name__} are as long as what they hold; leave it "
+                "out, or take the tasks text and recall"
+            )
+        return self
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTES = 256
+_VOCABULARY = 2048  # ids of a byte-pair vocabulary that a small model can learn
 _HELD_OUT = 0.1
 _SHOWN = 48  # tokens
 
@@ -190,6 +191,12 @@ class Text(Task):
     def default(cls, data: Sequence[str] = ()) -> Self:
         """Of the text that is given."""
         return cls(paths=tuple(data))
+
+    def cut(self, length: int | None, tokenizer: str) -> Self:
+        """Rows of so many tokens, of bytes or of byte pairs."""
+        size = _VOCABULARY if tokenizer == "bpe" else None
+        length = self.length if length is None else length
+        return replace(self, length=length, tokenizer=tokenizer, vocab_size=size)
 
     def shown(self) -> Int[Tensor, " T"]:
         """The beginning of a held-out row."""
