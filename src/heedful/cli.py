@@ -220,7 +220,11 @@ def write_page(finished: "Finished") -> None:
     It stands here because the rooms that run and that show know nothing of each other.
     """
     from heedful.report import write_report
+    from heedful.report.budgets import HeldExhibit
     from heedful.report.exhibits import exhibits_of
 
     exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
-    write_report(finished.folder, finished.records, exhibits, finished.config)
+    held = [HeldExhibit(*one) for one in finished.held]
+    write_report(
+        finished.folder, finished.records, exhibits, finished.config, finished.budgeted, held
+    )

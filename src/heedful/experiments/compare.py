@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import SafetensorError
+from torch import Tensor
 from tqdm import tqdm
 
+from heedful.experiments.budgeted import named, plans, scored_as, under_budget
 from heedful.experiments.checkpoints import differences, saved_step
 from heedful.experiments.comparison import WITH_MEMORY_LOSS, Comparison
 from heedful.experiments.train import (
@@ -20,6 +22,7 @@ from heedful.experiments.train import (
     Budget,
     Diverged,
     Size,
+    Stopped,
     check_device,
     described,
     from_scratch,
@@ -27,12 +30,16 @@ from heedful.experiments.train import (
     train,
 )
 from heedful.hf import load
-from heedful.hf.look import LayerLook, look
+from heedful.hf.eviction import MostHidden
+from heedful.hf.look import LayerLook, held, look
 from heedful.nn import Layer, mechanism
 from heedful.records import Record, append_record, read_numbered
+from heedful.records.budgeted import UnderBudget, read_budgeted
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
 from heedful.tasks import TASKS, Task
+
+_PICTURED = 320  # tokens of a row whose way through a cache is drawn
 
 
 class Setup(NamedTuple):
@@ -149,16 +156,30 @@ class Looked(NamedTuple):
     looks: dict[int, LayerLook]
 
 
+class HeldTokens(NamedTuple):
+    """Which tokens of one row a model's caches held after each of them, by layer, `[T, T]`."""
+
+    task: str
+    mechanism: str
+    policy: str
+    budget: int
+    layers: dict[int, Tensor]
+
+
 class Finished(NamedTuple):
     """What stands in a comparison's folder: what is to be shown of it.
 
     looked: the trained models' samples, each loaded when it is asked for.
+    budgeted: scores under small caches, if any were asked for.
+    held: what small caches held in the course of a row, each made when it is asked for.
     """
 
     folder: Path
     config: dict
     records: list[Record]
     looked: Iterator[Looked]
+    budgeted: list[UnderBudget]
+    held: Iterator[HeldTokens]
 
 
 def compare(
@@ -200,6 +221,7 @@ def compare(
         jobs = _jobs(config["seeds"], chosen)
         try:
             _train_missing(jobs, comparison, out, should_stop)
+            _score_missing(jobs, comparison, out, should_stop)
         except Exception:  # but not a second Ctrl-C, which waits for nothing
             _show(jobs, config, out, show)
             raise
@@ -239,6 +261,31 @@ def _train_missing(
             append_record(results, _run(job, out, place, comparison.device, should_stop))
 
 
+def _score_missing(
+    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+) -> None:
+    """Score the trained models under the budgets that are asked for; one line each."""
+    path = out / "budgets.jsonl"
+    done = {scored.key for scored in read_budgeted(path)}
+    asked = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
+    for number, job in enumerate(asked, start=1):
+        folder, task = job.model(out), job.setup.task
+        if not task.under_budgets() or not folder.is_dir():
+            continue
+        model = load(folder).eval()
+        missing = []
+        for eviction in plans(model, task, comparison.budgets):
+            name, tokens = named(eviction, task.length), min(eviction.tokens, task.length)
+            if (*job.key, name, tokens) not in done:
+                missing.append(eviction)
+        for eviction in tqdm(missing, desc=f"[{number}/{len(asked)}] {job.title} · budgets"):
+            if should_stop():
+                raise Stopped
+            scored = under_budget(model, task, eviction, job.setup.budget)
+            with path.open("a") as file:
+                file.write(scored_as(job.key, task, eviction, scored).to_json() + "\n")
+
+
 def _read(results: Path) -> list[Record]:
     """The records of a comparison: each run once."""
     numbered = read_numbered(results) if results.is_file() else []
@@ -259,7 +306,9 @@ def _show(
 ) -> list[Record]:
     records = _read(out / "results.jsonl")
     if records:
-        show(Finished(out, config, records, _looked(jobs, records, out)))
+        budgeted = read_budgeted(out / "budgets.jsonl")
+        looked, seen = _looked(jobs, records, out), _held(jobs, budgeted, out)
+        show(Finished(out, config, records, looked, budgeted, seen))
     return records
 
 
@@ -329,6 +378,18 @@ def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Look
                 )
             else:
                 yield Looked(job.name, job.mechanism, task.tokens(ids), looks)
+
+
+def _held(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[HeldTokens]:
+    """Of the first seed's models that hide tokens, under the smallest budget of their own rule."""
+    for job in jobs:
+        those = [x for x in budgeted if x.key[:3] == job.key and x.policy == MostHidden.__name__]
+        if job.seed or not those:
+            continue
+        eviction = MostHidden(tokens=min(x.tokens for x in those))
+        ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
+        layers = held(load(job.model(out)), ids[:, :_PICTURED], eviction)
+        yield HeldTokens(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 
 def _job_config(setup: Setup) -> dict:

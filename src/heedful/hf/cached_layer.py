@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from heedful.hf.eviction import Eviction, Held
 from heedful.hf.eviction.gather import Row, check_policy, chosen, moves, observed
-from heedful.hf.slots import Slots
+from heedful.hf.slots import SLACK, Slots
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
@@ -28,14 +28,15 @@ UNDO = 128  # query rows of the last calls that can be taken back where a state 
 
 
 class Meter:
-    """Adds up the bytes of a cache's layers."""
+    """Adds up the bytes of a cache's layers: what they hold, the most of it, and with copies."""
 
     def __init__(self) -> None:
-        self.held = self.peak = 0
+        self.held = self.most = self.peak = 0
 
     def change(self, by: int, beside: int = 0) -> None:
         """The layers hold `by` bytes more; for a moment they held `beside` more than that."""
         self.held += by
+        self.most = max(self.most, self.held)
         self.peak = max(self.peak, self.held + beside)
 
 
@@ -128,6 +129,14 @@ class LayerCache(CacheLayerMixin):
         """How many tokens it holds."""
         return self._keys.length
 
+    @property
+    def _limit(self) -> int | None:
+        """For how many tokens room is made ahead of them; a window's slides through some more."""
+        if self.tokens is not None or self.window is None:
+            return self.tokens
+        reach = self.window + self._past
+        return reach + max(8, reach // SLACK)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is made before there are tokens."""
 
@@ -149,8 +158,8 @@ class LayerCache(CacheLayerMixin):
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
         before = self._keys.room, self._values.room
-        keys = self._keys.append(key_states, self.tokens)
-        values = self._values.append(value_states, self.tokens)
+        keys = self._keys.append(key_states, self._limit)
+        values = self._values.append(value_states, self._limit)
         after = self._keys.room, self._values.room
         moved = [old for old, new in zip(before, after, strict=True) if old != new]
         if self.policy is not None:
@@ -267,7 +276,7 @@ class LayerCache(CacheLayerMixin):
         new, whole = q.shape[2], visibility
         beside = layer.beside(given)
         if beside is not None:
-            given = given._replace(beside=self._beside.append(beside.to(k.dtype), self.tokens))
+            given = given._replace(beside=self._beside.append(beside.to(k.dtype), self._limit))
         visibility = self._of_held(whole)
         rows = q
         if self._past and self._rows is not None:
@@ -336,6 +345,11 @@ class LayerCache(CacheLayerMixin):
             return self._positions[:, 0].sort(1).values
         at = torch.arange(self.seen - self.length, self.seen, device=self.device)
         return at.expand(self._keys.buffer.shape[0], -1)
+
+    @property
+    def meter(self) -> Meter:
+        """Counts the bytes of the cache that it is part of."""
+        return self._meter
 
     @property
     def whole_nbytes(self) -> int:

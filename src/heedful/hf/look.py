@@ -3,11 +3,14 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from heedful.hf.attention import NAME
+from heedful.hf.cache import new_cache
+from heedful.hf.cached_layer import LayerCache
+from heedful.hf.eviction import Eviction
 from heedful.nn import Layer, MultiTokenAttention
 
 
@@ -85,3 +88,31 @@ def _look(layer: Layer, given: tuple, options: dict) -> LayerLook:
         copies = {name: None if x is None else x.cpu().clone() for name, x in found.items()}
         seen = seen._replace(**copies)
     return seen
+
+
+@torch.no_grad()
+def held(
+    model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], eviction: Eviction
+) -> dict[int, Bool[Tensor, "T T"]]:
+    """Which tokens each layer's cache holds after every token of one row, read one by one.
+
+    Arguments:
+        model: a converted model.
+        input_ids: one row of tokens, `[1, T]`.
+        eviction: the policy and its budget.
+
+    Returns:
+        By layer index, `[T, T]`: `True` at `[t, j]` where token j is still held after token t.
+    """
+    cache = new_cache(model, eviction)
+    length = input_ids.shape[1]
+    indices = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LayerCache)]
+    found = {index: torch.zeros(length, length, dtype=torch.bool) for index in indices}
+    training = model.training
+    model.eval()
+    for t in range(length):
+        model(input_ids=input_ids[:, t : t + 1].to(model.device), past_key_values=cache)
+        for index, at in zip(indices, cache.positions(), strict=True):
+            found[index][t, at[0].cpu()] = True
+    model.train(training)
+    return found

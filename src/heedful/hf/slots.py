@@ -40,9 +40,12 @@ class Slots:
     def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
         if self.buffer is None:
-            # As it is: most calls of a model are the only one. The next one makes room.
-            self._take(new, own=False)
-            return new
+            # As it is: most calls of a model are the only one. The next one makes room. But a part
+            # of a larger tensor (of queries, keys and values in one) would hold all of that.
+            whole = new.untyped_storage().nbytes() == new.numel() * new.element_size()
+            keep = whole or (new.requires_grad and torch.is_grad_enabled())
+            self._take(new if keep else new.clone(), own=not keep)
+            return self.held
         length, added = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
             self._take(torch.cat([self.held, new], dim=2), own=False)

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from heedful.records import METRICS, Record
+from heedful.records.budgeted import UnderBudget
 from heedful.records.files import write_whole
-from heedful.report import figures
+from heedful.report import budgets, figures
+from heedful.report.budgets import HeldExhibit
 from heedful.report.figures import (
     Exhibit,
     HidingExhibit,
@@ -45,6 +47,8 @@ def write_report(
     records: Sequence[Record],
     exhibits: Sequence[Exhibit] = (),
     config: Mapping | None = None,
+    budgeted: Sequence[UnderBudget] = (),
+    held: Sequence[HeldExhibit] = (),
 ) -> Path:
     """Write `report.html` into `folder` and return its path.
 
@@ -56,6 +60,8 @@ def write_report(
         records: the finished runs.
         exhibits: kernels, head mixing, attention maps and hidden tokens to show per task.
         config: the configuration of the comparison, shown as it is.
+        budgeted: scores under small KV caches.
+        held: what small caches held in the course of a row.
 
     Raises:
         ValueError: without records, or if an exhibit's arrays do not fit each other.
@@ -70,13 +76,16 @@ def write_report(
                 f"exhibits must hold {', '.join(kind.__name__ for kind in _ORDER)}, got "
                 f"{type(exhibit).__name__}"
             )
-    page = _page(records, exhibits, config or {})
+    small = _small_caches(budgeted, held)
+    page = _page(records, exhibits, config or {}, small)
     path = Path(folder) / "report.html"
     write_whole(path, page)
     return path
 
 
-def _page(records: list[Record], exhibits: list[Exhibit], config: Mapping) -> str:
+def _page(
+    records: list[Record], exhibits: list[Exhibit], config: Mapping, small_caches: str
+) -> str:
     rows = summarise(records)
     tasks = list(dict.fromkeys(r.task for r in records))
     shown = list(dict.fromkeys(e.task for e in exhibits))
@@ -91,6 +100,7 @@ def _page(records: list[Record], exhibits: list[Exhibit], config: Mapping) -> st
         ("Learning curves", _curves(records, tasks, colour)),
         ("Beyond the training distribution", _splits(records, tasks, colour)),
         ("Cost", _cost(rows, colour)),
+        ("Under small KV caches", small_caches),
         *(
             (f"Inside: {task}", _gallery([e for e in exhibits if e.task == task], exhibits))
             for task in shown
@@ -174,6 +184,12 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
             text = f"{task}: evaluation splits at the end of training. Bars: means; dots: seeds."
             pictures.append(_picture(figure, text))
     return _side_by_side(pictures)
+
+
+def _small_caches(scored: Sequence[UnderBudget], held: Sequence[HeldExhibit]) -> str:
+    drawn = [_picture(*made) for made in budgets.pictures(scored)]
+    seen = "".join(_picture(*budgets.held(exhibit)) for exhibit in held)
+    return _side_by_side(drawn) + budgets.tables(scored) + seen
 
 
 def _cost(rows: list[Row], colour: dict) -> str:

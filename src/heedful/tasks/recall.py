@@ -263,6 +263,10 @@ class Recall(Task):
             "2x-length": replace(plain, length=2 * self.length),
         }
 
+    def under_budgets(self) -> dict[str, Self]:
+        """Rows of this length, both kinds of questions alone as well."""
+        return {name: x for name, x in self.evaluations().items() if x.length == self.length}
+
     def score(
         self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
     ) -> dict[str, float]:

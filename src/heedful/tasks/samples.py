@@ -116,6 +116,10 @@ class Task(ABC):
     def evaluations(self) -> dict[str, Self]:
         """What a model is evaluated on, by name; the first is what a run is judged by."""
 
+    def under_budgets(self) -> dict[str, Self]:
+        """What a model under a small KV cache is scored on; nothing where that tells nothing."""
+        return {}
+
     @abstractmethod
     def score(self, values: Tensor, labels: Int[Tensor, "N T"]) -> dict[str, float]:
         """The task's measures, by name."""

@@ -209,6 +209,10 @@ class Text(Task):
         held_out.__dict__["_corpus"] = self._corpus
         return {"held-out": held_out}
 
+    def under_budgets(self) -> dict[str, Self]:
+        """The held-out part."""
+        return self.evaluations()
+
     def score(self, losses: Float[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> dict[str, float]:
         """`perplexity` per token and `bits_per_byte`, which also compares across vocabularies.
 
