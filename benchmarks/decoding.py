@@ -81,9 +81,10 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
         held, peak = bytes_of(cache)
         first = first or (ms, held, peak)
         print(
-            f"{context:6} {name:32} {ms:8.2f} ms/token {ms / first[0]:6.2f}x {held / 2**20:8.2f} MiB "
-            f"{held / first[1]:5.2f}x peak {peak / 2**20:8.2f} MiB {peak / first[2]:5.2f}x", flush=True
-        )  # fmt: skip
+            f"{context:6} {name:32} {ms:8.2f} ms/token {ms / first[0]:5.2f}x {held / 2**20:7.2f} "
+            f"MiB {held / first[1]:5.2f}x peak {peak / 2**20:7.2f} MiB {peak / first[2]:5.2f}x",
+            flush=True,
+        )
         records.append({
             "context": context, "way": name, "ms_per_token": ms, "ratio": ms / first[0],
             "bytes": held, "peak_bytes": peak, "hidden": args.hidden, "layers": args.layers,

@@ -29,13 +29,11 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
         return
     yield StreamingLLM(tokens=max(task.length, 13))
     hides = all(module.heedful.keeps for module in attention_modules(model))
-    for budget in sorted(budgets, reverse=True):
-        tokens = round(budget * task.length) if budget <= 1 else int(budget)
-        if tokens >= task.length:
-            continue
+    asked = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
+    for tokens in sorted({max(n, 13) for n in asked if n < task.length}, reverse=True):
         for policy in POLICIES:
             if hides or not policy.reads_hidden:
-                yield policy(tokens=max(tokens, 13))
+                yield policy(tokens=tokens)
 
 
 def under_budget(

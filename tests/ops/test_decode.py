@@ -1,0 +1,88 @@
+"""A few queries against many keys, as cached decoding asks: the same laws, and nothing copied."""
+
+import pytest
+import torch
+from mechanisms import MECHANISMS, Shape
+from oracle import cast
+
+from heedful.ops import Visibility
+from heedful.ops.common.few import FEW
+from heedful.testing import assert_matches_oracle
+
+KEYS = 61
+PADDING = torch.ones(2, KEYS, dtype=torch.bool)
+PADDING[1, :7] = False
+SEEN = {
+    "causal": None,
+    "all": Visibility(causal=False),
+    "window": Visibility(window=9),
+    "padding": Visibility(padding=PADDING),
+    "last documents": Visibility(documents=(torch.arange(KEYS) > KEYS - 4).long()[None]),
+    "kept keys": Visibility(positions=2 * torch.arange(KEYS)[None], padding=PADDING),
+    "a row that sees nothing": Visibility(padding=(torch.arange(KEYS) < KEYS - 1)[None]),
+}
+
+
+def defined(mechanism, kind: str) -> bool:
+    """Selective attention is causal, and neighbours of kept keys are nobody's."""
+    convolves = any(name.endswith("conv") for name in mechanism.draw(Shape()))
+    return not (mechanism.name.startswith("selective") and kind == "all") and not (
+        convolves and kind == "kept keys"
+    )
+
+
+CASES = [(m, kind) for m in MECHANISMS for kind in SEEN if defined(m, kind)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("queries", [1, 5, FEW])
+@pytest.mark.parametrize(("mechanism", "kind"), CASES, ids=lambda x: str(x))
+def test_few_rows_err_no_more_than_their_definition(mechanism, kind, queries, key_heads, dtype):
+    tensors = mechanism.draw(Shape(key_heads=key_heads, queries=queries, keys=KEYS))
+    given = cast(tensors, dtype)
+    with torch.no_grad():
+        found = mechanism.run(given, "tiled", SEEN[kind])
+        plain = mechanism.run(given, "reference", SEEN[kind])
+        exact = mechanism.run({n: x.double() for n, x in given.items()}, "reference", SEEN[kind])
+    for i, (x, y, z) in enumerate(zip(found, plain, exact, strict=True)):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert_matches_oracle(f"output {i}", x, y, z, KEYS)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_gradients_take_the_form_that_has_them(mechanism):
+    """And give the same outputs."""
+    tensors = mechanism.draw(Shape(queries=3, keys=KEYS))
+    with torch.no_grad():
+        few = mechanism.run(tensors, "tiled")
+    leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    found = mechanism.run(leaves, "tiled")
+    for x, y in zip(found, few, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(found[0].sum(), list(leaves.values()), allow_unused=True)
+    expected = mechanism.run(
+        again := {name: x.clone().requires_grad_() for name, x in tensors.items()}, "reference"
+    )
+    exact = torch.autograd.grad(expected[0].sum(), list(again.values()), allow_unused=True)
+    for x, y in zip(grads, exact, strict=True):
+        if y is not None:
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+def test_keys_in_a_larger_tensor_give_the_same_bits(mechanism):
+    """As a cache hands them over, with room behind them; and none of it is read."""
+    tensors = mechanism.draw(Shape(queries=2, keys=KEYS))
+    roomy = {}
+    for name, x in tensors.items():
+        roomy[name] = x
+        if name in ("k", "v"):
+            larger = torch.full((*x.shape[:2], 2 * KEYS, x.shape[3]), float("nan")).double()
+            larger[:, :, 5 : 5 + KEYS] = x
+            roomy[name] = larger[:, :, 5 : 5 + KEYS]
+    with torch.no_grad():
+        for x, y in zip(
+            mechanism.run(roomy, "tiled"), mechanism.run(tensors, "tiled"), strict=True
+        ):
+            assert torch.equal(x, y)
