@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import heedful
 import heedful.experiments.compare as room
@@ -81,6 +82,12 @@ def test_bytes_are_those_of_a_real_cache(finished):
     # One of four layers sees everything, the others 13 tokens; all of it with some room.
     ratio = scored["local-global", WHOLE, 64].peak_bytes / scored["standard", WHOLE, 64].peak_bytes
     assert 0.3 < ratio < 0.6
+
+
+def test_a_model_of_text_has_its_tokenizer_beside_it(finished):
+    _, out = finished
+    tokenizer = AutoTokenizer.from_pretrained(out / "models" / "text-selective-memory-loss-0")
+    assert tokenizer.encode("né") == [256, *"né".encode()]
 
 
 def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):

@@ -209,3 +209,24 @@ def test_public_text():
     essays = Text(paths=(str(PUBLIC / "essays"),))
     size = len(essays._corpus.held_out) / (len(essays._corpus.held_out) + len(essays._corpus.train))
     assert 0.05 < size <= 0.11
+
+
+@pytest.mark.parametrize("words", ["Héllo\n wörld €", "\x00\x7f\xad tab\t", " a  b", ""])
+def test_a_saved_tokenizer_of_bytes_gives_bytes(words):
+    tokenizer = Text().saved_tokenizer()
+    ids = tokenizer.encode(words).ids
+    assert ids == [256, *words.encode()]
+    assert tokenizer.decode(ids) == words
+
+
+def test_a_saved_tokenizer_of_pairs_gives_the_tasks_rows(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {i} says {i * i % 97}. " for i in range(3000)))
+    task = Text(paths=(str(path),), tokenizer="bpe", vocab_size=300, length=40)
+    row = task.sample(1, 0).input_ids[0].tolist()
+    tokenizer = task.saved_tokenizer()
+    assert tokenizer.get_vocab_size() == 300
+    words = tokenizer.decode(row)
+    assert task.decode(row) == words
+    again = tokenizer.encode(words).ids
+    assert again[0] == task.bos == row[0] and tokenizer.decode(again) == words

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from heedful.experiments.budgeted import named, plans, scored_as, under_budget
 from heedful.experiments.checkpoints import differences, saved_step
@@ -336,6 +337,10 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
                 should_stop=should_stop,
             )
             run.model.save_pretrained(job.model(out))
+            if (tokens := setup.task.saved_tokenizer()) is not None:
+                bos = tokens.id_to_token(setup.task.vocab_size - 1)
+                fast = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token=bos)
+                fast.save_pretrained(job.model(out))
         except SafetensorError as error:
             raise OSError(f"{job.model(out)} cannot be written: {error}") from error
         except Diverged as error:  # a result too: it counts as the worst

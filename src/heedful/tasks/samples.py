@@ -3,13 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.checks import check_whole
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 IGNORE = -100
 """The label of a position without loss, as in transformers and `torch.nn.CrossEntropyLoss`."""
@@ -115,6 +118,10 @@ class Task(ABC):
     @abstractmethod
     def evaluations(self) -> dict[str, Self]:
         """What a model is evaluated on, by name; the first is what a run is judged by."""
+
+    def saved_tokenizer(self) -> "Tokenizer | None":
+        """What turns text into ids of this task, to be saved with its models; `None` for none."""
+        return None
 
     def under_budgets(self) -> dict[str, Self]:
         """What a model under a small KV cache is scored on; nothing where that tells nothing."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BYTES = 256
 _VOCABULARY = 2048  # ids of a byte-pair vocabulary that a small model can learn
+_BOS = "<bos>"  # of a saved tokenizer; text that spells it becomes this token there
 _HELD_OUT = 0.1
 _SHOWN = 48  # tokens
 
@@ -209,6 +210,20 @@ class Text(Task):
         held_out.__dict__["_corpus"] = self._corpus
         return {"held-out": held_out}
 
+    def saved_tokenizer(self) -> "Tokenizer":
+        """The tokens of a row: BOS, then bytes or byte pairs."""
+        from tokenizers import Tokenizer, processors
+
+        made = _bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
+        made = Tokenizer.from_str(made.to_str())
+        made.add_special_tokens([_BOS])
+        if made.token_to_id(_BOS) != self.bos:
+            return made  # a vocabulary that a small corpus left unfilled: BOS has another number
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{_BOS} $A", special_tokens=[(_BOS, self.bos)]
+        )
+        return made
+
     def under_budgets(self) -> dict[str, Self]:
         """The held-out part."""
         return self.evaluations()
@@ -279,6 +294,21 @@ def _train(texts: list[str], vocab_size: int) -> "Tokenizer":
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _bytes_alone() -> "Tokenizer":
+    """A tokenizer of bytes whose ids are their values."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # A byte-level vocabulary shows printable bytes as they are, the others from U+0100 on.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(_BYTES) if byte not in plain]
+    names = {chr(byte): byte for byte in plain}
+    names |= {chr(_BYTES + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
