@@ -12,7 +12,9 @@ from pathlib import Path
 
 from heedful.bench.cases import PEERS
 from heedful.bench.config import sizes
+from heedful.records.budgeted import read_budgeted
 from heedful.report import configurations, findings, read_records, summarise, table
+from heedful.report.budgets import tables as budget_tables
 from heedful.report.summary import RULE
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +23,8 @@ COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jso
 TEXT, LONGER = RESULTS / "text-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
 TILED = RESULTS / "operators-tiled-cpu.jsonl"
 HALF = RESULTS / "operators-cpu-bf16.jsonl"
+SMALL_TEXT, SMALL_RECALL = RESULTS / "caches-text-cpu.jsonl", RESULTS / "caches-recall-cpu.jsonl"
+RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -35,6 +39,11 @@ def blocks() -> dict[str, Callable[[], str]]:
         "bench-tiled": tiled,
         "bench-bf16": half,
         "bench-peers": peers,
+        "caches-text": lambda: caches(SMALL_TEXT),
+        "caches-recall": lambda: caches(SMALL_RECALL),
+        "retrofit": lambda: caches(RETROFIT),
+        "decoding": decoding,
+        "decoding-short": lambda: decoding(8192),
     }
 
 
@@ -190,6 +199,42 @@ def peers() -> str:
         for r in shown
     ]  # fmt: skip
     return f"{_markdown(head, lines)}\n\n{_sizes(records)}.\n\n{_origin(records)}"
+
+
+def caches(path: Path) -> str:
+    """Trained models under small caches: every policy at every budget."""
+    if not path.is_file():
+        return _missing(path)
+    scored = read_budgeted(path)
+    rows = sorted({x.rows for x in scored})
+    return (
+        f"{budget_tables(scored, markdown=True)}\n\nBy held-out rows of {scored[0].length} tokens "
+        f"({', '.join(map(str, rows))} of them), token by token; lower is better. In brackets: how "
+        "many times less its caches took at their peak than the whole cache.\n\n"
+        f"{origin([x.environment for x in scored])}"
+    )
+
+
+def decoding(only: int | None = None) -> str:
+    """Milliseconds per decoded token and bytes held, beside the unconverted model's."""
+    if not DECODING.is_file():
+        return _missing(DECODING)
+    records = [json.loads(line) for line in DECODING.read_text().splitlines()]
+    head = ["model and cache", "context", "ms / token", "× unconverted", "MiB held", "MiB peak"]
+    lines = [
+        [
+            r["way"], f"{r['context']:,}", f"{r['ms_per_token']:.1f}", f"{r['ratio']:.2f} ×",
+            f"{r['bytes'] / 2**20:.1f}", f"{r['peak_bytes'] / 2**20:.1f}",
+        ]
+        for r in records
+        if only in (None, r["context"])
+    ]  # fmt: skip
+    one = records[0]
+    about = (
+        f"A Llama of random weights with {one['layers']} layers, width {one['hidden']}, "
+        f"{one['heads']} heads, fp32, one row; medians of {one['rounds']} rounds taken in turn."
+    )
+    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
 
 
 def _sizes(records: Sequence[dict]) -> str:

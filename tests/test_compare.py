@@ -299,7 +299,7 @@ def test_with_the_memory_loss_a_mechanism_is_there_twice(tmp_path):
     folders = {path.name for path in (tmp_path / "models").iterdir()}
     assert {"parity-selective-1", "parity-selective-memory-loss-1"} < folders
     assert (tmp_path / "report.html").read_text().count("selective + memory loss, layer") > 0
-    assert re.findall("^parity +selective \\+ memory loss ", summary(records), flags=re.M)
+    assert re.findall("^parity +selective \\+ memory loss ", overview(records), flags=re.M)
     (tmp_path / "config.json").unlink()
     assert compare(comparison, tmp_path) == records
     with pytest.raises(ValueError, match=r"selective \+ memory loss\.memory_loss was 0\.1 and is"):
