@@ -33,6 +33,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import heedful
+from heedful.hf.convert import caches
 
 PAGE = Path(__file__).with_suffix(".md")
 LARGEST = 50_000_000  # parameters: above, the small configuration did not reach the whole model
@@ -304,7 +305,7 @@ def attempt(kind: str) -> Row:
 
 def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) -> dict[str, str]:
     """Why ways of calling a converted model are refused; raises where logits differ."""
-    cache, refused = model.config.use_cache is not False, {}
+    cache, refused = caches(model), {}
     for name, way in (ways(model, ids) | packed(model, ids)).items():
         if name not in expected:
             continue

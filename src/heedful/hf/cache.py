@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from heedful.hf.cached_layer import LayerCache, Meter
 from heedful.hf.eviction import Eviction
+from heedful.hf.families import attends_twice
 from heedful.nn import Layer
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -101,8 +102,12 @@ def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Modul
     places: dict[int, nn.Module] = {}
     for module in attention:
         index = module.layer_idx
-        if index >= len(layers) or type(layers[index]) not in _STOCK or index in places:
-            kind = type(layers[index]).__name__ if index < len(layers) else "another layer's cache"
+        kind = type(layers[index]).__name__ if index < len(layers) else "another layer's cache"
+        if index in places or attends_twice(type(module)):
+            kind = "a cache that it reads twice"
+        elif index < len(layers) and type(layers[index]) in _STOCK:
+            kind = ""
+        if kind:
             raise ValueError(
                 f"model: {type(module).__name__} {index} keeps its tokens in {kind}, which a cache "
                 "of heedful cannot replace; leave past_key_values out"
@@ -131,7 +136,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
     if isinstance(found, LayerCache):
         found.check_owner(layer)
         return found
-    if type(found) in _STOCK and found.get_seq_length() == 0:
+    if type(found) in _STOCK and found.get_seq_length() == 0 and layer.own_cache:
         made = LayerCache(layer, getattr(found, "sliding_window", None))
         if getattr(found, "record_past", False):
             made.activate_past_recording()
@@ -147,8 +152,8 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
             "past_key_values must not be a quantized cache, which a converted model does not "
             "serve; leave cache_implementation out, or pass heedful.new_cache(model)"
         )
-    if layer.plain_cache:
-        return None
+    if layer.plain_cache or (type(found) in _STOCK and found.get_seq_length() == 0):
+        return None  # of an empty one nothing is needed yet
     raise ValueError(
         f"past_key_values holds keys and values only ({type(found).__name__}), and "
         f"{type(layer).__name__} needs more of earlier tokens ({_needs(layer)}): pass "

@@ -278,6 +278,13 @@ class LayerCache(CacheLayerMixin):
         if beside is not None:
             given = given._replace(beside=self._beside.append(beside.to(k.dtype), self._limit))
         visibility = self._of_held(whole)
+        forgets = self.window is not None and self.seen >= self.window > 0
+        shown = visibility.window is None and visibility.documents is None
+        if self._rows is not None and forgets and shown and layer.window is None:
+            raise ValueError(
+                f"{self._kind}: this family's cache forgets tokens that its mask shows, so that "
+                "earlier query rows cannot be computed again; call the model with use_cache=False"
+            )
         rows = q
         if self._past and self._rows is not None:
             rows = torch.cat([self._rows[:, :, -self._past :], q], dim=2)

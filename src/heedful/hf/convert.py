@@ -254,6 +254,9 @@ def convert(
             before["hooks"].append(projection.register_forward_hook(hook))
     model.__class__ = _converted_model(type(model))
     model._heedful = Conversion(model, plan, before)
+    own = caches(model, exactly=True)
+    for layer in built.values():
+        layer.own_cache = own
     if not caches(model):
         set_use_cache(model, dict.fromkeys(before["use_cache"], False))
     return model._heedful

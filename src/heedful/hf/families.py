@@ -71,7 +71,7 @@ def head_shape(module: nn.Module) -> HeadShape:
         heads=heads,
         key_heads=key_heads or getattr(config, "num_key_value_heads", None) or heads,
         dim=dim or config.hidden_size // heads,
-        hidden=config.hidden_size,
+        hidden=_input_width(module) or config.hidden_size,
         layer=module.layer_idx,
     )
 
@@ -110,6 +110,14 @@ def parameter_device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def _input_width(module: nn.Module) -> int | None:
+    """How wide the module's input is, where its projections say so: some join two streams."""
+    for name in ("q_proj", "qkv_proj", "query_key_value"):
+        if isinstance(projection := getattr(module, name, None), nn.Linear):
+            return projection.in_features
+    return None
+
+
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     values = (getattr(module, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), None)
@@ -138,16 +146,29 @@ def _obstacle(module: nn.Module) -> str | None:
 
 
 @cache
+def attends_twice(kind: type) -> bool:
+    """Whether an attention class calls its attention function more than once per forward pass."""
+    kind = next((base for base in kind.__mro__ if "Heedful" not in base.__name__
+                 and base.__name__ != "ConvertedAttention"), kind)  # fmt: skip
+    calls = [node for node in _source(kind) if isinstance(node, ast.Call)]
+    return sum(ast.unparse(call.func) == "attention_interface" for call in calls) > 1
+
+
+def _source(kind: type) -> list[ast.AST]:
+    """The parts of the source of a class's forward; none where it cannot be read."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+
+
+@cache
 def _obstacle_in_source(kind: type) -> str | None:
     """What the family's forward does to the attention call that a converted one would lose.
 
     Where the source cannot be read, the attention function still refuses what it does not know.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-    for node in ast.walk(tree):
+    for node in _source(kind):
         if isinstance(node, ast.Assign | ast.AugAssign) and not isinstance(node.value, ast.Name):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if "attention_mask" in map(ast.unparse, targets):

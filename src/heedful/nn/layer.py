@@ -96,6 +96,7 @@ class Layer(nn.Module):
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     impl: which implementation runs; a choice for a machine, not of the mechanism.
     any_shape: whether other heads than those of `shape` will do as well.
+    own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
     reports_memory: whether `forward` returns memory while `tau` is set.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     """
@@ -108,6 +109,7 @@ class Layer(nn.Module):
     input_factor: float = 1.0
     impl: Impl = "auto"
     any_shape: bool = False
+    own_cache: bool = True
     reports_memory: bool = False
     tau: float | None = None
 
