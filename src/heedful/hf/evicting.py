@@ -12,10 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import is_whole
 from heedful.hf.cache import attention_modules
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
 from heedful.nn import Given, Layer, LayerOutput
+from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
 
 
@@ -25,6 +27,8 @@ def evicting(
 ) -> Iterator[None]:
     """Within it, calls without a cache compute what steps with a cache would.
 
+    For measuring: no gradients are recorded, and no state or memory is reported.
+
     Arguments:
         model: a converted model, in eval mode.
         eviction: what the cache lets go; `None` computes whole rows as usual.
@@ -32,32 +36,40 @@ def evicting(
         step: how many tokens come in each call after that.
 
     Raises:
-        ValueError: the policy cannot serve the model.
+        ValueError: the model is not converted, or the policy cannot serve it.
     """
     modules = attention_modules(model)
+    if not modules:
+        raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+    for name, value in (("whole", whole), ("step", step)):
+        if not is_whole(value, 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     if eviction is None:
         yield
         return
-    hooks = []
-    for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
-        layer = module.heedful
-        LayerCache(layer, None, eviction, tokens)  # raises where the policy cannot serve
-        route = _Route(layer, eviction, tokens, whole, step)
-        layer.forward, before = route, layer.forward
-        hooks.append((layer, before))
+    budgets = eviction.budgets(len(modules))
+    routes = []
+    for module, tokens in zip(modules, budgets, strict=True):
+        if tokens is not None:
+            LayerCache(module.heedful, None, eviction, tokens)  # raises if it cannot be served
+            routes.append(_Route(module.heedful, eviction, tokens, whole, step))
+    if any("forward" in vars(route.layer) for route in routes):
+        raise ValueError("model is evicting already; leave the outer `evicting` first")
     try:
+        for route in routes:
+            route.layer.forward = route
         with torch.no_grad():
             yield
     finally:
-        for layer, _ in hooks:
-            del layer.forward
+        for route in routes:
+            vars(route.layer).pop("forward", None)
 
 
 class _Route:
-    """In place of a layer's forward: token by token."""
+    """In place of a layer's forward: the row in pieces, through a part of a cache."""
 
     def __init__(
-        self, layer: Layer, eviction: Eviction, tokens: int | None, whole: int, step: int
+        self, layer: Layer, eviction: Eviction, tokens: int, whole: int, step: int
     ) -> None:
         self.layer, self.eviction, self.tokens = layer, eviction, tokens
         self.whole, self.step, self.inside = whole, step, False
@@ -70,31 +82,30 @@ class _Route:
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given,
+        given: Given = NOTHING,
     ) -> LayerOutput:
-        forward = type(self.layer).forward
-        if self.inside or self.tokens is None:
+        if self.inside:  # called by the part of the cache
+            forward = type(self.layer).forward
             return forward(self.layer, q, k, v, visibility=visibility, scale=scale, given=given)
+        total = q.shape[2]
+        if k.shape[2] != total:
+            raise ValueError(
+                "evicting computes whole rows: call the model with use_cache=False and without "
+                "past_key_values"
+            )
         visibility = Visibility() if visibility is None else visibility
-        window = visibility.window
-        held = LayerCache(self.layer, window, self.eviction, self.tokens)
-        total, outputs, self.inside = q.shape[2], [], True
+        held = LayerCache(self.layer, visibility.window, self.eviction, self.tokens)
+        outputs, start, self.inside = [], 0, True
         try:
-            start = 0
             while start < total:
-                stop = min(total, start + (self.whole if start == 0 else self.step))
+                stop = min(total, start + (self.step if start else self.whole))
                 keys, values = held.update(k[:, :, start:stop], v[:, :, start:stop])
-                outputs.append(
-                    held.attend(
-                        self.layer,
-                        q[:, :, start:stop],
-                        keys,
-                        values,
-                        visibility=visibility.part(0, stop),
-                        scale=scale,
-                        given=given.before(total - stop, stop - start),
-                    )
-                )
+                out = held.attend(
+                    self.layer, q[:, :, start:stop], keys, values,
+                    visibility=visibility.part(0, stop), scale=scale,
+                    given=given.before(total - stop, stop - start),
+                )  # fmt: skip
+                outputs.append(out)
                 start = stop
         finally:
             self.inside = False
