@@ -110,8 +110,7 @@ def test_the_model_is_as_it_was_also_after_an_error():
         raise KeyboardInterrupt
     untouched()
     with pytest.raises(ValueError, match="evicting already"), evicting(model, policy):
-        with evicting(model, policy):
-            pass
+        under(model, policy, ids)
     untouched()
     with pytest.raises(ValueError, match="one for each of the model's 2 attention layers, got 3"):
         under(model, StreamingLLM(tokens=(14, 14, 14)), ids)
