@@ -264,7 +264,8 @@ WRONG = {
     "eviction='tova' needs a budget: add --budget N": ["--prompt", "x", "--eviction", "tova"],
     "eviction='none' keeps everything: leave the budget": [
         "--prompt", "x", "--eviction", "none", "--budget", "20"],
-    "temperature must be 0 or a number above it, got -1.0": ["--prompt", "x", "--temperature", "-1"],
+    "temperature must be 0 or a number above it, got -1.0": [
+        "--prompt", "x", "--temperature", "-1"],
     "max_new_tokens must be a whole number of at least 1, got 0": [
         "--prompt", "x", "--max-new-tokens", "0"],
     "chunk must be a whole number of at least 1, got 0": ["--prompt", "x", "--chunk", "0"],

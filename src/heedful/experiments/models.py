@@ -54,17 +54,14 @@ def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTr
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
     try:
-        if _is_converted(folder):
-            model = load(folder, budgets=budgets)
-        else:
-            model = _ordinary(name)
-            if budgets and folder.is_dir():
-                take_budgets(folder, model)
+        model = load(folder, budgets=False) if _is_converted(folder) else _ordinary(name)
     except MemoryError:
         raise
     except Exception as error:  # whatever transformers raises for a folder that is cut short
         problem = " ".join(str(error).split())[:600]
         raise ValueError(f"model {name!r} cannot be opened: {problem}") from None
+    if budgets and folder.is_dir():
+        take_budgets(folder, model)
     return model.eval().to(device)
 
 
