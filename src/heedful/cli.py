@@ -128,6 +128,7 @@ def _answer(arguments: list[str]) -> int:
         )
     except SystemExit as stop:  # after --help, or a usage error
         return stop.code or 0
+    code = 1
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -145,11 +146,12 @@ def _answer(arguments: list[str]) -> int:
             raise
         cause = " ".join(str(error).split())[:200]
         problem = f"not enough memory ({cause}); take a smaller batch or fewer steps"
-    except KeyboardInterrupt:
-        problem = "stopped"
+    except KeyboardInterrupt as stop:
+        problem = ": ".join(["stopped", *map(str, stop.args)])
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     print(f"heedful: {problem}", file=sys.stderr)
-    return 128 + signal.SIGINT if problem == "stopped" else 1
+    return code
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
@@ -195,7 +197,11 @@ def _budget(command: BudgetCommand) -> int:
     from heedful.experiments.budget import format_found, search
 
     _quiet()
-    print(format_found(search(asked)))
+    try:
+        print(format_found(search(asked)))
+    except KeyboardInterrupt:
+        way = "the trials so far are kept beside the model; the same command goes on there"
+        raise KeyboardInterrupt(way) from None
     return 0
 
 
