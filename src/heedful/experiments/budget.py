@@ -127,10 +127,10 @@ def greedy(
     limit: float,
     measure: Callable[[Budgets, Budgets], float],
 ) -> Budgets:
-    """The budgets at which no layer can give up one more token.
+    """Budgets at which no layer can give up one more token.
 
-    A layer that did not fit is not tried again with the same step: since then the others have only
-    become smaller.
+    A layer that did not fit is left alone for the rest of its step's size, as the others only
+    become smaller. But less context is sometimes better, so at the end all are asked once more.
 
     Arguments:
         start: budgets that hold everything; layers with `None` take no part.
@@ -139,9 +139,9 @@ def greedy(
         limit: perplexity that is not passed.
         measure: perplexity of budgets that differ from the second argument's in one layer.
     """
-    budgets = start
+    budgets, everyone = start, [i for i, tokens in enumerate(start) if tokens is not None]
     while step >= 1:
-        layers = [i for i, tokens in enumerate(start) if tokens is not None]
+        before, layers = budgets, everyone
         while layers:
             trials = {
                 i: (*budgets[:i], budgets[i] - step, *budgets[i + 1 :])
@@ -152,7 +152,8 @@ def greedy(
             layers = [i for i, value in values.items() if value <= limit]
             if layers:
                 budgets = trials[min(layers, key=values.__getitem__)]
-        step //= 2
+        if step > 1 or budgets == before:
+            step //= 2
     return budgets
 
 

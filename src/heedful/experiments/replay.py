@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
@@ -29,10 +28,10 @@ class Replay:
 
     Arguments:
         model: a converted model, in eval mode.
-        rows: tokens without padding; each token but the first is predicted.
+        rows: tokens `[rows, length]` without padding; each token but the first is predicted.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: Int[Tensor, "R T"]) -> None:
+    def __init__(self, model: PreTrainedModel, rows: Tensor) -> None:
         self.model, self.count = model, rows.shape[0] * (rows.shape[1] - 1)
         vocabulary = model.get_output_embeddings().weight.shape[0]
         size = max(1, _LOGITS // (rows.shape[1] * vocabulary))
