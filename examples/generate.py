@@ -1,4 +1,4 @@
-"""Generate with a converted model: a left-padded batch gives what each row gives alone."""
+"""Generate with a converted model: a left-padded batch, and a cache with a budget."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -13,7 +13,6 @@ config = LlamaConfig(
 )  # fmt: skip
 model = AutoModelForCausalLM.from_config(config).eval()
 heedful.convert(model, "selective")
-print("use_cache:", model.generation_config.use_cache)  # convert switched it off: see the docs
 
 prompts = [torch.randint(1, 64, (length,)) for length in (3, 9, 6)]
 width = max(map(len, prompts))
@@ -28,3 +27,14 @@ for prompt, row in zip(prompts, new, strict=True):
     )[0, len(prompt) :]
     print(f"{len(prompt)} tokens -> {row.tolist()}")
     assert torch.equal(row, alone)
+
+long = torch.randint(1, 64, (1, 200))
+whole = heedful.new_cache(model)
+small = heedful.new_cache(model, heedful.eviction.MostHidden(tokens=32))
+for cache in (whole, small):
+    model.generate(
+        long, attention_mask=torch.ones_like(long), past_key_values=cache, prefill_chunk_size=32,
+        max_new_tokens=40, do_sample=False,
+    )  # fmt: skip
+    print(f"{cache.tokens} tokens, {cache.nbytes:,} bytes, peak {cache.peak_nbytes:,}")
+assert small.peak_nbytes < whole.nbytes / 2

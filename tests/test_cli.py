@@ -18,7 +18,9 @@ import heedful
 from heedful import doctor
 from heedful.bench import cases, config
 from heedful.cli import main
-from heedful.experiments import compare, comparison, train
+from heedful.eviction import POLICIES
+from heedful.experiments import compare, comparison, decoding, train
+from heedful.experiments.models import spelled
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 
@@ -29,7 +31,7 @@ def test_the_commands_are_these():
     done = subprocess.run([*HEEDFUL, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     commands = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("│   • ")]
-    assert commands == ["compare", "bench", "doctor"]
+    assert commands == ["compare", "generate", "budget", "bench", "doctor"]
 
 
 def test_a_typo_in_an_option_is_a_usage_error():
@@ -106,8 +108,10 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
+    named = {spelled(policy.__name__) for policy in POLICIES}
+    lists[decoding.EvictionName] = {"auto", "none"} | named
     printed = ""
-    for command in ("compare", "bench"):
+    for command in ("compare", "generate", "budget", "bench"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         printed += re.sub(r"[│\s]", "", capsys.readouterr().out)

@@ -16,12 +16,16 @@ from typing import NamedTuple
 
 import pytest
 
+import heedful
 from heedful import cli
 from heedful.bench import measure as bench
 from heedful.doctor import TESTED
+from heedful.eviction import MostHidden
 from heedful.experiments import compare
 from heedful.experiments.train import Size
+from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
+from test_generate import small, tokenizer_of_words
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -117,6 +121,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
+    if "my-model" in arguments:
+        _save_small_model(tmp_path / "my-model")
     real, measure = compare.setups, bench.bench
 
     def small_setups(data=()):
@@ -141,6 +147,15 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
 def _small(setup: compare.Setup) -> compare.Setup:
     budget = replace(setup.budget, steps=1, batch=2, evaluations=1, held_out=2)
     return setup._replace(size=Size(16, 2, 2), budget=budget)
+
+
+def _save_small_model(folder: Path) -> None:
+    """A selective model with a tokenizer, and budgets beside it."""
+    model = small(positions=16384)
+    heedful.convert(model, "selective")
+    model.save_pretrained(folder)
+    tokenizer_of_words(chat=True).save_pretrained(folder)
+    write_budgets(folder / "budgets.json", MostHidden(tokens=(20, 30)), model, {})
 
 
 def test_other_commands_name_scripts_that_exist():

@@ -14,6 +14,7 @@ import tyro
 from heedful import __version__
 from heedful.bench.config import Bench
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.decoding import BudgetSearch, Generation
 
 if TYPE_CHECKING:
     from heedful.experiments.compare import Finished
@@ -45,6 +46,22 @@ class BenchCommand(Bench):
 
 
 @dataclass(frozen=True)
+class GenerateCommand(Generation):
+    __doc__ = Generation.__doc__
+
+    def __post_init__(self) -> None:
+        """Checked by `_as`, as above."""
+
+
+@dataclass(frozen=True)
+class BudgetCommand(BudgetSearch):
+    __doc__ = BudgetSearch.__doc__
+
+    def __post_init__(self) -> None:
+        """Checked by `_as`, as above."""
+
+
+@dataclass(frozen=True)
 class Doctor:
     """Say what works on this machine, what does not, and why."""
 
@@ -69,6 +86,8 @@ def _word(info: tyro.constructors.PrimitiveTypeInfo):
 
 _Command = (
     Annotated[CompareCommand, tyro.conf.subcommand("compare")]
+    | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
+    | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
 )
@@ -109,6 +128,7 @@ def _answer(arguments: list[str]) -> int:
         )
     except SystemExit as stop:  # after --help, or a usage error
         return stop.code or 0
+    code = 1
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -126,11 +146,12 @@ def _answer(arguments: list[str]) -> int:
             raise
         cause = " ".join(str(error).split())[:200]
         problem = f"not enough memory ({cause}); take a smaller batch or fewer steps"
-    except KeyboardInterrupt:
-        problem = "stopped"
+    except KeyboardInterrupt as stop:
+        problem = ": ".join(["stopped", *map(str, stop.args)])
+        code = 128 + signal.SIGINT
     sys.stdout.flush()
     print(f"heedful: {problem}", file=sys.stderr)
-    return 128 + signal.SIGINT if problem == "stopped" else 1
+    return code
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
@@ -144,12 +165,52 @@ def _run(command: _Command) -> int:
     match command:
         case CompareCommand():
             return _compare(command)
+        case GenerateCommand():
+            return _generate(command)
+        case BudgetCommand():
+            return _budget(command)
         case BenchCommand():
             return _bench(command)
         case Doctor():
             from heedful.doctor import examine
 
             return examine()
+
+
+def _generate(command: GenerateCommand) -> int:
+    asked = _as(Generation, command)
+    from heedful.experiments.generate import generate
+
+    _quiet()
+
+    def write(text: str) -> None:
+        print(text, end="", flush=True)
+
+    found = generate(asked, write)
+    print(flush=True)
+    print(found, file=sys.stderr)
+    return 0
+
+
+def _budget(command: BudgetCommand) -> int:
+    asked = _as(BudgetSearch, command)
+    from heedful.experiments.budget import format_found, search
+
+    _quiet()
+    try:
+        print(format_found(search(asked)))
+    except KeyboardInterrupt:
+        way = "the trials so far are kept beside the model; the same command goes on there"
+        raise KeyboardInterrupt(way) from None
+    return 0
+
+
+def _quiet() -> None:
+    """Keep transformers' bars and notes out of what a command prints."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def _bench(command: BenchCommand) -> int:

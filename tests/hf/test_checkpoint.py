@@ -111,7 +111,7 @@ def test_a_saved_model_goes_on_as_before(tmp_path):
     ids = tokens()
     before, config = logits(model, ids), model.config.to_dict()
     model.save_pretrained(tmp_path)
-    assert model.config.use_cache is False and model.generation_config.use_cache is False
+    assert model.config.use_cache is True and model.generation_config.use_cache is True
     assert model.config.to_dict() == config | {"dtype": "float32"}
     assert torch.equal(logits(model, ids), before)
 

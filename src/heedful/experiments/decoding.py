@@ -76,11 +76,12 @@ class BudgetSearch:
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """Folder of a converted model."""
+    """Folder of a model, converted or not."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text files, folders of them, or hf:NAME; a part of the training texts is right."""
     eviction: EvictionName = "auto"
-    """Which tokens leave. auto is what selective attention has hidden most (most-hidden)."""
+    """Which tokens leave. auto: what selective attention has hidden most (most-hidden); for other
+    mechanisms all but the first and the newest (streaming-llm)."""
     loss: float = 0.5
     """How many percent the perplexity may rise above that of the whole cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -89,14 +90,16 @@ class BudgetSearch:
     """Tokens per row of data."""
     rows: int = 8
     """Rows of data."""
-    sinks: int = 4
-    """First tokens that are never evicted."""
+    sinks: int | None = None
+    """First tokens that are never evicted; 4 by default, for window none."""
     recent: int = 8
     """Newest tokens that are never evicted."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
     device: str = "cpu"
     """Where to run: cpu or cuda."""
+    restart: bool = False
+    """Begin anew where the folder holds the trials of another search."""
 
     def __post_init__(self) -> None:
         check_literals(self)
@@ -106,7 +109,8 @@ class BudgetSearch:
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
-        check_whole("sinks", self.sinks, 0)
+        if self.sinks is not None:
+            check_whole("sinks", self.sinks, 0)
         check_whole("recent", self.recent, 0)
         if not 0 <= self.loss < float("inf"):
             raise ValueError(f"loss must be a percentage of at least 0, got {self.loss}")

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import TextStreamer
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
 
 from heedful.experiments.decoding import Generation
-from heedful.experiments.models import longest, open_model, open_tokenizer, policy_named
+from heedful.experiments.models import longest, open_model, open_tokenizer, policy_named, spelled
 from heedful.hf.budgets import read_budgets
-from heedful.hf.cache import new_cache
-from heedful.hf.eviction import Eviction
+from heedful.hf.cache import KVCache, new_cache
+from heedful.hf.eviction import Eviction, SnapKV
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
 
@@ -22,7 +24,7 @@ class Generated(NamedTuple):
 
     text: without the prompt.
     prompt, tokens: how many were read and written.
-    tokens_per_second: of the tokens after the first.
+    tokens_per_second: of the tokens after the first; `None` where there is no other.
     nbytes, peak_nbytes: of the cache at the end, and at its largest.
     whole_nbytes: what it would have held at the end without eviction.
     """
@@ -30,42 +32,46 @@ class Generated(NamedTuple):
     text: str
     prompt: int
     tokens: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     nbytes: int
     peak_nbytes: int
     whole_nbytes: int
 
     def __str__(self) -> str:
-        held, peak, whole = (_mib(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
+        held, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
+        rate = self.tokens_per_second
+        speed = "" if rate is None else f" at {rate:.1f} tokens/s"
         return (
-            f"{self.prompt} tokens read, {self.tokens} written at {self.tokens_per_second:.1f} "
-            f"tokens/s; the cache holds {held} (peak {peak}), without eviction {whole}"
+            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {held} "
+            f"(peak {peak}), without eviction {whole}"
         )
 
 
 def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
-    """Generate as `heedful generate` does; `write` gets the text in pieces as it is made."""
+    """Generate as `heedful generate` does.
+
+    Arguments:
+        asked: the model, the prompt and the budget.
+        write: gets the text in pieces as it is made.
+
+    Raises:
+        ValueError: something that is asked for cannot be read, or does not fit the model.
+    """
     text = asked.prompt if asked.file is None else _read(Path(asked.file))
-    model = open_model(asked.model, asked.device)
+    model = open_model(asked.model, asked.device, budgets=_takes_budgets(asked))
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
     ids = _prompt(text, tokenizer, asked.chat)
-    most = longest(model)
-    if most is not None and ids.shape[1] + asked.max_new_tokens > most:
-        raise ValueError(
-            f"the prompt has {ids.shape[1]} tokens, and with {asked.max_new_tokens} new ones that "
-            f"is more than the {most} that the model has positions for; shorten it, or give a "
-            "smaller --max-new-tokens"
-        )
+    _check_length(ids.shape[1], asked, longest(model))
     cache = new_cache(model, _eviction(asked, model))
-    evicts = any(getattr(layer, "policy", None) is not None for layer in cache.layers)
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(asked.seed)
     found = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         past_key_values=cache,
-        prefill_chunk_size=asked.chunk or (CHUNK if evicts else None),
+        prefill_chunk_size=asked.chunk or _chunk(cache),
         max_new_tokens=asked.max_new_tokens,
+        num_beams=1,
         do_sample=asked.temperature > 0,
         temperature=asked.temperature or None,
         top_k=None,
@@ -85,7 +91,12 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
     )
 
 
-def _eviction(asked: Generation, model) -> Eviction | bool | None:
+def _takes_budgets(asked: Generation) -> bool:
+    """Whether what stands beside the model decides."""
+    return asked.budget is None and asked.eviction != "none"
+
+
+def _eviction(asked: Generation, model: PreTrainedModel) -> Eviction | bool | None:
     """The policy that is asked for; `None` is the model's own, `False` none."""
     if asked.eviction == "none":
         return False
@@ -94,10 +105,40 @@ def _eviction(asked: Generation, model) -> Eviction | bool | None:
     if asked.budget.isdecimal():
         options = {"seed": asked.seed} if asked.eviction == "random" else {}
         return policy_named(asked.eviction, model, int(asked.budget), **options)
-    return read_budgets(Path(asked.budget), model)
+    path = Path(asked.budget)
+    if not path.is_file():
+        raise ValueError(
+            f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
+            f"{asked.budget!r}"
+        )
+    found = read_budgets(path, model)
+    if asked.eviction not in ("auto", spelled(type(found).__name__)):
+        raise ValueError(
+            f"eviction={asked.eviction!r} is not what {path} was searched for, "
+            f"{spelled(type(found).__name__)}; leave --eviction out, or give a number of tokens"
+        )
+    return found
 
 
-def _prompt(text: str, tokenizer, chat: bool) -> torch.Tensor:
+def _chunk(cache: KVCache) -> int | None:
+    """How many tokens of the prompt come at a time: pieces where a budget would be exceeded."""
+    policies = [policy for x in cache.layers if (policy := getattr(x, "policy", None)) is not None]
+    # What SnapKV keeps is what the end of the prompt looks at, so it wants all of it at once.
+    whole = not policies or any(isinstance(policy, SnapKV) for policy in policies)
+    return None if whole else CHUNK
+
+
+def _check_length(prompt: int, asked: Generation, most: int | None) -> None:
+    if most is None or prompt + asked.max_new_tokens <= most:
+        return
+    way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
+    raise ValueError(
+        f"prompt has {prompt} tokens, and with {asked.max_new_tokens} new ones that is more than "
+        f"the {most} that the model has positions for; {way_out}"
+    )
+
+
+def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
     if chat and getattr(tokenizer, "chat_template", None):
         said = [{"role": "user", "content": text}]
         found = tokenizer.apply_chat_template(
@@ -112,30 +153,48 @@ def _prompt(text: str, tokenizer, chat: bool) -> torch.Tensor:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"file {path} is not UTF-8 text") from None
+        raise ValueError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None
 
 
-class _Streamer(TextStreamer):
-    """Hands on the text as it is made, and notes when."""
+class _Streamer(BaseStreamer):
+    """Hands on the text as it is made, character by character, and notes when."""
 
     def __init__(self, tokenizer, write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.write, self.times = write, []
+        self.tokenizer, self.write = tokenizer, write
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.begun = False
+        self.start = self.said = 0  # text of tokens before `said` is written; decode from `start`
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
+        if not self.begun:  # the prompt
+            self.begun = True
+            return
         self.times.append(time.perf_counter())
-        super().put(value)
+        self.tokens += value.flatten().tolist()
+        self._hand_on(last=False)
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.write(text)
+    def end(self) -> None:
+        self._hand_on(last=True)
 
-    def rate(self) -> float:
-        """Tokens per second; the first `put` is the prompt's, the second the first token's."""
-        steps = len(self.times) - 2
-        return steps / (self.times[-1] - self.times[1]) if steps > 0 else float("nan")
+    def _hand_on(self, last: bool) -> None:
+        # What a token spells can depend on the one before it, and take more than one token.
+        before = self._decode(self.tokens[self.start : self.said])
+        text = self._decode(self.tokens[self.start :])
+        if len(text) > len(before) and (last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
+            self.write(text[len(before) :])
+            self.start, self.said = self.said, len(self.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def rate(self) -> float | None:
+        """Tokens per second after the first one."""
+        steps = len(self.times) - 1
+        return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB"
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

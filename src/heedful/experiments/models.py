@@ -5,17 +5,19 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from heedful.checks import check_choice
 from heedful.data import corpus
 from heedful.hf import convert, load
+from heedful.hf.budgets import take_budgets
 from heedful.hf.cache import attention_modules
 from heedful.hf.eviction import POLICIES, Eviction
 
 BYTES = "bytes"
+
+_MOST_BYTES = 512  # tokens of a model of bytes: 256, a few of its own, and rounded up
 
 
 class ByteTokenizer:
@@ -34,8 +36,13 @@ class ByteTokenizer:
         return bytes(int(token) for token in tokens if token < 256).decode(errors="replace")
 
 
-def open_model(name: str, device: str = "cpu") -> PreTrainedModel:
+def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTrainedModel:
     """A converted model as it is saved; an ordinary one with standard attention of heedful.
+
+    Arguments:
+        name: a folder, or a name on the Hugging Face hub.
+        device: `cpu` or `cuda`.
+        budgets: take the `budgets.json` beside the model, if any.
 
     Raises:
         ValueError: there is no such model, it cannot be read, or cannot be converted.
@@ -44,16 +51,27 @@ def open_model(name: str, device: str = "cpu") -> PreTrainedModel:
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r} needs a GPU, and torch sees none; use cpu")
     folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
     try:
-        if _is_converted(folder):
-            model = load(folder)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(name)
-            convert(model, "standard")
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        problem = " ".join(str(error).split())[:300]
-        raise ValueError(f"model {name!r} cannot be read: {problem}") from None
+        model = load(folder, budgets=False) if _is_converted(folder) else _ordinary(name)
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever transformers raises for a folder that is cut short
+        problem = " ".join(str(error).split())[:600]
+        raise ValueError(f"model {name!r} cannot be opened: {problem}") from None
+    if budgets and folder.is_dir():
+        take_budgets(folder, model)
     return model.eval().to(device)
+
+
+def _ordinary(name: str) -> PreTrainedModel:
+    """A model of transformers, converted to standard attention."""
+    model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
+    convert(model, "standard")
+    return model
 
 
 def _is_converted(folder: Path) -> bool:
@@ -75,6 +93,11 @@ def open_tokenizer(name: str | None, model_name: str, model: PreTrainedModel):
     """
     rows = model.get_input_embeddings().weight.shape[0]
     if name == BYTES:
+        if rows > _MOST_BYTES:
+            raise ValueError(
+                f"tokenizer 'bytes' has 256 tokens and the model {rows}, which are no bytes; name "
+                "the model's own tokenizer"
+            )
         tokenizer = ByteTokenizer()
     else:
         transformers.logging.set_verbosity_error()
@@ -85,7 +108,7 @@ def open_tokenizer(name: str | None, model_name: str, model: PreTrainedModel):
             hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"
             raise ValueError(
                 f"tokenizer {name or model_name!r} cannot be read ({problem})"
-                f"{hint if rows <= 512 else ''}; name one with --tokenizer"
+                f"{hint if rows <= _MOST_BYTES else ''}; name one with --tokenizer"
             ) from None
     if len(tokenizer) > rows:
         raise ValueError(

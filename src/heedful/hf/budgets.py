@@ -3,16 +3,20 @@
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 
 from torch import nn
 
-from heedful.hf.cache import attention_modules
+from heedful.hf.cache import attention_modules, new_cache
 from heedful.hf.eviction import POLICIES, Eviction
 from heedful.records.files import write_whole
 
 NAME = "budgets.json"
 FORMAT = 1
+
+_NUMBERS = 64  # of a model's weights that are written down
+_ROUNDING = 2**-8  # relative: what half precision changes, twice over
 
 
 def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict) -> None:
@@ -25,7 +29,7 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         about: how they were found, for people.
     """
     policy = {"kind": type(eviction).__name__, **dataclasses.asdict(eviction)}
-    data = {"format": FORMAT, "eviction": policy, "model": fingerprint(model), "about": about}
+    data = {"format": FORMAT, "eviction": policy, "about": about, "model": fingerprint(model)}
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
@@ -40,16 +44,20 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     except OSError as error:
         raise ValueError(f"budgets {path} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ValueError(f"budgets {path} is not valid JSON ({error}); search them again") from None
+        raise ValueError(
+            f"budgets {path} is not valid JSON ({error}); delete it, or search budgets again with "
+            "heedful budget"
+        ) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(
-            f"budgets {path} must be written by heedful budget in format {FORMAT}; search them "
-            "again"
+            f"budgets {path} must be a file of heedful budget in format {FORMAT}; delete it, or "
+            "search budgets again with heedful budget"
         )
-    if data.get("model") != fingerprint(model):
+    if not is_of(data.get("model"), model):
         raise ValueError(
-            f"budgets {path} belongs to another model, or to this one before it was trained on; "
-            "search them again with heedful budget, or delete the file"
+            f"budgets {path} belongs to another model, or to this one before it was trained on: "
+            "search budgets again with heedful budget, or delete the file "
+            "(heedful.load(folder, budgets=False) leaves it unread)"
         )
     fields = dict(data.get("eviction") or {})
     kinds = {policy.__name__: policy for policy in POLICIES}
@@ -57,22 +65,61 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     known = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
     if kind is None or set(fields) - known:
         raise ValueError(
-            f"budgets {path} names no policy of this version of heedful; search them again"
+            f"budgets {path} names no policy of this version of heedful; search budgets again with "
+            "heedful budget"
         )
-    eviction = kind(**fields)
-    eviction.budgets(len(attention_modules(model)))
+    try:
+        eviction = kind(**fields)
+        new_cache(model, eviction)  # what cannot serve the model raises now
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"budgets {path}: {error}") from None
     return eviction
 
 
-def fingerprint(model: nn.Module) -> str:
-    """What tells a model from another one: sizes, mechanisms, and numbers of its weights.
+def take_budgets(folder: Path, model: nn.Module) -> None:
+    """Let new caches of a converted model do what the `budgets.json` of its folder says, if any.
 
-    Sums of a few numbers of every weight, rounded, so that another precision is the same model.
+    Raises:
+        ValueError: as `read_budgets`.
     """
+    path = folder / NAME
+    if path.is_file():
+        model._heedful.eviction = read_budgets(path, model)
+        model._heedful._budgets = path.read_text()
+
+
+def belongs(path: Path, model: nn.Module) -> bool:
+    """Whether a budgets file is whole and this model's."""
+    try:
+        read_budgets(path, model)
+    except ValueError:
+        return False
+    return True
+
+
+def fingerprint(model: nn.Module) -> dict:
+    """What tells a model from another one, as JSON-ready values.
+
+    `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
+    few numbers from all over the parameters.
+    """
+    named = sorted(model.named_parameters())
     modules = attention_modules(model)
     parts = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
-    for name, p in sorted(model.named_parameters()):
-        flat = p.detach().flatten()
-        few = flat[:: max(1, flat.numel() // 64)].float()
-        parts.append(f"{name.rpartition('.')[2]} {tuple(p.shape)} {few.abs().mean().item():.2g}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    parts += [f"{name} {tuple(p.shape)}" for name, p in named]
+    weights = []
+    for i in range(_NUMBERS):
+        p = named[i * len(named) // _NUMBERS][1].detach().flatten()
+        place = int(i * 0.618034 % 1 * p.numel())  # spread evenly, whatever the number of layers
+        weights.append(float(f"{p[place].item():.6g}"))
+    return {"sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16], "weights": weights}
+
+
+def is_of(saved: object, model: nn.Module) -> bool:
+    """Whether a fingerprint is this model's, be it in another precision."""
+    found = fingerprint(model)
+    if not isinstance(saved, dict) or saved.get("sizes") != found["sizes"]:
+        return False
+    pairs = zip(saved.get("weights") or (), found["weights"], strict=False)
+    near = [math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7) for a, b in pairs]
+    return len(near) == _NUMBERS and all(near)

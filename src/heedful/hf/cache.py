@@ -5,6 +5,7 @@ Each attention layer has its part (cached_layer.py); what a budget lets go is ch
 
 from typing import Literal
 
+import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
@@ -125,7 +126,8 @@ def prepare(cache: Cache, model: nn.Module) -> None:
 def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
     """The layer of a cache that an attention module uses, made into one of ours if need be.
 
-    `None` where a stock layer does as well: a mechanism that needs keys and values alone.
+    `None` where a stock layer does as well: a mechanism that needs keys and values alone, or the
+    first call of a compiled model.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     index, layer, layers = module.layer_idx, module.heedful, cache.layers
@@ -137,6 +139,8 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
         found.check_owner(layer)
         return found
     if type(found) in _STOCK and found.get_seq_length() == 0 and layer.own_cache:
+        if torch.compiler.is_compiling():
+            return None  # a graph can fill a stock layer; what needs more refuses to go on from it
         made = LayerCache(layer, getattr(found, "sliding_window", None))
         if getattr(found, "record_past", False):
             made.activate_past_recording()

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from heedful.hf import budgets as beside
 from heedful.nn import to_json
 from heedful.ops.impl import Impl
 
@@ -77,6 +78,8 @@ def save_converted(
                 },
             }
             written.write_text(json.dumps(outer, indent=2) + "\n")
+        if written.exists():
+            _carry_budgets(model, folder, Path(made), changed="state_dict" in options)
         # config.json first: from then on no stock loader can take the folder for a stock model.
         files = sorted(Path(made).iterdir(), key=lambda path: path.name != "config.json")
         for path in files:
@@ -88,12 +91,27 @@ def save_converted(
                 path.unlink()
 
 
-def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTrainedModel:
+def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bool) -> None:
+    """Budgets go with the weights that they were searched for, and with no others."""
+    own = None if changed or model._heedful.eviction is None else model._heedful._budgets
+    if own is not None and beside.is_of(json.loads(own)["model"], model):
+        (made / beside.NAME).write_text(own)
+        return
+    old = folder / beside.NAME
+    if old.is_file() and (changed or not beside.belongs(old, model)):
+        old.unlink()
+
+
+def load(
+    folder: str | os.PathLike, *, impl: Impl = "auto", budgets: bool = True, **options
+) -> PreTrainedModel:
     """Load a converted model that `save_pretrained` wrote.
 
     Arguments:
         folder: the checkpoint's folder.
         impl: which implementation of the operators runs, as for `convert`.
+        budgets: take what `heedful budget` found, if the folder has a `budgets.json`: new caches of
+            the model then evict. `heedful.new_cache(model, eviction=False)` keeps everything.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
@@ -101,7 +119,8 @@ def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTra
         takes the mechanism out.
 
     Raises:
-        ValueError: no such checkpoint, an incompatible version, or damaged parameters.
+        ValueError: no such checkpoint, an incompatible version, damaged parameters, or budgets of
+            another model.
     """
     from heedful.hf.convert import restore
 
@@ -124,6 +143,8 @@ def load(folder: str | os.PathLike, *, impl: Impl = "auto", **options) -> PreTra
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     restore(model, about["mechanisms"], tensors, impl)
+    if budgets:
+        beside.take_budgets(folder, model)
     return model
 
 

@@ -49,6 +49,7 @@ class Conversion:
     mechanisms: dict[Mechanism, tuple[int, ...]]
     _before: dict = field(repr=False)
     eviction: Eviction | None = None
+    _budgets: str | None = field(default=None, repr=False)  # the text of that file
 
     @property
     def mechanism(self) -> Mechanism:

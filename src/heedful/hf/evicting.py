@@ -1,8 +1,9 @@
 """Whole rows as they would come out token by token under a budget.
 
 A forward pass of all tokens at once computes projections, MLPs and the vocabulary for the whole
-row; only attention goes token by token, through a real part of a cache. That is several times
-faster than as many calls of the model, and gives the same numbers.
+row; only attention goes token by token, through a real part of a cache, and that only from where
+the budget is full. It is several times faster than as many calls of the model, and gives the same
+numbers.
 """
 
 from collections.abc import Iterator
@@ -121,7 +122,7 @@ class _Route:
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:
-                stop = min(total, start + (self.step if start else self.whole))
+                stop = min(total, start + (self.step if start else self._first()))
                 keys, values = held.update(k[:, :, start:stop], v[:, :, start:stop])
                 out = held.attend(
                     self.layer, q[:, :, start:stop], keys, values,
@@ -134,3 +135,12 @@ class _Route:
             self.inside = False
         self.peaks.note(self.layer, held.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
+
+    def _first(self) -> int:
+        """How many tokens come at once: also all pieces in which nothing is let go.
+
+        Not where the policy asks what a call was: the prompt, or one step (SnapKV's votes).
+        """
+        if self.eviction.keep_prompt or self.eviction.observes not in (0, 1, None):
+            return self.whole
+        return self.whole + max(0, self.tokens - 1 - self.whole) // self.step * self.step

@@ -1,0 +1,146 @@
+"""Budgets beside a model: with its weights, and with no others."""
+
+import json
+
+import pytest
+import torch
+from families import stir, tiny, tokens, twin
+from test_cache import greedy
+
+import heedful
+from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.budgets import NAME, fingerprint, is_of, read_budgets, write_budgets
+from heedful.nn import Differential
+
+POLICY = MostHidden(tokens=(14, 16, 15), sinks=2)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved selective model with budgets."""
+    model = tiny(dtype=torch.float32)
+    heedful.convert(model, "selective")
+    model.save_pretrained(tmp_path / "model")
+    write_budgets(tmp_path / "model" / NAME, POLICY, model, {"found": "by hand"})
+    return tmp_path / "model"
+
+
+def test_a_loaded_model_has_its_budgets(folder):
+    model, ids = heedful.load(folder), tokens(1, 30)
+    assert model._heedful.eviction == POLICY
+    cache = heedful.new_cache(model)
+    assert [(layer.policy, layer.tokens) for layer in cache.layers] == [
+        (POLICY, n) for n in POLICY.tokens
+    ]
+    out = greedy(model, ids, 6, return_dict_in_generate=True)
+    assert out.past_key_values.tokens == [13, 15, 14]
+    expected = greedy(model, ids, 6, past_key_values=heedful.new_cache(model, POLICY))
+    assert torch.equal(out.sequences, expected)
+    whole = heedful.new_cache(model, eviction=False)
+    greedy(model, ids, 6, past_key_values=whole)
+    assert whole.tokens == [35] * 3
+    other = heedful.new_cache(model, StreamingLLM(tokens=20))
+    assert other.layers[0].policy == StreamingLLM(tokens=20)
+
+
+def test_budgets_can_be_left_unread(folder):
+    model = heedful.load(folder, budgets=False)
+    assert model._heedful.eviction is None
+    assert heedful.new_cache(model).layers[0].policy is None
+
+
+def test_a_save_takes_the_budgets_along(folder, tmp_path):
+    model = heedful.load(folder)
+    for place in ("copy", "again", "model"):
+        model.save_pretrained(tmp_path / place)
+        assert (tmp_path / place / NAME).read_text() == (folder / NAME).read_text()
+        model = heedful.load(tmp_path / place)
+        assert model._heedful.eviction == POLICY
+
+
+def test_a_save_of_other_weights_leaves_no_stale_budgets(folder, tmp_path):
+    for change in ("trained", "another", "given"):
+        place = tmp_path / change
+        model = heedful.load(folder)
+        model.save_pretrained(place)
+        assert (place / NAME).exists()
+        options = {}
+        if change == "trained":
+            model.train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            ids = tokens(2, 12)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+        elif change == "given":
+            options["state_dict"] = {k: 1.1 * v for k, v in model.state_dict().items()}
+        else:
+            model = tiny()
+            heedful.convert(model, "selective")
+        model.save_pretrained(place, **options)
+        assert not (place / NAME).exists()
+        assert heedful.load(place)._heedful.eviction is None
+    assert (folder / NAME).exists()
+
+
+def test_a_save_over_budgets_of_the_same_weights_keeps_them(folder):
+    before = (folder / NAME).read_text()
+    heedful.load(folder, budgets=False).save_pretrained(folder)
+    assert (folder / NAME).read_text() == before
+
+
+def test_another_models_budgets_are_refused_with_the_way_out(folder):
+    model = heedful.load(folder)
+    with torch.no_grad():
+        model.lm_head.weight[0].mul_(-1)
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+    model.save_pretrained(folder.parent / "other")
+    (folder.parent / "other" / NAME).write_text((folder / NAME).read_text())
+    said = (
+        r"other/budgets.json belongs to another model, or to this one before it was trained on: "
+        r"search budgets again with heedful budget, or delete the file \(heedful.load\(folder, "
+        r"budgets=False\) leaves it unread\)"
+    )
+    with pytest.raises(ValueError, match=said):
+        heedful.load(folder.parent / "other")
+    heedful.load(folder.parent / "other", budgets=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_another_precision_is_the_same_model(folder, dtype):
+    assert heedful.load(folder, dtype=dtype)._heedful.eviction == POLICY
+
+
+def test_what_tells_models_apart():
+    def made(seed=0, mechanism="selective", **changes):
+        torch.manual_seed(seed)
+        model = tiny(**changes)
+        heedful.convert(model, mechanism)
+        return model
+
+    saved = json.loads(json.dumps(fingerprint(made())))
+    assert is_of(saved, made())
+    assert not is_of(saved, made(seed=1))
+    assert not is_of(saved, made(mechanism="standard"))
+    assert not is_of(saved, made(mechanism=Differential()))
+    assert not is_of(saved, made(num_key_value_heads=4))
+    for name, p in made().named_parameters():
+        if p.ndim < 2:
+            continue
+        changed = twin(made())
+        stir(changed, 0.02, only=name)
+        assert not is_of(saved, changed), name
+    for wrong in (
+        None,
+        "x",
+        {},
+        saved | {"weights": []},
+        saved | {"weights": saved["weights"][1:]},
+    ):
+        assert not is_of(wrong, made())
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    model = tiny()
+    heedful.convert(model, "selective")
+    with pytest.raises(ValueError, match=r"none.json cannot be read \(No such file or directory"):
+        read_budgets(tmp_path / "none.json", model)
