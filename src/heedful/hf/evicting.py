@@ -122,7 +122,7 @@ class _Route:
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:
-                stop = min(total, start + (self.step if start else self._first()))
+                stop = min(total, start + (self.step if start else self._first(held.window)))
                 keys, values = held.update(k[:, :, start:stop], v[:, :, start:stop])
                 out = held.attend(
                     self.layer, q[:, :, start:stop], keys, values,
@@ -136,11 +136,15 @@ class _Route:
         self.peaks.note(self.layer, held.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
 
-    def _first(self) -> int:
+    def _first(self, window: int | None) -> int:
         """How many tokens come at once: also all pieces in which nothing is let go.
 
-        Not where the policy asks what a call was: the prompt, or one step (SnapKV's votes).
+        Not where a window lets tokens go, nor where the policy asks what a call was: the prompt, or one step (SnapKV's votes).
         """
-        if self.eviction.keep_prompt or self.eviction.observes not in (0, 1, None):
+        if (
+            window is not None
+            or self.eviction.keep_prompt
+            or self.eviction.observes not in (0, 1, None)
+        ):
             return self.whole
         return self.whole + max(0, self.tokens - 1 - self.whole) // self.step * self.step

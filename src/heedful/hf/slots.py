@@ -43,8 +43,13 @@ class Slots:
             # As it is: most calls of a model are the only one. The next one makes room. But a part
             # of a larger tensor (of queries, keys and values in one) would hold all of that.
             whole = new.untyped_storage().nbytes() == new.numel() * new.element_size()
-            keep = whole or (new.requires_grad and torch.is_grad_enabled())
-            self._take(new if keep else new.clone(), own=not keep)
+            if whole or (new.requires_grad and torch.is_grad_enabled()):
+                self._take(new, own=False)
+            else:
+                room = new.shape[2] if limit is None else max(limit, new.shape[2])
+                self._take(new.new_empty(*new.shape[:2], room, new.shape[3]), own=True)
+                self.length = new.shape[2]
+                self.held.copy_(new)
             return self.held
         length, added = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
