@@ -139,12 +139,10 @@ class _Route:
     def _first(self, window: int | None) -> int:
         """How many tokens come at once: also all pieces in which nothing is let go.
 
-        Not where a window lets tokens go, nor where the policy asks what a call was: the prompt, or one step (SnapKV's votes).
+        Not where a window lets tokens go, nor where the policy asks what a call was: the prompt,
+        or one step (SnapKV's votes).
         """
-        if (
-            window is not None
-            or self.eviction.keep_prompt
-            or self.eviction.observes not in (0, 1, None)
-        ):
+        asks = self.eviction.keep_prompt or self.eviction.observes not in (0, 1, None)
+        if window is not None or asks:
             return self.whole
         return self.whole + max(0, self.tokens - 1 - self.whole) // self.step * self.step
