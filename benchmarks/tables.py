@@ -12,7 +12,7 @@ from pathlib import Path
 
 from heedful.bench.cases import PEERS
 from heedful.bench.config import sizes
-from heedful.records.budgeted import read_budgeted
+from heedful.records.budgeted import WHOLE, read_budgeted
 from heedful.report import configurations, findings, read_records, summarise, table
 from heedful.report.budgets import tables as budget_tables
 from heedful.report.summary import RULE
@@ -41,6 +41,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "bench-peers": peers,
         "caches-text": lambda: caches(SMALL_TEXT),
         "caches-recall": lambda: caches(SMALL_RECALL),
+        "caches-short": caches_short,
         "retrofit": lambda: caches(RETROFIT),
         "decoding": decoding,
         "decoding-short": lambda: decoding(8192),
@@ -213,6 +214,26 @@ def caches(path: Path) -> str:
         "many times less its caches took at their peak than the whole cache.\n\n"
         f"{origin([x.environment for x in scored])}"
     )
+
+
+def caches_short() -> str:
+    """The whole cache and the smallest one of every text model, with its best policy there."""
+    if not SMALL_TEXT.is_file():
+        return _missing(SMALL_TEXT)
+    scored = read_budgeted(SMALL_TEXT)
+    lines = []
+    for name in dict.fromkeys(x.mechanism for x in scored):
+        own = [x for x in scored if x.mechanism == name]
+        least = min(x.tokens for x in own if not x.policy.startswith("searched"))
+        small = min((x for x in own if x.tokens == least), key=lambda x: x.value)
+        searched = [x for x in own if x.policy.startswith("searched")]
+        for x in [*(x for x in own if x.policy == WHOLE), small, *searched]:
+            held = (
+                f"all {x.length} tokens" if x.policy == WHOLE else f"{x.policy}, {x.tokens} tokens"
+            )
+            held = held.replace(f", {x.tokens} tokens", " tokens") if x in searched else held
+            lines.append([name, held, f"{x.value:.2f}", f"{x.peak_bytes / 1024:,.0f}"])
+    return _markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
 
 
 def decoding(only: int | None = None) -> str:

@@ -155,10 +155,10 @@ def _html(title: str, head: list[str], body: list[list[str]]) -> str:
 def held(exhibit: HeldExhibit) -> tuple["Figure", str]:
     """Time downwards, the row's tokens across: dark where a token is still held."""
     layers = list(exhibit.layers.items())
-    across = min(len(layers), 4)
+    across = min(len(layers), 2)
     down = -(-len(layers) // across)
     side = figures._WIDTH / across
-    figure, grid = figures._grid(figures._WIDTH * 2, 2 * down * side + 0.4, down, across)
+    figure, grid = figures._grid(figures._WIDTH, down * side + 0.4, down, across)
     for axes, (index, map_) in zip(grid.flat, layers, strict=False):
         shown = figures.array("layers", map_, None, None)
         later = np.triu(np.ones_like(shown), 1)

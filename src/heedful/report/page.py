@@ -188,8 +188,8 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
 
 def _small_caches(scored: Sequence[UnderBudget], held: Sequence[HeldExhibit]) -> str:
     drawn = [_picture(*made) for made in budgets.pictures(scored)]
-    seen = "".join(_picture(*budgets.held(exhibit)) for exhibit in held)
-    return _side_by_side(drawn) + budgets.tables(scored) + seen
+    seen = [_picture(*budgets.held(exhibit)) for exhibit in held]
+    return _side_by_side(drawn) + budgets.tables(scored) + _side_by_side(seen)
 
 
 def _cost(rows: list[Row], colour: dict) -> str:
