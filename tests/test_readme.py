@@ -11,10 +11,12 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import heedful
 from heedful import cli
@@ -121,8 +123,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
-    if "my-model" in arguments:
-        _save_small_model(tmp_path / "my-model")
+    for folder in {x for x in arguments if x == "my-model" or x.startswith("runs/study")}:
+        if arguments[0] in ("budget", "generate"):
+            _save_small_model(tmp_path / folder)
     real, measure = compare.setups, bench.bench
 
     def small_setups(data=()):
@@ -133,10 +136,14 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         # As many tokens as in the check before it, so that FlexAttention compiles once.
         return measure(replace(config, lengths=(150,), rounds=1, memory=False, **sizes))
 
-    for option in ("--steps", "--seeds"):
+    smaller = {"--steps": "1", "--seeds": "1", "--length": "48", "--hidden": "16"}
+    smaller |= {"--layers": "2", "--heads": "2"}
+    for option, small_value in smaller.items():
         if option in arguments:
             value = arguments.index(option) + 1
-            arguments = [*arguments[:value], "1", *arguments[value + 1 :]]
+            arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    plans = compare.plans
+    monkeypatch.setattr(compare, "plans", lambda *given: islice(plans(*given), 2))
     monkeypatch.setattr(compare, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
     with pytest.raises(SystemExit) as stop:
@@ -150,7 +157,8 @@ def _small(setup: compare.Setup) -> compare.Setup:
 
 
 def _save_small_model(folder: Path) -> None:
-    """A selective model with a tokenizer, and budgets beside it."""
+    """A selective model with a tokenizer, and budgets beside it; the same at every call."""
+    torch.manual_seed(0)
     model = small(positions=16384)
     heedful.convert(model, "selective")
     model.save_pretrained(folder)

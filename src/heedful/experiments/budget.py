@@ -107,6 +107,7 @@ def search(asked: BudgetSearch) -> Found:
             if reference is not None:
                 limit = log.once("reference", Replay(reference, rows).whole)
                 _check_reference(asked.reference, whole, limit)
+                limit = max(limit, whole)  # the same model may differ by rounding
             measure.limit, reference = limit, None
             budgets = greedy(start, _least(policy, model), asked.length // 8, limit, measure)
         eviction = dataclasses.replace(policy, tokens=budgets)
@@ -337,7 +338,7 @@ def _reference(asked: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
 
 
 def _check_reference(name: str, whole: float, limit: float) -> None:
-    if whole > limit:
+    if whole > limit * (1 + 1e-6):
         raise ValueError(
             f"reference {name!r} has a perplexity of {limit:.4f}, and the model with its whole "
             f"cache has {whole:.4f}: no budget can reach that; give --loss in place of --reference"
