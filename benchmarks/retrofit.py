@@ -40,6 +40,7 @@ def main() -> None:
         raise SystemExit(f"model must be a folder of heedful compare, got {args.model}")
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
     budget = Budget(args.steps, args.batch, held_out=task.recipe.held_out)
+    torch.manual_seed(0)  # of an extra selector's start
     model = heedful.load(args.model)
     name = "selective"
     if not any(layer.keeps for layer in layers(model)):

@@ -19,7 +19,7 @@ def environment(command: list[str] | None = None) -> dict:
 
     packages = ("heedful", "torch", "transformers", "triton")
     return {
-        "command": " ".join(command or ["heedful", *sys.argv[1:]]),
+        "command": " ".join(command or _command()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
@@ -27,6 +27,14 @@ def environment(command: list[str] | None = None) -> dict:
         "python": platform.python_version(),
         "versions": {name: version for name in packages if (version := installed(name))},
     }
+
+
+def _command() -> list[str]:
+    """That of this process: a script by its name and folder, else the command line's."""
+    script = Path(sys.argv[0])
+    if script.suffix == ".py" and script.name != "__main__.py":
+        return ["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]
+    return ["heedful", *sys.argv[1:]]
 
 
 def commit() -> str | None:
