@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from heedful.hf.cached_layer import LayerCache, Meter
+from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import attends_twice
+from heedful.hf.slots import Meter
 from heedful.nn import Layer
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)

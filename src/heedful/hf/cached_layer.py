@@ -19,25 +19,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from heedful.hf.eviction import Eviction, Held
 from heedful.hf.eviction.gather import Row, check_policy, chosen, moves, observed
-from heedful.hf.slots import SLACK, Slots
+from heedful.hf.slots import SLACK, Meter, Slots, nbytes_of
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
 
 UNDO = 128  # query rows of the last calls that can be taken back where a state runs through them
-
-
-class Meter:
-    """Adds up the bytes of a cache's layers: what they hold, the most of it, and with copies."""
-
-    def __init__(self) -> None:
-        self.held = self.most = self.peak = 0
-
-    def change(self, by: int, beside: int = 0) -> None:
-        """The layers hold `by` bytes more; for a moment they held `beside` more than that."""
-        self.held += by
-        self.most = max(self.most, self.held)
-        self.peak = max(self.peak, self.held + beside)
 
 
 class Recorded(NamedTuple):
@@ -59,7 +46,7 @@ class LayerCache(CacheLayerMixin):
     """One attention layer's part of the cache.
 
     The tokens stand in order until a budget lets some go; from then on `_positions` says where each
-    belongs, and only the newest are in order, at the end.
+    belongs, and only the newest are in order, at the end. `meter` counts the whole cache's bytes.
     """
 
     is_compileable = False
@@ -87,7 +74,7 @@ class LayerCache(CacheLayerMixin):
         if self.policy is not None:
             check_policy(self.policy, layer, tokens)
         self.record_past = False
-        self._meter = Meter() if meter is None else meter
+        self.meter = Meter() if meter is None else meter
         self._bytes = 0
         self._clear()
 
@@ -354,11 +341,6 @@ class LayerCache(CacheLayerMixin):
         return at.expand(self._keys.buffer.shape[0], -1)
 
     @property
-    def meter(self) -> Meter:
-        """Counts the bytes of the cache that it is part of."""
-        return self._meter
-
-    @property
     def whole_nbytes(self) -> int:
         """Bytes of keys, values and what is kept beside them, if no token had been evicted."""
         tensors = [slots.buffer for slots in self._streams()]
@@ -489,7 +471,7 @@ class LayerCache(CacheLayerMixin):
             old = slots.buffer
             slots.move(made.on(old.device), self.tokens)
             if slots.buffer is not old:  # for a moment both were there
-                copied = max(copied, _bytes([slots.buffer]))
+                copied = max(copied, nbytes_of([slots.buffer]))
         for name in ("_positions", "_state", "_score"):
             if (x := getattr(self, name)) is not None:
                 setattr(self, name, made.of(x))
@@ -502,8 +484,8 @@ class LayerCache(CacheLayerMixin):
         """
         tensors = [slots.buffer for slots in self._streams()]
         tensors += [self._state, self._score, self._positions, self._rows]
-        now = _bytes(tensors)
-        self._meter.change(now - self._bytes, max(copied, most - now))
+        now = nbytes_of(tensors)
+        self.meter.change(now - self._bytes, max(copied, most - now))
         self._bytes = now
 
 
@@ -514,9 +496,3 @@ def _kind(layer: Layer) -> str:
         f"{type(layer).__name__} {shape.layer} with {shape.heads} heads, {shape.key_heads} key "
         f"heads of {shape.dim}, {layer.past_queries} query rows"
     )
-
-
-def _bytes(tensors: list[Tensor | None]) -> int:
-    """Bytes of the storages, each counted once."""
-    storages = [x.untyped_storage() for x in tensors if x is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

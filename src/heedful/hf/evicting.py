@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from heedful.checks import is_whole
 from heedful.hf.cache import attention_modules
-from heedful.hf.cached_layer import LayerCache, Meter
+from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
+from heedful.hf.slots import Meter
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility

@@ -1,4 +1,7 @@
-"""Room for the tokens of a cache: they are added, moved and dropped without copying the rest."""
+"""Room for the tokens of a cache: they are added, moved and dropped without copying the rest.
+
+And the count of the bytes that it takes.
+"""
 
 from collections.abc import Callable
 from typing import Self
@@ -109,3 +112,22 @@ class Slots:
         larger = self.buffer.new_empty(batch, heads, size, dim)
         larger[:, :, : self.length] = self.held
         self.buffer, self.start, self._own = larger, 0, True
+
+
+class Meter:
+    """Adds up the bytes of a cache's layers: what they hold, the most of it, and with copies."""
+
+    def __init__(self) -> None:
+        self.held = self.most = self.peak = 0
+
+    def change(self, by: int, beside: int = 0) -> None:
+        """The layers hold `by` bytes more; for a moment they held `beside` more than that."""
+        self.held += by
+        self.most = max(self.most, self.held)
+        self.peak = max(self.peak, self.held + beside)
+
+
+def nbytes_of(tensors: list[Tensor | None]) -> int:
+    """Bytes of the storages, each counted once."""
+    storages = [x.untyped_storage() for x in tensors if x is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
