@@ -4,10 +4,6 @@ import json
 import math
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ import heedful
 from heedful.cli import main
 from heedful.eviction import TOVA, MostHidden, StreamingLLM
 from heedful.experiments import budget
-from heedful.experiments.budget import LOG, Found, greedy, search
+from heedful.experiments.budget import LOG, Found, Log, greedy, search
 from heedful.experiments.decoding import BudgetSearch
 from heedful.experiments.models import ByteTokenizer, rows_of
 from heedful.experiments.replay import Replay
@@ -465,23 +461,24 @@ def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
         assert "is in use by process" in refused(capsys, command(folder))
 
 
-def test_ctrl_c_keeps_the_trials(folder):
-    arguments = command(folder, "--loss", "1", "--length", "72")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "heedful", *arguments],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    log, deadline = folder / "selective" / LOG, time.monotonic() + 120
-    while not (log.exists() and log.read_bytes().count(b"\n") > 3):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == "", err
+def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
+    add = Log.add
+
+    def interrupted(self, *given):
+        add(self, *given)
+        if len(self.known) == 3:
+            raise KeyboardInterrupt  # as Python raises on SIGINT
+
+    monkeypatch.setattr(Log, "add", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(command(folder, "--loss", "1", "--length", "72"))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 130 and out == "", err
     said = "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
     assert said in err and "Traceback" not in err
     assert not (folder / "selective" / "budgets.json").exists()
-    assert log.read_bytes().endswith(b"}\n")
+    log = folder / "selective" / LOG
+    assert log.read_bytes().endswith(b"}\n") and log.read_bytes().count(b"\n") == 4
 
 
 def test_a_model_that_diverged_is_refused(folder):
