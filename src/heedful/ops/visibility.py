@@ -73,7 +73,7 @@ class Visibility:
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
-        if self.window is not None and not (_whole(self.window) and 1 <= self.window <= _WIDEST):
+        if self.window is not None and not (is_whole_number(self.window) and 1 <= self.window <= _WIDEST):
             raise ValueError(
                 "window must be a whole number of at least 1 (the token itself) and at most 2**62, "
                 f"got {shown(self.window)}; use None for no limit"
@@ -141,7 +141,7 @@ class Visibility:
             )
         if cu_seqlens.device.type == "meta":
             raise ValueError("cu_seqlens must hold numbers, got a tensor on meta, which has none")
-        if length is not None and not _whole(length):
+        if length is not None and not is_whole_number(length):
             raise ValueError(
                 f"length must be a whole number of tokens or None, got {shown(length)}"
             )
@@ -329,7 +329,7 @@ def _first_by_position(
     return (segments >= 0) & (positions == first.gather(1, number))
 
 
-def _whole(x: object) -> bool:
+def is_whole_number(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool)
 
 

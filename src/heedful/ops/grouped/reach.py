@@ -1,0 +1,128 @@
+"""What a query reaches: which groups as summaries, which tokens one by one, in plain numbers.
+
+Groups stand in the order of their ends, so that what a query sees of them is a run, or two with a
+gap where its own neighbourhood lies. `reach_of` finds where these begin and end; `reference.py`
+has the same as a definition.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from heedful.ops.common.tiles import segment_bounds
+from heedful.ops.grouped.groups import Groups
+from heedful.ops.visibility import Visibility
+
+
+class Reach(NamedTuple):
+    """Of every query; all `[B or 1, Tq]`.
+
+    first, near, after, last: it sees the summaries `first .. near - 1` and `after .. last - 1`;
+        groups from `near` to `after - 1` it sees by their tokens.
+    start, stop: these tokens are among `start .. stop - 1`, as k counts them.
+    asks: the group whose query stands for this one where groups ask; -1 for none.
+    """
+
+    first: Int[Tensor, "B Tq"]
+    near: Int[Tensor, "B Tq"]
+    after: Int[Tensor, "B Tq"]
+    last: Int[Tensor, "B Tq"]
+    start: Int[Tensor, "B Tq"]
+    stop: Int[Tensor, "B Tq"]
+    asks: Int[Tensor, "B Tq"]
+
+    def stacked(self) -> Int[Tensor, "B 7 Tq"]:
+        """In one tensor, the form that crosses a custom operator's boundary."""
+        return torch.stack(torch.broadcast_tensors(*self), dim=1)
+
+
+def reach_of(
+    groups: Groups,
+    visibility: Visibility,
+    queries: int,
+    keys: int,
+    window: int,
+    query_groups: Groups | None = None,
+) -> Reach:
+    """The reach of the last `queries` of `keys` tokens, or of a cross-attention's own queries."""
+    asking = groups if query_groups is None else query_groups
+    device = groups.start.device
+    crossing = visibility.queries is not None
+    count = groups.there.sum(1, keepdim=True)
+    of_queries = visibility.query_segments(queries)
+    if crossing:
+        token = torch.arange(queries, device=device)[None]
+        zero = torch.zeros_like(token)
+        own = Visibility(padding=None if of_queries is None else of_queries >= 0)
+        asks = _newest(asking, own, token, queries)
+        found = Reach(zero, count, count, count, zero, zero, asks)
+        return _without_padding(found, of_queries)
+
+    token = groups.first + torch.arange(keys - queries, keys, device=device)[None]
+    segments = visibility.segments()
+    if visibility.documents is None:
+        first, last = torch.zeros_like(count), count
+    else:
+        begin, stop = (x[:, keys - queries :] for x in segment_bounds(segments))
+        first, last = _below(groups.start, begin), _below(groups.start, stop)
+    near = torch.maximum(_below(groups.end, token - window + 1), first)
+    if visibility.causal:
+        after, stop = torch.full_like(near, groups.count), token + 1
+        last = after
+    else:
+        after = torch.minimum(_below(groups.start, token + window), last)
+        stop = _at(groups.end, after - 1) + 1
+    start = _at(groups.start, near)
+    if visibility.window is not None:
+        # A summary holds all of its tokens: it goes when the first of them leaves the window.
+        oldest = token - visibility.window + 1
+        first, start = torch.maximum(first, _below(groups.start, oldest)), start.maximum(oldest)
+    start, stop = start - groups.first, stop - groups.first
+    if visibility.causal:
+        asks = _newest(asking, visibility, token, keys)
+    else:
+        asks = _own(groups, keys - queries)
+    return _without_padding(Reach(first, near, after, last, start, stop, asks), of_queries)
+
+
+def _newest(
+    groups: Groups, visibility: Visibility, token: Int[Tensor, "B Tq"], keys: int
+) -> Int[Tensor, "B Tq"]:
+    """The newest complete group of the token's document; -1 for none."""
+    # A document's last groups, if they are not complete, end with it: they are never asked.
+    newest = _below(groups.end + (~groups.complete).long(), token + 1) - 1
+    if visibility.documents is None:
+        return newest
+    begin = segment_bounds(visibility.segments())[0][:, keys - token.shape[1] :]
+    return newest.where(newest >= _below(groups.start, begin), -1)
+
+
+def _own(groups: Groups, skipped: int) -> Int[Tensor, "B n"]:
+    """The group that holds most of a token, the first of equals; -1 for padding."""
+    index, weight = torch.broadcast_tensors(groups.index[:, skipped:], groups.weight[:, skipped:])
+    most = (weight == weight.amax(-1, keepdim=True)) & (index >= 0)
+    own = index.where(most, groups.count).amin(-1)
+    return own.where(own < groups.count, -1)
+
+
+def _without_padding(reach: Reach, segments: Int[Tensor, "B Tq"] | None) -> Reach:
+    """Padded queries reach nothing."""
+    if segments is None:
+        return reach
+    real = segments >= 0
+    return Reach(*(x.where(real, 0) for x in reach[:6]), reach.asks.where(real, -1))
+
+
+def _below(ascending: Int[Tensor, "B M"], x: Int[Tensor, "B n"]) -> Int[Tensor, "B n"]:
+    """How many of the numbers are below each x."""
+    rows = max(len(ascending), len(x))
+    ascending, x = ascending.expand(rows, -1).contiguous(), x.expand(rows, -1).contiguous()
+    return torch.searchsorted(ascending, x)
+
+
+def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, "B n"]) -> Int[Tensor, "B n"]:
+    rows = max(len(ascending), len(place))
+    place = place.clamp(0, ascending.shape[1] - 1).expand(rows, -1)
+    return ascending.expand(rows, -1).gather(1, place)

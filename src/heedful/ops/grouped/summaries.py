@@ -1,0 +1,165 @@
+"""What stands for a group: its keys and values in one, by attention inside the group.
+
+Two steps, both optional. A token may first look at the other members of its group, and then each
+group is the weighted mean of its members. A token of two groups looks at each of them apart: a
+copy that has seen the later group must not go into the earlier one's summary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.common.checks import check_dense, shown
+from heedful.ops.common.precision import widen
+from heedful.ops.common.tiles import in_blocks
+from heedful.ops.grouped.groups import Groups
+
+
+class Summaries(NamedTuple):
+    """One key and one value per group, and one query where groups are to ask.
+
+    k: `[B, Hk, M, D]`, rotated to the group's place where the model rotates.
+    v: `[B, Hk, M, Dv]`.
+    q: `[B, H, M, D]`; `None` where tokens ask.
+    """
+
+    k: Float[Tensor, "B Hk M D"]
+    v: Float[Tensor, "B Hk M Dv"]
+    q: Float[Tensor, "B H M D"] | None = None
+
+
+def gather_members(x: Float[Tensor, "B T D"], groups: Groups) -> Float[Tensor, "B M L D"]:
+    """The rows of every group's members; of some token, or zero, where a group has fewer."""
+    if groups.even:
+        return in_blocks(x.mT, groups.longest, 0).movedim(1, -1)
+    at = groups.members.at
+    rows = max(len(x), len(at))
+    flat = at.expand(rows, -1, -1).flatten(1)[..., None].expand(-1, -1, x.shape[2])
+    return x.expand(rows, -1, -1).gather(1, flat).unflatten(1, at.shape[1:])
+
+
+def member_weights(
+    groups: Groups, logits: Float[Tensor, "B M L *W"] | None = None
+) -> Float[Tensor, "B M L *W"]:
+    r"""How much each member counts: $w_{ij} = A_{ij} e^{z_{ij}} / \sum_i A_{ij} e^{z_{ij}}$.
+
+    Arguments:
+        groups: the memberships A.
+        logits: z, `[B, M, L]` or with more dimensions after them (heads, channels); `None` is 0.
+
+    Returns:
+        The weights, in the shape of the logits; zero in a group that is not there.
+    """
+    share = widen(groups.members.share)
+    if logits is None:
+        total = share.sum(-1, keepdim=True)
+        return share / total.masked_fill(total == 0, 1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    share = share.to(logits.dtype)
+    share = share.reshape(*share.shape, *(1,) * (logits.ndim - share.ndim))
+    there = share > 0
+    # A member of no share gets no weight, and no NaN on the way back through the logarithm.
+    shifted = (logits + share.where(there, 1).log()).masked_fill(~there, float("-inf"))
+    shifted = shifted.masked_fill(~there.any(2, keepdim=True), 0)
+    return shifted.softmax(2).masked_fill(~there, 0)
+
+
+def pooled(
+    x: Float[Tensor, "B M L H D"], weights: Float[Tensor, "B M L *W"]
+) -> Float[Tensor, "B H M D"]:
+    """The weighted mean of every group's members; weights per head and channel, or for all."""
+    weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
+    out = (widen(x) * weights.to(torch.promote_types(x.dtype, torch.float32))).sum(2)
+    return out.to(x.dtype).transpose(1, 2)
+
+
+def summarise(
+    k: Float[Tensor, "B Hk T D"],
+    v: Float[Tensor, "B Hk T Dv"],
+    groups: Groups,
+    *,
+    logits: Float[Tensor, "B Hk T"] | Float[Tensor, "B Hk T D"] | None = None,
+    q: Float[Tensor, "B H T D"] | None = None,
+) -> Summaries:
+    r"""Every group's keys and values in one: the mean of its members, by learned weights.
+
+    $$ \bar k_j = \sum_i w_{ij} k_i, \qquad
+       w_{ij} = A_{ij} e^{z_i} / \sum_i A_{ij} e^{z_i} $$
+
+    and the same for values, and for queries where groups are to ask.
+
+    Arguments:
+        k, v: keys and values, before the rotary embedding where there is one: rotating first would
+            wipe out what turns fast.
+        groups: the memberships A.
+        logits: z, one number per key head and token, or one per channel too; `None` is the mean.
+        q: queries; pooled by the weights of their key head.
+
+    Returns:
+        `Summaries(k, v, q)`.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    if logits is not None:
+        check_dense("logits", logits, "[B, Hk, T] or [B, Hk, T, D]")
+        fits = logits.shape[:3] == k.shape[:3] and logits.shape[3:] in ((), k.shape[3:])
+        if not fits:
+            raise ValueError(
+                f"logits must be {list(k.shape[:3])} or {list(k.shape)}, got {shown(logits)}"
+            )
+        if logits.ndim == 4 and v.shape[3] != k.shape[3]:
+            raise ValueError(
+                f"logits per channel need values as wide as keys ({k.shape[3]}), got {v.shape[3]}"
+            )
+    groups.check(k.shape[0], k.shape[2])
+
+    def of_members(x: Tensor) -> Tensor:
+        rows = x.transpose(1, 2)
+        return gather_members(rows.flatten(2), groups).unflatten(-1, rows.shape[2:])
+
+    if logits is None:
+        weights = member_weights(groups)
+    else:
+        weights = member_weights(groups, of_members(logits))
+    queries = None
+    if q is not None:
+        shared = q.shape[1] // k.shape[1]
+        by_head = weights if weights.ndim == 3 else weights.repeat_interleave(shared, dim=3)
+        queries = pooled(of_members(q), by_head)
+    return Summaries(pooled(of_members(k), weights), pooled(of_members(v), weights), queries)
+
+
+def member_attention(
+    q: Float[Tensor, "B T A"],
+    k: Float[Tensor, "B T A"],
+    v: Float[Tensor, "B T A"],
+    groups: Groups,
+) -> Float[Tensor, "B M L A"]:
+    r"""What each member takes from the others of its group, less what it has itself.
+
+    $$ \Delta_{ij} = \sum_l p^{(j)}_{il} v_l - v_i, \qquad
+       p^{(j)}_{i\cdot} = \mathrm{softmax}_l(q_i k_l^\top / \sqrt A + \log A_{lj}) $$
+
+    The difference makes a group of one member nothing at all, whatever the parameters are. Both
+    ways inside a group: its summary is out only when the group is complete.
+
+    Arguments:
+        q, k, v: small projections of every token, `[B, T, A]`.
+        groups: the memberships.
+
+    Returns:
+        `[B, M, L, A]`, for every pair of a token and its group.
+    """
+    q, k, v = (gather_members(x, groups) for x in (q, k, v))
+    share = widen(groups.members.share)
+    there = share > 0
+    logits = widen(q @ k.mT) * q.shape[-1] ** -0.5
+    share = share.to(logits.dtype)
+    logits = logits + share.where(there, 1).log()[..., None, :]
+    logits = logits.masked_fill(~there[..., None, :], float("-inf"))
+    logits = logits.masked_fill(~there.any(-1)[..., None, None], 0)
+    taken = logits.softmax(-1).to(v.dtype) @ v - v
+    return taken.masked_fill(~there[..., None], 0)

@@ -1,0 +1,490 @@
+"""Grouped attention in blocks of query rows: the work is what the definition needs, and no more.
+
+A block of rows scores the summaries that any of its rows sees and the tokens of its neighbourhood,
+each part by itself; the softmax of both is joined by their log-sum-exp. The backward computes the
+blocks again. Where groups ask, rows that ask with the same query for the same summaries are one
+row of the first part.
+
+The file goes from the outside in: the function that is called, the loop over blocks, the three
+parts of a block with their gradients, and at the end the custom operator around all of it.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heedful.ops.common.precision import operand, product, widen, without_autocast
+from heedful.ops.common.tiles import Hidden
+from heedful.ops.grouped.groups import Groups
+from heedful.ops.grouped.reach import reach_of
+from heedful.ops.grouped.summaries import Summaries
+from heedful.ops.impl import refuse_second_derivative
+from heedful.ops.visibility import Visibility
+
+ROWS = 128
+_LOG2_E = 1.4426950408889634
+
+
+def grouped_attention_tiled(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    groups: Groups,
+    summaries: Summaries,
+    query_groups: Groups | None,
+    window: int,
+    log_size: Float[Tensor, "B H M"],
+    zoom: int,
+    local: bool,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """The operator of `grouped_attention`, in blocks of query rows."""
+    queries, keys = q.shape[2], k.shape[2]
+    reach = reach_of(groups, visibility, queries, keys, window, query_groups)
+    if not local:
+        own = torch.arange(keys - queries, keys, device=q.device)
+        start = torch.maximum(reach.start, own)
+        reach = reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
+    asking, unit = q, None
+    if summaries.q is not None:
+        asking, unit = _units(q, summaries.q, reach.stacked())
+    weight = groups.weight.to(log_size.dtype)
+    plain = groups.hard and not weight.requires_grad
+    ends = torch.stack(torch.broadcast_tensors(groups.start, groups.end), 1) - groups.first
+    return _tiled(
+        q, k, v, asking, summaries.k, summaries.v, log_size, weight, groups.index,
+        reach.stacked(), ends, unit, plain, zoom, groups.longest, scale,
+    )[0]  # fmt: skip
+
+
+def _units(
+    q: Float[Tensor, "B H Tq D"], queries: Float[Tensor, "B H M D"], reach: Int[Tensor, "B 7 Tq"]
+) -> tuple[Float[Tensor, "B H U D"], Int[Tensor, " Tq"]]:
+    """The queries of the groups that ask, one for every run of rows that see the same summaries.
+
+    A row asks for itself while no group of its own is complete.
+    """
+    of_summaries = torch.cat([reach[:, :4], reach[:, 6:]], dim=1)
+    changes = (of_summaries.diff(dim=2) != 0).any(1).any(0)
+    first, near, after, last, _, _, asks = reach.unbind(1)
+    alone = ((asks < 0) & ((near > first) | (last > after))).any(0)
+    changes = torch.nn.functional.pad(changes, (1, 0), value=True) | alone
+    rows = changes.nonzero()[:, 0]
+    asks = asks[:, rows].expand(len(q), -1)[:, None, :, None]
+    of_groups = queries.gather(2, asks.clamp(min=0).expand(-1, q.shape[1], -1, q.shape[3]))
+    return of_groups.where(asks >= 0, q[:, :, rows]), changes.long().cumsum(0) - 1
+
+
+class Operands(NamedTuple):
+    """A call's tensors as its blocks take them.
+
+    asking: the queries of the summaries' part: those of the tokens, or of units of rows.
+    unit: to which of them each row belongs; `None` where every row asks for itself.
+    plain: every token belongs wholly to one group, and nothing is learned of that.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    asking: Tensor
+    group_k: Tensor
+    group_v: Tensor
+    log_size: Float[Tensor, "B H M"]
+    weight: Float[Tensor, "B Tk S"]
+    index: Int[Tensor, "B Tk S"]
+    reach: Int[Tensor, "B 7 Tq"]
+    ends: Int[Tensor, "B 2 M"]
+    unit: Int[Tensor, " Tq"] | None
+    plain: bool
+    zoom: int
+    longest: int
+    scale: float
+
+
+class Block(NamedTuple):
+    """Some rows with the summaries and tokens that any of them reaches.
+
+    clear: so many of the first summaries are seen by all rows.
+    units: the rows of the summaries' part.
+    """
+
+    rows: range
+    groups: range
+    clear: int
+    tokens: range
+    units: range
+
+
+def blocks_of(x: Operands) -> Iterator[Block]:
+    """All blocks, from the last one on: the widest comes first, and its memory serves the rest."""
+    queries = x.q.shape[2]
+    starts = list(range(0, queries, ROWS))
+    fill = x.reach[..., -1:].expand(-1, -1, -queries % ROWS)
+    at = torch.cat([x.reach, fill], dim=2).unflatten(2, (-1, ROWS))
+    first, near, after, last, start, stop, _ = at.unbind(1)
+    # A row that reaches nothing of a kind must not widen the block.
+    none = x.log_size.shape[2] + x.k.shape[2]
+    one, two, some = near > first, last > after, stop > start
+    low = torch.minimum(first.where(one, none), after.where(two, none)).amin((0, 2))
+    high = torch.maximum(near.where(one, 0), last.where(two, 0)).amax((0, 2))
+    shared = torch.where(first.amax((0, 2)) <= low, near.amin((0, 2)), 0)
+    begin, end = start.where(some, none).amin((0, 2)), stop.where(some, 0).amax((0, 2))
+    bounds = torch.stack([low, high, shared, begin, end]).tolist()
+    unit = list(range(queries)) if x.unit is None else x.unit.tolist()
+    for number in reversed(range(len(starts))):
+        rows = range(starts[number], min(starts[number] + ROWS, queries))
+        low, high, shared, begin, end = (row[number] for row in bounds)
+        groups = range(low, max(low, high))
+        clear = min(max(0, shared - groups.start), len(groups))
+        units = range(unit[rows.start], unit[rows.stop - 1] + 1)
+        yield Block(rows, groups, clear, range(begin, max(begin, end)), units)
+
+
+class Part(NamedTuple):
+    """One part of a block's softmax, before it is joined: the largest logit, sum, and output."""
+
+    top: Float[Tensor, "B H R 1"]
+    total: Float[Tensor, "B H R 1"]
+    out: Float[Tensor, "B H R Dv"]
+
+
+def attend(x: Operands, out: Float[Tensor, "B H Tq Dv"], lse: Float[Tensor, "B H Tq"]) -> None:
+    """Fills the output, and the log-sum-exp of every row's logits."""
+    for block in blocks_of(x):
+        rows = slice(block.rows.start, block.rows.stop)
+        parts = []
+        if len(block.groups):
+            logits, zoomed = _group_logits(x, block)
+            part = _part(logits, x.group_v[:, :, block.groups.start : block.groups.stop])
+            if x.unit is not None:
+                own = x.unit[rows] - block.units.start
+                part = Part(*(t.index_select(2, own) for t in part))
+            parts.append(part)
+            if zoomed is not None:
+                logits = _zoomed_logits(x, block, zoomed)
+                parts.append(_zoomed_part(logits, zoomed.values(x.v)))
+        if len(block.tokens):
+            logits, _ = _token_logits(x, block)
+            parts.append(_part(logits, x.v[:, :, block.tokens.start : block.tokens.stop]))
+        if not parts:
+            out[:, :, rows], lse[:, :, rows] = 0, float("inf")
+            continue
+        top = torch.stack([part.top for part in parts]).amax(0)
+        top = top.masked_fill(top == float("-inf"), 0)
+        factors = [(part.top - top).exp() for part in parts]
+        total = sum(f * part.total for f, part in zip(factors, parts, strict=True))
+        joined = sum(f * part.out for f, part in zip(factors, parts, strict=True))
+        blind = total == 0
+        out[:, :, rows] = joined / total.masked_fill(blind, 1)
+        # A row that sees nothing has weights of zero on the way back too.
+        lse[:, :, rows] = (top + total.log()).masked_fill(blind, float("inf"))[..., 0]
+
+
+def _part(logits: Float[Tensor, "B H R C"], v: Float[Tensor, "B Hk C Dv"]) -> Part:
+    top = logits.amax(-1, keepdim=True)
+    weights = _exp_(logits.sub_(top.masked_fill(top == float("-inf"), 0)))
+    return Part(top, weights.sum(-1, keepdim=True), _by_key_head(weights, v))
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place; what would be lost beside one is dropped, as subnormal numbers are slow."""
+    torch.threshold_(x, -80.0, float("-inf"))
+    return x.mul_(_LOG2_E).exp2_()
+
+
+def _by_key_head(
+    weights: Float[Tensor, "B H R C"], v: Float[Tensor, "B Hk C D"]
+) -> Float[Tensor, "B H R D"]:
+    """`weights @ v`, each key head for all its query heads at once."""
+    out = product(weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3), v)
+    return out.unflatten(2, (-1, weights.shape[2])).flatten(1, 2)
+
+
+def _rows_by_key_head(q: Float[Tensor, "B H R D"], heads: int) -> Float[Tensor, "B Hk shared*R D"]:
+    return q.unflatten(1, (heads, -1)).flatten(2, 3)
+
+
+def _scores(
+    q: Float[Tensor, "B H R D"], k: Float[Tensor, "B Hk C D"], scale: float
+) -> Float[Tensor, "B H R C"]:
+    """`scale q k^T`, widened."""
+    found = widen(_rows_by_key_head(q, k.shape[1]) @ k.mT).mul_(scale)
+    return found.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+
+class Zoomed(NamedTuple):
+    """The groups that a key head's queries look into, `[B, Hk, R, n]`, and their tokens."""
+
+    groups: Int[Tensor, "B Hk R n"]
+    chosen: Bool[Tensor, "B Hk R n"]
+    tokens: Int[Tensor, "B Hk R n*L"]
+    inside: Bool[Tensor, "B Hk R n*L"]
+
+    def values(self, x: Float[Tensor, "B Hk T D"]) -> Float[Tensor, "B Hk R n*L D"]:
+        """These tokens' rows."""
+        flat = self.tokens.flatten(2)[..., None].expand(-1, -1, -1, x.shape[3])
+        return x.gather(2, flat).unflatten(2, self.tokens.shape[2:])
+
+
+def _group_logits(x: Operands, block: Block) -> tuple[Float[Tensor, "B H U G"], Zoomed | None]:
+    """Logits of the summaries, with those that are zoomed into away."""
+    cut = slice(block.groups.start, block.groups.stop)
+    asking = x.asking[:, :, block.units.start : block.units.stop]
+    logits = _scores(asking, x.group_k[:, :, cut], x.scale)
+    logits.add_(x.log_size[:, :, None, cut])
+    rows = torch.arange(block.rows.start, block.rows.stop, device=logits.device)
+    if x.unit is not None:  # any row of a unit, as all see the same
+        rows = torch.searchsorted(x.unit, torch.arange(block.units.start, block.units.stop,
+                                                       device=logits.device))  # fmt: skip
+    first, near, after, last = (y[..., None] for y in x.reach[:, :4, rows].unbind(1))
+    at = torch.arange(block.groups.start + block.clear, block.groups.stop, device=logits.device)
+    seen = ((at >= first) & (at < near)) | ((at >= after) & (at < last))
+    Hidden(block.clear, ~seen[:, None]).fill(logits, float("-inf"))
+    return (logits, None) if not x.zoom else _zoom(x, block, logits)
+
+
+def _zoom(x: Operands, block: Block, logits: Tensor) -> tuple[Tensor, Zoomed]:
+    heads = x.k.shape[1]
+    by_key_head = logits.unflatten(1, (heads, -1))
+    best = by_key_head.mean(2).topk(min(x.zoom, logits.shape[3]), dim=-1)
+    chosen = best.values > float("-inf")
+    taken = torch.zeros_like(by_key_head[:, :, 0], dtype=torch.bool)
+    taken.scatter_(3, best.indices, chosen)
+    logits = by_key_head.masked_fill_(taken[:, :, None], float("-inf")).flatten(1, 2)
+    groups = best.indices + block.groups.start
+    start, end = x.ends.expand(len(logits), -1, -1).unbind(1)
+    start, end = (
+        t.gather(1, groups.flatten(1)).view(groups.shape)[..., None] for t in (start, end)
+    )
+    tokens = start + torch.arange(x.longest, device=groups.device)
+    inside = (tokens <= end) & chosen[..., None]
+    tokens = tokens.where(inside, 0)
+    return logits, Zoomed(groups, chosen, tokens.flatten(3), inside.flatten(3))
+
+
+def _zoomed_logits(x: Operands, block: Block, zoomed: Zoomed) -> Float[Tensor, "B Hk g R n*L"]:
+    q = x.q[:, :, block.rows.start : block.rows.stop].unflatten(1, (x.k.shape[1], -1))
+    logits = widen(torch.einsum("bhgrd,bhrnd->bhgrn", q, zoomed.values(x.k))).mul_(x.scale)
+    return logits.masked_fill_(~zoomed.inside[:, :, None], float("-inf"))
+
+
+def _zoomed_part(
+    logits: Float[Tensor, "B Hk g R n*L"], values: Float[Tensor, "B Hk R n*L D"]
+) -> Part:
+    top = logits.amax(-1, keepdim=True)
+    weights = _exp_(logits.sub_(top.masked_fill(top == float("-inf"), 0)))
+    out = widen(torch.einsum("bhgrn,bhrnd->bhgrd", weights.to(values.dtype), values))
+    return Part(*(t.flatten(1, 2) for t in (top, weights.sum(-1, keepdim=True), out)))
+
+
+def _token_logits(
+    x: Operands, block: Block
+) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B R C"] | None]:
+    """Logits of the tokens, and what no visible summary holds of each, if that is not all."""
+    rows, cut = (slice(r.start, r.stop) for r in (block.rows, block.tokens))
+    logits = _scores(x.q[:, :, rows], x.k[:, :, cut], x.scale)
+    at = torch.arange(cut.start, cut.stop, device=logits.device)
+    start, stop = (y[..., None] for y in x.reach[:, 4:6, rows].unbind(1))
+    inside = (at >= start) & (at < stop)
+    left = None
+    if x.plain:
+        inside = inside & (x.index[:, None, cut, 0] >= 0)
+    else:
+        left = _left(x, rows, cut)
+        inside = inside & (left > 0)
+        logits.add_(left.where(inside, 1).log()[:, None])
+    return logits.masked_fill_(~inside[:, None], float("-inf")), left
+
+
+def _uncovered(x: Operands, rows: slice, cut: slice) -> Bool[Tensor, "B R C S"]:
+    """Which of the tokens' groups are in the rows' neighbourhood, so that no summary is seen."""
+    index = x.index[:, None, cut]
+    near, after = (y[..., None, None] for y in x.reach[:, 1:3, rows].unbind(1))
+    return (index >= near) & (index < after)
+
+
+def _left(x: Operands, rows: slice, cut: slice) -> Float[Tensor, "B R C"]:
+    """r_i(t), the share of each token that no visible summary holds."""
+    return (_uncovered(x, rows, cut) * x.weight[:, None, cut]).sum(-1)
+
+
+class Gradients(NamedTuple):
+    """Of the tensors that a call is differentiated in, filled block by block."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    asking: Tensor
+    group_k: Tensor
+    group_v: Tensor
+    log_size: Tensor
+    weight: Tensor
+
+
+def attend_backward(
+    grad: Float[Tensor, "B H Tq Dv"], x: Operands, delta: Tensor, lse: Tensor, to: Gradients
+) -> None:
+    """Adds every block's gradients; `delta` is the sum of gradient times output of every row."""
+    for block in blocks_of(x):
+        rows = slice(block.rows.start, block.rows.stop)
+        back = _Back(grad[:, :, rows], delta[:, :, rows, None], lse[:, :, rows, None])
+        zoomed = _groups_backward(x, block, back, to) if len(block.groups) else None
+        if zoomed is not None:
+            _zoomed_backward(x, block, zoomed, back, to)
+        if len(block.tokens):
+            _tokens_backward(x, block, back, to)
+
+
+class _Back(NamedTuple):
+    """What the gradient of a part needs of its rows; the last of them is what they divide by."""
+
+    grad: Float[Tensor, "B H R Dv"]
+    delta: Float[Tensor, "B H R 1"]
+    lse: Float[Tensor, "B H R 1"]
+
+    def of(
+        self, logits: Float[Tensor, "B H R C"], v: Float[Tensor, "B Hk C Dv"]
+    ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R C"]]:
+        """Weights, in the place of the logits, and the logits' gradient."""
+        weights = _exp_(logits.sub_(self.lse))
+        taken = product(_rows_by_key_head(self.grad, v.shape[1]), v.mT)
+        taken = taken.unflatten(2, (-1, logits.shape[2])).flatten(1, 2)
+        return weights, taken.sub_(self.delta).mul_(weights)
+
+    def for_units(self, logits: Tensor, own: Int[Tensor, " R"]) -> "_Back":
+        """Of rows that ask as one: each row's weights are the unit's times a factor of its own."""
+        units = logits.shape[2]
+        lse = logits.logsumexp(-1, keepdim=True)
+        factor = (lse.index_select(2, own) - self.lse).exp()
+        lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+
+        def added(y: Tensor) -> Tensor:
+            total = y.new_zeros(*y.shape[:2], units, y.shape[3])
+            return total.index_add_(2, own, y)
+
+        return _Back(added(widen(self.grad) * factor), added(self.delta * factor), lse)
+
+
+def _add_to(
+    gradient: Float[Tensor, "B Hk C D"], weights: Float[Tensor, "B H R C"], x: Tensor
+) -> None:
+    """Adds `weights^T x` over each key head's query heads."""
+    heads = gradient.shape[1]
+    gradient += product(_rows_by_key_head(weights, heads).mT, _rows_by_key_head(x, heads))
+
+
+def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> Zoomed | None:
+    cut, units = (slice(r.start, r.stop) for r in (block.groups, block.units))
+    logits, zoomed = _group_logits(x, block)
+    if x.unit is not None:
+        own = x.unit[block.rows.start : block.rows.stop] - block.units.start
+        back = back.for_units(logits, own)
+    values, keys = x.group_v[:, :, cut], x.group_k[:, :, cut]
+    weights, dlogits = back.of(logits, values)
+    _add_to(to.group_v[:, :, cut], weights, back.grad)
+    to.log_size[:, :, cut] += dlogits.sum(2)
+    dlogits.mul_(x.scale)
+    asking = x.asking[:, :, units]
+    to.asking[:, :, units] += _by_key_head(dlogits, keys)
+    _add_to(to.group_k[:, :, cut], dlogits, asking)
+    return zoomed
+
+
+def _zoomed_backward(x: Operands, block: Block, zoomed: Zoomed, back: _Back, to: Gradients) -> None:
+    heads, rows = x.k.shape[1], slice(block.rows.start, block.rows.stop)
+    grad, delta, lse = (y.unflatten(1, (heads, -1)) for y in back)
+    logits = _zoomed_logits(x, block, zoomed)
+    weights = _exp_(logits.sub_(lse))
+    keys, values = zoomed.values(x.k), zoomed.values(x.v)
+    taken = widen(torch.einsum("bhgrd,bhrnd->bhgrn", grad.to(values.dtype), values))
+    dlogits = taken.sub_(delta).mul_(weights).mul_(x.scale)
+    q = x.q[:, :, rows].unflatten(1, (heads, -1))
+    to.q[:, :, rows] += torch.einsum("bhgrn,bhrnd->bhgrd", dlogits, widen(keys)).flatten(1, 2)
+    at = zoomed.tokens.flatten(2)[..., None]
+    for gradient, y, z in ((to.k, dlogits, widen(q)), (to.v, weights, widen(grad))):
+        more = torch.einsum("bhgrn,bhgrd->bhrnd", y, z).flatten(2, 3)
+        gradient.scatter_add_(2, at.expand(-1, -1, -1, more.shape[3]), more)
+
+
+def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> None:
+    rows, cut = (slice(r.start, r.stop) for r in (block.rows, block.tokens))
+    logits, left = _token_logits(x, block)
+    weights, dlogits = back.of(logits, x.v[:, :, cut])
+    _add_to(to.v[:, :, cut], weights, back.grad)
+    if left is not None:
+        dleft = dlogits.sum(1) / left.where(left > 0, 1)
+        dweight = (_uncovered(x, rows, cut) * dleft[..., None]).sum(1)
+        to.weight[:, cut] += dweight if len(to.weight) > 1 else dweight.sum(0, keepdim=True)
+    dlogits.mul_(x.scale)
+    to.q[:, :, rows] += _by_key_head(dlogits, x.k[:, :, cut])
+    _add_to(to.k[:, :, cut], dlogits, x.q[:, :, rows])
+
+
+@torch.library.custom_op("heedful::grouped_attention_tiled", mutates_args=())
+def _tiled(
+    q: Tensor, k: Tensor, v: Tensor, asking: Tensor, group_k: Tensor, group_v: Tensor,
+    log_size: Tensor, weight: Tensor, index: Tensor, reach: Tensor, ends: Tensor,
+    unit: Tensor | None, plain: bool, zoom: int, longest: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
+                  plain, zoom, longest, scale)  # fmt: skip
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = log_size.new_empty(q.shape[:3])
+    attend(x, out, lse)
+    return out, lse
+
+
+def _operands(q, k, v, asking, group_k, group_v, *rest) -> Operands:
+    wide = (operand(y) for y in (q, k, v))
+    asking = operand(q if asking is None else asking)
+    return Operands(*wide, asking, operand(group_k), operand(group_v), *rest)
+
+
+@_tiled.register_fake
+def _(q, k, v, asking, group_k, group_v, log_size, *_):
+    return q.new_empty(*q.shape[:3], v.shape[3]), log_size.new_empty(q.shape[:3])
+
+
+@torch.library.custom_op("heedful::grouped_attention_tiled_backward", mutates_args=())
+def _tiled_backward(
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, asking: Tensor,
+    group_k: Tensor, group_v: Tensor, log_size: Tensor, weight: Tensor, index: Tensor,
+    reach: Tensor, ends: Tensor, unit: Tensor | None, plain: bool, zoom: int, longest: int,
+    scale: float,
+) -> list[Tensor]:  # fmt: skip
+    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
+                  plain, zoom, longest, scale)  # fmt: skip
+    inputs = (q, k, v, asking, group_k, group_v, log_size, weight)
+    to = Gradients(*(torch.zeros(y.shape, dtype=lse.dtype, device=q.device) for y in inputs))
+    delta = (widen(grad) * widen(out)).sum(-1)
+    attend_backward(operand(grad), x, delta, lse, to)
+    return [gradient.to(y.dtype) for gradient, y in zip(to, inputs, strict=True)]
+
+
+@_tiled_backward.register_fake
+def _(grad, out, lse, q, k, v, asking, group_k, group_v, log_size, weight, *_):
+    inputs = (q, k, v, asking, group_k, group_v, log_size, weight)
+    return [y.new_empty(y.shape) for y in inputs]
+
+
+refuse_second_derivative(_tiled_backward, "grouped_attention")
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, plain, zoom, longest, scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, *tensors)
+    ctx.options = (plain, zoom, longest, scale)
+
+
+def _backward(ctx, grad, _):
+    grads = without_autocast(_tiled_backward)(grad, *ctx.saved_tensors, *ctx.options)
+    return *grads, *(None,) * 8
+
+
+_tiled.register_autograd(_backward, setup_context=_save)
