@@ -19,6 +19,7 @@ import heedful
 from heedful.experiments.budgeted import plans, scored_as, under_budget
 from heedful.experiments.train import Budget, score
 from heedful.nn import Selective
+from heedful.records.budgeted import append_budgeted
 from heedful.tasks import TASKS
 
 
@@ -59,8 +60,7 @@ def main() -> None:
     for eviction in tqdm(list(plans(model, task, tuple(args.budgets)))):
         scored = under_budget(model, task, eviction, budget)
         line = scored_as((args.task, name, 0), task, eviction, scored)
-        with args.out.open("a") as file:
-            file.write(line.to_json() + "\n")
+        append_budgeted(args.out, line)
         print(
             f"{line.policy} {line.tokens}: {line.final}, {line.peak_bytes:,.0f} bytes", flush=True
         )

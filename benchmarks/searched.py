@@ -14,7 +14,7 @@ import heedful
 from heedful.experiments.budgeted import under_budget
 from heedful.experiments.train import Budget
 from heedful.hf.budgets import NAME, read_budgets
-from heedful.records.budgeted import UnderBudget
+from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment
 from heedful.tasks import Text
 
@@ -38,8 +38,7 @@ def main() -> None:
         round(sum(eviction.tokens) / len(eviction.tokens)), task.length, task.metric, final, peak,
         rows, environment(),
     )  # fmt: skip
-    with args.out.open("a") as file:
-        file.write(line.to_json() + "\n")
+    append_budgeted(args.out, line)
     print(f"{line.policy}: {final}, {peak:,.0f} bytes")
 
 

@@ -19,7 +19,7 @@ from heedful import doctor
 from heedful.bench import cases, config
 from heedful.cli import main
 from heedful.eviction import POLICIES
-from heedful.experiments import compare, comparison, decoding, train
+from heedful.experiments import comparison, decoding, setups, train
 from heedful.experiments.models import spelled
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
@@ -161,9 +161,9 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
 
 
 def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch):
-    setup = compare.setups()["parity"]
+    setup = setups.setups()["parity"]
     setup = setup._replace(budget=replace(setup.budget, held_out=4))
-    monkeypatch.setattr(compare, "setups", lambda data: {"parity": setup})
+    monkeypatch.setattr(setups, "setups", lambda data: {"parity": setup})
     command = ["compare", "--tasks", "parity", "--steps", "1", "--batch", "2", "--device", "cpu"]
     command += ["--mechanisms", "standard", "--out", str(tmp_path)]
     with pytest.raises(SystemExit):

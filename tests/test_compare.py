@@ -17,8 +17,10 @@ import pytest
 
 import heedful.experiments.compare as room
 from heedful.cli import main, write_page
-from heedful.experiments.compare import chosen_setups, kept, setups
+from heedful.experiments import setups as settings
+from heedful.experiments.compare import kept
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.setups import chosen_setups, setups
 from heedful.experiments.train import Size, Stopped
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.records import files
@@ -36,7 +38,7 @@ TINY = Comparison(
 @pytest.fixture(scope="module", autouse=True)
 def small():
     """Few held-out rows and narrow models: scoring is what takes the time here."""
-    real = room.setups
+    real = settings.setups
 
     def small_setups(data=()):
         return {
@@ -48,7 +50,7 @@ def small():
         }
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "setups", small_setups)
+        patch.setattr(settings, "setups", small_setups)
         yield
 
 
@@ -249,13 +251,13 @@ def test_a_damaged_model_costs_its_pictures_alone(one_seed):
 
 
 def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
-    real = room.setups
+    real = settings.setups
 
     def hot(data=()):
         setup = real(data)["parity"]
         return {"parity": setup._replace(budget=replace(setup.budget, learning_rate=1e30))}
 
-    monkeypatch.setattr(room, "setups", hot)
+    monkeypatch.setattr(settings, "setups", hot)
     with pytest.warns(UserWarning, match="parity · .* · seed 0: the model diverged: at step"):
         records = compare(replace(PARITY, steps=8), tmp_path)
     assert [r.mechanism for r in records] == ["standard", "selective"]

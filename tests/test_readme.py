@@ -23,7 +23,7 @@ from heedful import cli
 from heedful.bench import measure as bench
 from heedful.doctor import TESTED
 from heedful.eviction import MostHidden
-from heedful.experiments import compare
+from heedful.experiments import compare, setups
 from heedful.experiments.train import Size
 from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
@@ -126,7 +126,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     for folder in {x for x in arguments if x == "my-model" or x.startswith("runs/study")}:
         if arguments[0] in ("budget", "generate"):
             _save_small_model(tmp_path / folder)
-    real, measure = compare.setups, bench.bench
+    real, measure = setups.setups, bench.bench
 
     def small_setups(data=()):
         return {name: _small(setup) for name, setup in real(data).items()}
@@ -144,14 +144,14 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
     plans = compare.plans
     monkeypatch.setattr(compare, "plans", lambda *given: islice(plans(*given), 2))
-    monkeypatch.setattr(compare, "setups", small_setups)
+    monkeypatch.setattr(setups, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 0, capsys.readouterr().err
 
 
-def _small(setup: compare.Setup) -> compare.Setup:
+def _small(setup: setups.Setup) -> setups.Setup:
     budget = replace(setup.budget, steps=1, batch=2, evaluations=1, held_out=2)
     return setup._replace(size=Size(16, 2, 2), budget=budget)
 

@@ -107,7 +107,7 @@ def _documents(paths: Sequence[str | Path], *, streaming: bool) -> Iterator[Docu
         empty = True
         for file in files:
             _once(str(file.resolve()), seen)
-            for document in _read(file):
+            for document in _read_document(file):
                 empty = False
                 yield document
         if empty:
@@ -139,7 +139,7 @@ def _files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
     return [file for _, file in sorted(files)]
 
 
-def _read(file: Path) -> Iterator[Document]:
+def _read_document(file: Path) -> Iterator[Document]:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

@@ -1,11 +1,13 @@
 """Budgets: what is let go, what is never let go, and what the rest costs."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from families import logits, ragged_mask, tiny, tokens
 from test_cache import converted, greedy, in_steps
+from test_mask import chunked
 from torch import Tensor
 
 import heedful
@@ -35,8 +37,9 @@ def attended(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
     return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1).mean(1)[0, 0]
 
 
-def by_hand(policy, q, k, v, selective: bool) -> tuple[Tensor, list[list[int]]]:
+def by_hand(policy, q, k, v, selective: bool, window: int | None) -> tuple[Tensor, list[list[int]]]:
     """One row, token by token: outputs, and which tokens are held after each."""
+    reach = math.inf if window is None else window
     kept: list[int] = []
     f: dict[int, float] = {}
     mass: dict[int, float] = {}
@@ -44,22 +47,23 @@ def by_hand(policy, q, k, v, selective: bool) -> tuple[Tensor, list[list[int]]]:
     for t in range(q.shape[2]):
         kept.append(t)
         f[t], mass[t] = 0.0, mass.get(t, 0.0)
-        keys, values, query = k[:, :, kept], v[:, :, kept], q[:, :, t : t + 1]
+        seen = [j for j in kept if j > t - reach]
+        keys, values, query = k[:, :, seen], v[:, :, seen], q[:, :, t : t + 1]
         weights = None
         if selective:
-            group = torch.tensor([f[j] for j in kept], dtype=q.dtype)
+            group = torch.tensor([f[j] for j in seen], dtype=q.dtype)
             spread = keys.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             scores = query @ spread.mT * q.shape[-1] ** -0.5
             weights = (scores - group).softmax(-1)
             outputs.append(weights @ values.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
             weights = weights.mean(1)[0, 0]
-            for j, s in zip(kept, scores[0, 0, 0].tolist(), strict=True):
+            for j, s in zip(seen, scores[0, 0, 0].tolist(), strict=True):
                 if j not in (0, t):
                     f[j] += max(0.0, s)
         else:
             outputs.append(multi_token_attention(query, keys, values, impl="reference"))
             weights = attended(query, keys)
-        for j, w in zip(kept, weights.tolist(), strict=True):
+        for j, w in zip(seen, weights.tolist(), strict=True):
             match policy:
                 case H2O():
                     mass[j] += w
@@ -74,7 +78,8 @@ def by_hand(policy, q, k, v, selective: bool) -> tuple[Tensor, list[list[int]]]:
         if len(kept) >= policy.tokens:
             sinks = max(policy.sinks, 1 if selective else 0)
             free = [j for j in kept if j >= sinks and j <= t - policy.recent]
-            kept.remove(min(free, key=mass.__getitem__))
+            past = [j for j in kept if j <= t + 1 - reach and not (selective and j == 0)]
+            kept.remove(past[0] if past else min(free, key=mass.__getitem__))
         history.append(sorted(kept))
     return torch.cat(outputs, 2), history
 
@@ -84,22 +89,26 @@ def by_hand(policy, q, k, v, selective: bool) -> tuple[Tensor, list[list[int]]]:
     [(MostHidden, True)]
     + [(x, hides) for x in (StreamingLLM, Window, H2O, TOVA, SnapKV) for hides in (False, True)],
 )
-def test_every_policy_is_its_rule_by_hand(policy, selective):
+@pytest.mark.parametrize("window", [None, 14])
+def test_every_policy_is_its_rule_by_hand(policy, selective, window):
+    """With a window wider than the budget as well: what it has left behind goes first."""
     chosen = policy(tokens=9, recent=3, sinks=0 if policy is Window else 2)
     q, k, v = (torch.randn(1, h, 40, 8, dtype=torch.float64) for h in (4, 2, 2))
     layer = (Selective() if selective else Standard()).build(HeadShape(4, 2, 8, 32, 0))
-    held = LayerCache(layer, policy=chosen, tokens=9)
-    expected, history = by_hand(chosen, q, k, v, selective)
+    held = LayerCache(layer, window, policy=chosen, tokens=9)
+    expected, history = by_hand(chosen, q, k, v, selective, window)
     for t in range(40):
         keys, values = held.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
         assert keys.shape[2] <= 9
         found = held.attend(
-            layer, q[:, :, t : t + 1], keys, values, visibility=Visibility(), scale=None,
-            given=Given(),
+            layer, q[:, :, t : t + 1], keys, values, visibility=Visibility(window=window),
+            scale=None, given=Given(),
         )  # fmt: skip
         torch.testing.assert_close(found, expected[:, :, t : t + 1], rtol=0, atol=1e-12)
         assert held.positions()[0].tolist() == history[t]
-    assert history[-1] != list(range(32, 40)) or policy is Window
+    if window is None:
+        newest = list(range(32, 40))
+        assert (history[-1] == newest) == (policy is Window and not selective)
 
 
 def test_snapkv_keeps_what_the_end_of_the_prompt_looks_at():
@@ -252,6 +261,55 @@ def test_assisted_decoding_under_a_budget():
         cache = heedful.new_cache(model, policy(tokens=24))
         with pytest.raises(ValueError, match="cannot take tokens back, as assisted decoding asks"):
             greedy(model, ids, 10, past_key_values=cache, prompt_lookup_num_tokens=3)
+
+
+def test_a_cache_of_assisted_decoding_keeps_to_its_budget_again():
+    """What may be taken back is held until the next plain call, and no longer."""
+    model, ids = converted("selective"), tokens(1, 20)
+    for policy in (MostHidden, StreamingLLM):
+        cache = heedful.new_cache(model, policy(tokens=16))
+        ids = greedy(model, tokens(1, 20), 6, past_key_values=cache, prompt_lookup_num_tokens=3)
+        found = greedy(model, ids, 12, past_key_values=cache)
+        assert found.shape[1] == ids.shape[1] + 12
+        assert cache.tokens == [15] * 3
+        again = heedful.new_cache(model, policy(tokens=16))
+        in_steps(model, ids[:, :-1], [ids.shape[1] - 1], again)
+        again.activate_past_recording()
+        again.layers[0].end_past_recording()
+        assert not again.layers[0].record_past and again.layers[1].record_past
+
+
+def test_a_window_cache_of_assisted_decoding_lets_go_again():
+    model = converted("standard", "mistral")
+    cache = heedful.new_cache(model)
+    ids = greedy(model, tokens(1, 20), 6, past_key_values=cache, prompt_lookup_num_tokens=3)
+    found = greedy(model, ids, 12, past_key_values=cache)
+    assert torch.equal(found, greedy(model, ids, 12))
+    assert cache.tokens == [3] * 3
+
+
+@pytest.mark.parametrize("policy", [None, StreamingLLM])
+def test_no_more_is_taken_back_than_is_held(policy):
+    model = converted("standard")
+    cache = heedful.new_cache(model, policy and policy(tokens=16))
+    cache.activate_past_recording()
+    in_steps(model, tokens(1, 9), [9], cache)
+    with pytest.raises(ValueError, match="crop cannot take back 10 tokens of the 9 held"):
+        cache.crop(-10)
+    cache.crop(-9)
+    assert cache.tokens == [0] * 3
+
+
+def test_chunks_whose_first_token_is_protected_are_refused():
+    """Llama 4 attends within chunks, and each begins with a token that nothing may hide."""
+    model = chunked()
+    heedful.convert(model, "selective")
+    cache = heedful.new_cache(model, MostHidden(tokens=5, sinks=1, recent=2))
+    with pytest.raises(ValueError, match="SelectiveAttention protects the first token of every"):
+        in_steps(model, tokens(1, 20), [20], cache)
+    whole = heedful.new_cache(model, eviction=False)
+    found = in_steps(model, tokens(1, 20), [20], whole)
+    assert torch.isfinite(found).all()
 
 
 def test_a_models_own_budgets_are_used():

@@ -58,14 +58,14 @@ def work(stage: int, cases: Iterable[SessionCase], out: Path, until: float, abou
         record |= {"environment": about}
         if time.time() >= until:
             late = {"status": "not run", "error": "the time of the stage was over"}
-            _append(out, record | late)
+            _append_result(out, record | late)
             continue
         write_whole(_running(out), json.dumps(record | {"until": until}))
         try:
             found = {"status": "measured", "numbers": case.measure(until - time.time())}
         except Exception as error:  # whatever a case dies of, the others go on
             found = {"status": "failed", "error": _said(error)}
-        _append(out, record | found)
+        _append_result(out, record | found)
         _running(out).unlink()
         if found["status"] == "failed" and not _device_answers():
             return False
@@ -119,7 +119,7 @@ def _key(record: dict) -> str:
     return json.dumps([record["stage"], record["case"], record["config"]], sort_keys=True)
 
 
-def _append(out: Path, record: dict) -> None:
+def _append_result(out: Path, record: dict) -> None:
     record["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     _say(record)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def _bury(out: Path, reason: str) -> None:
     with suppress(FileNotFoundError, ValueError):
         record = json.loads(_running(out).read_text())
         record.pop("until")
-        _append(out, record | {"status": "failed", "error": reason})
+        _append_result(out, record | {"status": "failed", "error": reason})
     _running(out).unlink(missing_ok=True)
 
 

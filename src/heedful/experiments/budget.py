@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
 from heedful.hf.eviction.gather import check_policy
 from heedful.records.environment import environment
-from heedful.records.files import only_writer, write_whole
+from heedful.records.files import append_line, only_writer, write_whole
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1
@@ -91,12 +90,12 @@ def search(asked: BudgetSearch) -> Found:
         )
     model = open_model(asked.model, asked.device, budgets=False)
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
-    _check_length(asked, model, asked.model)
+    _check_rows_fit(asked, model, asked.model)
     rows = rows_of(asked.data, tokenizer, asked.length, asked.rows)
     policy, start = _start(asked, model)
     reference = None if asked.reference is None else _reference(asked, rows)
     with only_writer(folder):
-        identity = _identity(asked, policy, rows, model, reference)
+        identity = _search_identity(asked, policy, rows, model, reference)
         log = Log(folder / LOG, identity, asked.restart)
         with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
             measure = _Measure(Replay(model, rows), policy, log, bar)
@@ -231,20 +230,17 @@ class Log:
     def add(self, budgets: Budgets, perplexity: float) -> None:
         """Write down one trial."""
         self.known[budgets] = perplexity
-        self._append({"budgets": budgets, "perplexity": perplexity})
+        self._log_trial({"budgets": budgets, "perplexity": perplexity})
 
     def once(self, name: str, measure: Callable[[], float]) -> float:
         """A perplexity of another kind, measured unless it is there."""
         if name not in self.others:
             self.others[name] = measure()
-            self._append({"name": name, "perplexity": self.others[name]})
+            self._log_trial({"name": name, "perplexity": self.others[name]})
         return self.others[name]
 
-    def _append(self, line: dict) -> None:
-        with self.path.open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _log_trial(self, line: dict) -> None:
+        append_line(self.path, json.dumps(line))
 
 
 def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
@@ -280,7 +276,7 @@ def _least(policy: Eviction, model: PreTrainedModel) -> int:
     return max(policy.sinks, int(first)) + policy.recent + 1
 
 
-def _identity(
+def _search_identity(
     asked: BudgetSearch,
     policy: Eviction,
     rows: torch.Tensor,
@@ -314,7 +310,7 @@ def _about(asked: BudgetSearch, found: Found) -> dict:
     }
 
 
-def _check_length(asked: BudgetSearch, model: PreTrainedModel, name: str) -> None:
+def _check_rows_fit(asked: BudgetSearch, model: PreTrainedModel, name: str) -> None:
     most = longest(model)
     if most is not None and asked.length > most:
         raise ValueError(
@@ -327,7 +323,7 @@ def _reference(asked: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
     model = open_model(asked.reference, asked.device, budgets=False)
     tokenizer = open_tokenizer(asked.tokenizer, asked.reference, model)
-    _check_length(asked, model, asked.reference)
+    _check_rows_fit(asked, model, asked.reference)
     if not torch.equal(rows_of(asked.data, tokenizer, asked.length, asked.rows), rows):
         raise ValueError(
             f"reference {asked.reference!r} splits the data into other tokens than "

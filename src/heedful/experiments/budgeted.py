@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from heedful.experiments.comparison import LEAST_TOKENS
 from heedful.experiments.train import Budget, score
 from heedful.hf.cache import attention_modules
 from heedful.hf.evicting import evicting
@@ -22,18 +23,23 @@ ROWS = 64  # rows that are scored at once, and at most 4 times as many in all
 def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Iterator[Eviction]:
     """Every policy that serves the model at every budget; first one that keeps everything.
 
-    A budget of at most 1 is a share of a row. The same tokens are protected by every policy. No
-    policy serves a convolution over keys.
+    A budget of at most 1 is a share of a row, raised to `LEAST_TOKENS` if it is less. The same
+    tokens are protected by every policy. No policy serves a convolution over keys.
     """
-    if any(module.heedful.past_queries for module in attention_modules(model)):
+    if not evictable(model):
         return
-    yield StreamingLLM(tokens=max(task.length, 13))
+    yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
     hides = all(module.heedful.keeps for module in attention_modules(model))
     asked = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
-    for tokens in sorted({max(n, 13) for n in asked if n < task.length}, reverse=True):
+    for tokens in sorted({max(n, LEAST_TOKENS) for n in asked if n < task.length}, reverse=True):
         for policy in POLICIES:
             if hides or not policy.reads_hidden:
                 yield policy(tokens=tokens)
+
+
+def evictable(model: PreTrainedModel) -> bool:
+    """Whether tokens can leave the model's caches: a convolution over keys would see others."""
+    return not any(module.heedful.past_queries for module in attention_modules(model))
 
 
 def under_budget(

@@ -4,9 +4,8 @@ import dataclasses
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,108 +16,25 @@ from transformers import PreTrainedTokenizerFast
 
 from heedful.experiments.budgeted import named, plans, scored_as, under_budget
 from heedful.experiments.checkpoints import differences, saved_step
-from heedful.experiments.comparison import WITH_MEMORY_LOSS, Comparison
+from heedful.experiments.comparison import Comparison
+from heedful.experiments.setups import Setup, chosen_setups
 from heedful.experiments.train import (
-    Attention,
-    Budget,
     Diverged,
-    Size,
     Stopped,
     check_device,
     described,
     from_scratch,
-    local_global,
     train,
 )
 from heedful.hf import load
 from heedful.hf.eviction import MostHidden
-from heedful.hf.look import LayerLook, held, look
-from heedful.nn import Layer, mechanism
+from heedful.hf.look import LayerLook, held_over_time, look
 from heedful.records import Record, append_record, read_numbered
-from heedful.records.budgeted import UnderBudget, read_budgeted
+from heedful.records.budgeted import UnderBudget, append_budgeted, read_budgeted
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
-from heedful.tasks import TASKS, Task
 
 _PICTURED = 320  # tokens of a row whose way through a cache is drawn
-
-
-class Setup(NamedTuple):
-    """A task as `compare` runs it: sizes at which it can be learnt within a minute or two."""
-
-    task: Task
-    size: Size
-    budget: Budget
-    mechanisms: tuple[str, ...]
-    """What is compared by default: where the papers claim a difference."""
-    memory_loss: float = 0.0
-    """Factor of the memory loss for those whose name says that they are trained with it."""
-
-    def mechanism(self, name: str) -> Attention:
-        """The configuration behind a name, in the form that this task takes."""
-        name = name.removesuffix(WITH_MEMORY_LOSS)
-        if name == "local-global":
-            return local_global(self.size.layers, self.task.length)
-        return replace(mechanism(name), **self.task.recipe.changes.get(name, {}))
-
-    def memory_factor(self, name: str) -> float:
-        """The factor of the memory loss with which this one is trained; 0 is none."""
-        return self.memory_loss if name.endswith(WITH_MEMORY_LOSS) else 0.0
-
-    def reports_memory(self, name: str) -> bool:
-        """Whether this mechanism can be trained with the memory loss."""
-        model = from_scratch(self.task, self.mechanism(name), self.size, 0)
-        return any(isinstance(x, Layer) and x.reports_memory for x in model.modules())
-
-
-def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
-    """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
-    return {name: _setup(kind.default(tuple(data))) for name, kind in TASKS.items()}
-
-
-def _setup(task: Task) -> Setup:
-    recipe = task.recipe
-    budget = Budget(
-        recipe.steps,
-        recipe.batch,
-        recipe.learning_rate,
-        mechanism_rate=recipe.mechanism_rate,
-        held_out=recipe.held_out,
-    )
-    return Setup(task, Size(recipe.hidden, recipe.layers, recipe.heads), budget, recipe.mechanisms)
-
-
-def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
-    """The chosen tasks with this comparison's overrides."""
-    known, chosen = setups(comparison.data), {}
-    for name in comparison.tasks:
-        setup = known[name]
-        steps = comparison.steps or setup.budget.steps
-        batch = comparison.batch or setup.budget.batch
-        names = comparison.mechanisms or setup.mechanisms
-        budget = replace(setup.budget, steps=steps, batch=batch)
-        setup = _resized(setup, comparison)
-        if comparison.memory_loss:
-            both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
-            names = tuple(x for pair in both for x in pair)
-        chosen[name] = setup._replace(
-            budget=budget, mechanisms=names, memory_loss=comparison.memory_loss
-        )
-    trained = [name for setup in chosen.values() for name in setup.mechanisms]
-    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in trained):
-        raise ValueError(
-            f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
-            f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
-        )
-    return chosen
-
-
-def _resized(setup: Setup, comparison: Comparison) -> Setup:
-    """The same with this comparison's rows and models."""
-    asked = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
-    size = replace(setup.size, **{name: n for name, n in asked.items() if n is not None})
-    task = setup.task.cut(comparison.length, comparison.tokenizer)
-    return setup._replace(task=task, size=size)
 
 
 class _Job(NamedTuple):
@@ -233,7 +149,7 @@ def compare(
 
 def kept(out: Path) -> str:
     """In words, what a comparison that was stopped has kept in its folder."""
-    finished = len(_read(out / "results.jsonl"))
+    finished = len(_read_runs(out / "results.jsonl"))
     states = sorted((out / "unfinished").glob("*"))
     saved = [(path.name, step) for path in states if (step := saved_step(path)) is not None]
     parts = [f"{finished} finished run{'s' * (finished != 1)}"]
@@ -254,7 +170,7 @@ def _train_missing(
     jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
 ) -> None:
     results = out / "results.jsonl"
-    done = {(record.task, record.mechanism, record.seed) for record in _read(results)}
+    done = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
     asked = [job for job in jobs if job.seed < comparison.seeds]
     for number, job in enumerate(asked, start=1):
         if job.key not in done:
@@ -283,11 +199,10 @@ def _score_missing(
             if should_stop():
                 raise Stopped
             scored = under_budget(model, task, eviction, job.setup.budget)
-            with path.open("a") as file:
-                file.write(scored_as(job.key, task, eviction, scored).to_json() + "\n")
+            append_budgeted(path, scored_as(job.key, task, eviction, scored))
 
 
-def _read(results: Path) -> list[Record]:
+def _read_runs(results: Path) -> list[Record]:
     """The records of a comparison: each run once."""
     numbered = read_numbered(results) if results.is_file() else []
     lines: dict[tuple[str, str, int], int] = {}
@@ -305,10 +220,10 @@ def _read(results: Path) -> list[Record]:
 def _show(
     jobs: list[_Job], config: dict, out: Path, show: Callable[[Finished], object]
 ) -> list[Record]:
-    records = _read(out / "results.jsonl")
+    records = _read_runs(out / "results.jsonl")
     if records:
         budgeted = read_budgeted(out / "budgets.jsonl")
-        looked, seen = _looked(jobs, records, out), _held(jobs, budgeted, out)
+        looked, seen = _looked(jobs, records, out), _held_over_time(jobs, budgeted, out)
         show(Finished(out, config, records, looked, budgeted, seen))
     return records
 
@@ -385,7 +300,9 @@ def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Look
                 yield Looked(job.name, job.mechanism, task.tokens(ids), looks)
 
 
-def _held(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[HeldTokens]:
+def _held_over_time(
+    jobs: list[_Job], budgeted: list[UnderBudget], out: Path
+) -> Iterator[HeldTokens]:
     """Of the first seed's models that hide tokens, under the smallest budget of their own rule."""
     for job in jobs:
         those = [x for x in budgeted if x.key[:3] == job.key and x.policy == MostHidden.__name__]
@@ -393,7 +310,7 @@ def _held(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[
             continue
         eviction = MostHidden(tokens=min(x.tokens for x in those))
         ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
-        layers = held(load(job.model(out)), ids[:, :_PICTURED], eviction)
+        layers = held_over_time(load(job.model(out)), ids[:, :_PICTURED], eviction)
         yield HeldTokens(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 
@@ -429,7 +346,7 @@ def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     Returns the configuration with as many seeds as the folder was ever asked for.
     """
     path, config = out / "config.json", _config(comparison, chosen)
-    records = _read(out / "results.jsonl")
+    records = _read_runs(out / "results.jsonl")
     if not path.is_file():
         for record in records:
             setup = chosen.get(record.task)
@@ -442,7 +359,7 @@ def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
                 )
         before = config
     else:
-        before = _read_config(path)
+        before = _read_comparison(path)
         if differing := differences({**before, "seeds": 0}, {**config, "seeds": 0}):
             more = len(differing) - 6
             listed = "; ".join(differing[:6]) + f"; and {more} more" * (more > 0)
@@ -463,7 +380,7 @@ def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     return config
 
 
-def _read_config(path: Path) -> dict:
+def _read_comparison(path: Path) -> dict:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -13,7 +13,8 @@ MechanismName = Literal[
 ]  # fmt: skip
 Device = Literal["auto", "cpu", "cuda"]
 
-
+LEAST_TOKENS = 13
+"""The smallest budget of an eviction policy with its usual protection."""
 WITH_MEMORY_LOSS = " + memory loss"
 """What the name of a mechanism ends with where its model is trained with the memory loss."""
 
@@ -44,7 +45,8 @@ class Comparison:
     a second model of it is trained with the loss, "selective + memory loss"."""
     budgets: tuple[float, ...] = ()
     """Score the trained models of text and recall also under caches that hold so much of a row,
-    such as 0.5 0.25 0.1, with every eviction policy; tokens per row if above 1."""
+    such as 0.5 0.25 0.1, with every eviction policy; numbers of tokens if above 1. A layer holds
+    at least 13: the first 4, the newest 8 and the next one."""
     length: int | None = None
     """Tokens of a row, instead of each task's own."""
     tokenizer: Literal["byte", "bpe"] = "byte"
@@ -71,6 +73,11 @@ class Comparison:
                 raise ValueError(
                     f"budgets must be shares of a row such as 0.25, or numbers of tokens above 1, "
                     f"got {share!r}"
+                )
+            if share > 1 and (share != int(share) or share < LEAST_TOKENS):
+                raise ValueError(
+                    f"budgets above 1 are whole numbers of tokens, at least {LEAST_TOKENS} (the "
+                    f"first 4, the newest 8 and the next one), got {share!r}"
                 )
         if self.budgets and not {"text", "recall"} & set(self.tasks):
             raise ValueError("budgets are for the tasks text and recall: add one to the tasks")

@@ -57,11 +57,11 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
     Raises:
         ValueError: something that is asked for cannot be read, or does not fit the model.
     """
-    text = asked.prompt if asked.file is None else _read(Path(asked.file))
+    text = asked.prompt if asked.file is None else _read_prompt(Path(asked.file))
     model = open_model(asked.model, asked.device, budgets=_takes_budgets(asked))
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
     ids = _prompt(text, tokenizer, asked.chat)
-    _check_length(ids.shape[1], asked, longest(model))
+    _check_fits(ids.shape[1], asked, longest(model))
     cache = new_cache(model, _eviction(asked, model))
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(asked.seed)
@@ -128,7 +128,7 @@ def _chunk(cache: KVCache) -> int | None:
     return None if whole else CHUNK
 
 
-def _check_length(prompt: int, asked: Generation, most: int | None) -> None:
+def _check_fits(prompt: int, asked: Generation, most: int | None) -> None:
     if most is None or prompt + asked.max_new_tokens <= most:
         return
     way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
@@ -151,7 +151,7 @@ def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
     return torch.tensor([ids])
 
 
-def _read(path: Path) -> str:
+def _read_prompt(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

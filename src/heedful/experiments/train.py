@@ -210,7 +210,7 @@ def train(
     rows = _Rows(task, budget, seed)
     model = from_scratch(task, mechanism, size, seed)
     memory = MemoryLoss(model) if memory_loss else None
-    identity = _identity(task, mechanism, size, budget, seed, rows)
+    identity = _run_identity(task, mechanism, size, budget, seed, rows)
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
     checkpoints = Checkpoints(Path(folder), identity)
     checkpoint = checkpoints.newest()
@@ -246,7 +246,7 @@ def train(
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_per_second=step * budget.batch * task.length / watch.step_seconds,
         seconds=watch.seconds(),
-        peak_memory_mib=_peak(model.device),
+        peak_memory_mib=_peak_mib(model.device),
     )
     checkpoints.remove()
     if diverged:
@@ -261,7 +261,7 @@ def check_device(device: str) -> None:
         raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
 
 
-def _identity(
+def _run_identity(
     task: Task, mechanism: Attention, size: Size, budget: Budget, seed: int, rows: "_Rows"
 ) -> dict:
     """What makes a run this run and no other; rows of it too, which a changed text changes."""
@@ -454,13 +454,13 @@ def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:  # Linux resets a process's peak on this request; elsewhere `_peak` says nothing
+    try:  # Linux resets a process's peak on this request; elsewhere `_peak_mib` says nothing
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return
 
 
-def _peak(device: torch.device) -> float:
+def _peak_mib(device: torch.device) -> float:
     """Highest memory since the reset in MiB: allocations on a GPU, the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20

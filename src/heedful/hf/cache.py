@@ -124,6 +124,13 @@ def prepare(cache: Cache, model: nn.Module) -> None:
         layer_cache(cache, module)
 
 
+def end_past_recording(cache: Cache) -> None:
+    """Let go again: assisted decoding leaves its cache waiting for what may be taken back."""
+    for layer in cache.layers:
+        if isinstance(layer, LayerCache):
+            layer.end_past_recording()
+
+
 def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
     """The layer of a cache that an attention module uses, made into one of ours if need be.
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from heedful.hf.eviction import Eviction, Held
-from heedful.hf.eviction.gather import Row, check_policy, chosen, moves, observed
+from heedful.hf.eviction import Eviction, Held, gather
 from heedful.hf.slots import SLACK, Meter, Slots, nbytes_of
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
@@ -70,9 +69,9 @@ class LayerCache(CacheLayerMixin):
         if tokens is not None and self.window is not None and self.window <= tokens:
             tokens = None  # the window alone never holds more
         self.policy = policy if tokens is not None else None
-        self.tokens, self._first = tokens, int(layer.keeps_first)
+        self.tokens, self._first = tokens, layer.keeps_first
         if self.policy is not None:
-            check_policy(self.policy, layer, tokens)
+            gather.check_policy(self.policy, layer, tokens)
         self.record_past = False
         self.meter = Meter() if meter is None else meter
         self._bytes = 0
@@ -180,6 +179,12 @@ class LayerCache(CacheLayerMixin):
             )
         self.record_past = True
 
+    def end_past_recording(self) -> None:
+        """From now on what a window or a budget has no room for is let go again."""
+        if self.record_past:
+            self.crop(0)
+            self.record_past = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens."""
         count = -tokens_to_remove
@@ -187,6 +192,8 @@ class LayerCache(CacheLayerMixin):
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
             )
+        if count > self.length:
+            raise ValueError(f"crop cannot take back {count} tokens of the {self.length} held")
         simple = not self._past and not self._stateful and self.policy is None
         if count and not (simple and self.window is None):
             known = 0 if self._recorded is None else self._recorded.rows
@@ -312,14 +319,7 @@ class LayerCache(CacheLayerMixin):
         """Who sees whom among the held tokens, from the same of all tokens seen."""
         if self.policy is None:
             return visibility.last(self.length)
-        mutual = visibility.mutual
-        if mutual is not None:
-            if bool((mutual[:, self.seen - self.arrived :] >= 0).any()):
-                raise ValueError(
-                    "past_key_values evicts tokens, and this call has tokens that see later ones "
-                    "(an image); use heedful.new_cache(model, eviction=False)"
-                )
-            visibility = replace(visibility, mutual=None)
+        visibility = gather.servable(visibility, self._owner(), self.seen - self.arrived)
         if visibility.plain:
             # All that is held is seen, and the newest tokens are the last: as if it were in place.
             return visibility
@@ -450,7 +450,7 @@ class LayerCache(CacheLayerMixin):
         attention, queries = None, 0
         if policy.observes != 0:
             queries = q.shape[2] if policy.observes is None else min(policy.observes, q.shape[2])
-            attention = observed(
+            attention = gather.observed(
                 self._owner(), q, self.keys, queries, visibility=self._of_held(visibility),
                 scale=scale, given=given,
             )  # fmt: skip
@@ -463,9 +463,8 @@ class LayerCache(CacheLayerMixin):
         if held < self.tokens:
             return
         windows = tuple(w for w in (visibility.window, self.window) if w is not None)
-        sinks = max(policy.sinks, self._first)
-        row = Row(self.seen, self._prompt, sinks, windows, visibility.padding)
-        made = moves(chosen(worth, at, policy, self.tokens, row), held)
+        row = gather.Guarded(self.seen, self._prompt, self._first, windows, visibility.padding)
+        made = gather.moves(gather.chosen(worth, at, policy, self.tokens, row), held)
         before, copied = self._bytes, 0
         for slots in self._streams():
             old = slots.buffer

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from heedful.hf.attention import (
     IMPLEMENTATION,
@@ -20,7 +21,13 @@ from heedful.hf.attention import (
     register_attention,
     unpickle,
 )
-from heedful.hf.cache import attention_modules, cache_places, new_cache, prepare
+from heedful.hf.cache import (
+    attention_modules,
+    cache_places,
+    end_past_recording,
+    new_cache,
+    prepare,
+)
 from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
@@ -105,13 +112,15 @@ class ConvertedModel:
             kwargs = without_cache(kwargs)
         return super().generate(*args, **kwargs)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args) -> None:
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args) -> None:
         """As transformers', with a cache of ours where it would make a dynamic one."""
         given = model_kwargs.get("past_key_values")
         kinds = (None, "dynamic", "offloaded")
         ours = generation_config.use_cache is not False and caches(self, exactly=True)
         if given is not None and ours:
             prepare(given, self)
+            if mode != GenerationMode.ASSISTED_GENERATION and not generation_config.is_assistant:
+                end_past_recording(given)
         elif ours and generation_config.cache_implementation in kinds:
             offloading = generation_config.cache_implementation == "offloaded"
             model_kwargs["past_key_values"] = cache = new_cache(self, offloading=offloading)
@@ -124,7 +133,7 @@ class ConvertedModel:
                 "a converted model, whose cache grows (static ones do not) and keeps more than "
                 "keys and values (quantized ones do not); leave it out, or 'offloaded'"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
 
     def generate_batch(self, *args, **kwargs) -> None:
         """Refused: continuous batching puts another attention and another cache in place."""

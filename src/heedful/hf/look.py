@@ -91,7 +91,7 @@ def _look(layer: Layer, given: tuple, options: dict) -> LayerLook:
 
 
 @torch.no_grad()
-def held(
+def held_over_time(
     model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], eviction: Eviction
 ) -> dict[int, Bool[Tensor, "T T"]]:
     """Which tokens each layer's cache holds after every token of one row, read one by one.

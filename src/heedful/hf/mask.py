@@ -264,10 +264,10 @@ def _positions(given: dict) -> Int[Tensor, "#B T"] | None:
     tokens = _tokens(given)
     if tokens is None:
         return None
-    return (torch.arange(tokens.shape[1], device=tokens.device) + _held(given))[None]
+    return (torch.arange(tokens.shape[1], device=tokens.device) + _cached_tokens(given))[None]
 
 
-def _held(given: dict) -> int:
+def _cached_tokens(given: dict) -> int:
     """How many tokens the cache has seen."""
     cache = given.get("past_key_values")
     return 0 if cache is None else cache.get_seq_length()
@@ -291,7 +291,7 @@ def _documents(given: dict) -> Int[Tensor, "B T"] | None:
             "past_key_values holds packed documents, and a new token would see all of them; "
             "generate from one document per row"
         )
-    held = _held(given)
+    held = _cached_tokens(given)
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
         return None if held else _from_offsets(given)

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from heedful.records.files import append_line, read_each
+
 WHOLE = "whole"
 """The policy of a cache that keeps everything."""
 
@@ -51,17 +53,26 @@ class UnderBudget:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        return cls(**json.loads(line))
-
-
-def read_budgeted(path: Path) -> list[UnderBudget]:
-    """What `compare --budgets` wrote; a line that was cut off by a crash is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text().splitlines():
+        """The score that `to_json` wrote; anything else raises a `ValueError`."""
         try:
-            found.append(UnderBudget.from_json(line))
-        except (ValueError, TypeError):
-            continue
-    return found
+            return cls(**json.loads(line))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"not the fields of a score: {error}") from error
+
+
+def append_budgeted(path: str | Path, scored: UnderBudget) -> None:
+    """Add one line to `path`, as `heedful.records.files.append_line` does."""
+    append_line(path, scored.to_json())
+
+
+def read_budgeted(path: str | Path) -> list[UnderBudget]:
+    """What `compare --budgets` wrote; nothing where there is no file.
+
+    A last line that was cut off is left out with a warning.
+
+    Raises:
+        ValueError: if any other line is not a score; names the file and the line.
+    """
+    if not Path(path).is_file():
+        return []
+    return [scored for _, scored in read_each(path, UnderBudget.from_json, "a score")]

@@ -6,14 +6,18 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+Line = TypeVar("Line")
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # no locks on this file system
 
@@ -33,6 +37,67 @@ def write_whole(path: Path, data: str | bytes) -> None:
 def write_lines(path: Path, records: Iterable[dict]) -> None:
     """Write records as JSON lines, whole or not at all."""
     write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def append_line(path: str | Path, line: str) -> None:
+    """Add one line of JSON to `path`, which has one writer at a time.
+
+    The line is on disk when this returns. Where an earlier write was cut off, its unfinished line,
+    which nobody can read, is removed with a warning; whole lines are never rewritten.
+    """
+    path = Path(path)
+    with open(path, "ab+") as file:
+        file.seek(0)
+        tail = file.read().rpartition(b"\n")[2]
+        if _cut_off(tail):
+            warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=3)
+            file.truncate(os.path.getsize(path) - len(tail))
+        elif tail.strip():
+            file.write(b"\n")
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_each(
+    path: str | Path, from_json: Callable[[str], Line], called: str
+) -> list[tuple[int, Line]]:
+    """What `append_line` wrote, each with the number of its line.
+
+    A last line that was cut off is left out with a warning.
+
+    Arguments:
+        path: the file.
+        from_json: what reads one line; raises a `ValueError` for what is none.
+        called: what a line is, for the message.
+
+    Raises:
+        ValueError: any other line cannot be read; names the file and the line.
+    """
+    lines = Path(path).read_bytes().split(b"\n")
+    if _cut_off(lines[-1]):
+        warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=4)
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append((number, from_json(line.decode())))
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not {called} ({error}); mend or delete the line"
+            ) from error
+    return found
+
+
+def _cut_off(line: bytes) -> bool:
+    """Whether a last line without its newline is the beginning of one: no beginning is JSON."""
+    try:
+        json.loads(line or b"null")
+    except (ValueError, RecursionError):
+        return bool(line.strip())
+    return False
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import math
-import os
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
+
+from heedful.records.files import append_line, read_each
 
 METRICS = {
     "error": "error",
@@ -156,24 +156,8 @@ def _finite(value):
 
 
 def append_record(path: str | Path, record: Record) -> None:
-    """Add one line to `path`, which has one writer at a time.
-
-    The line is on disk when this returns. Where an earlier write was cut off, its unfinished line,
-    which nobody can read, is removed with a warning; whole lines are never rewritten.
-    """
-    path = Path(path)
-    line = (record.to_json() + "\n").encode()
-    with open(path, "ab+") as file:
-        file.seek(0)
-        tail = file.read().rpartition(b"\n")[2]
-        if _cut_off(tail):
-            warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
-            file.truncate(os.path.getsize(path) - len(tail))
-        elif tail.strip():
-            file.write(b"\n")
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+    """Add one line to `path`, as `heedful.records.files.append_line` does."""
+    append_line(path, record.to_json())
 
 
 def read_records(path: str | Path) -> list[Record]:
@@ -189,27 +173,4 @@ def read_records(path: str | Path) -> list[Record]:
 
 def read_numbered(path: str | Path) -> list[tuple[int, Record]]:
     """As `read_records`, each record with the number of its line."""
-    lines = Path(path).read_bytes().split(b"\n")
-    if _cut_off(lines[-1]):
-        warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=3)
-        lines.pop()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            records.append((number, Record.from_json(line.decode())))
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: not a record ({error}); mend or delete the line"
-            ) from error
-    return records
-
-
-def _cut_off(line: bytes) -> bool:
-    """Whether a last line without its newline is the beginning of one: no beginning is JSON."""
-    try:
-        json.loads(line or b"null")
-    except (ValueError, RecursionError):
-        return bool(line.strip())
-    return False
+    return read_each(path, Record.from_json, "a record")

@@ -57,11 +57,11 @@ def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
                         "the same protection; square: the whole cache; dashed: standard attention "
                         "with its whole cache; star: the hybrid of local and global layers."
                     )
-                    made.append((_curves(those, own, split, reach), text))
+                    made.append((_bytes_curves(those, own, split, reach), text))
     return made
 
 
-def _curves(
+def _bytes_curves(
     everything: list[UnderBudget], own: list[UnderBudget], split: str, reach: tuple[float, float]
 ) -> "Figure":
     figure, axes = figures._axes(figures._WIDTH, 3.4)
@@ -112,14 +112,16 @@ def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
             body = [
                 row
                 for mechanism in dict.fromkeys(x.mechanism for x in those)
-                for row in _rows([x for x in those if x.mechanism == mechanism], split, columns)
+                for row in _table_rows(
+                    [x for x in those if x.mechanism == mechanism], split, columns
+                )
             ]
             title = f"{task}, {split}: {METRICS[those[0].metric]}, and × less peak memory"
             made.append(_markdown(title, head, body) if markdown else _html(title, head, body))
     return "\n\n".join(made) if markdown else "".join(made)
 
 
-def _rows(own: list[UnderBudget], split: str, columns: list[int]) -> list[list[str]]:
+def _table_rows(own: list[UnderBudget], split: str, columns: list[int]) -> list[list[str]]:
     def cell(policy: str, tokens: int | None = None) -> str:
         found = [x for x in own if x.policy == policy and tokens in (None, x.tokens)]
         if not found:
@@ -152,7 +154,7 @@ def _html(title: str, head: list[str], body: list[list[str]]) -> str:
     )
 
 
-def held(exhibit: HeldExhibit) -> tuple["Figure", str]:
+def held_picture(exhibit: HeldExhibit) -> tuple["Figure", str]:
     """Time downwards, the row's tokens across: dark where a token is still held."""
     layers = list(exhibit.layers.items())
     across = min(len(layers), 2)

@@ -97,7 +97,7 @@ def _page(
     sections = [
         ("What it shows", f"<ul>{sentences}</ul><p class='note'>{html.escape(RULE)}</p>"),
         ("Results", _results(rows, configurations(records))),
-        ("Learning curves", _curves(records, tasks, colour)),
+        ("Learning curves", _learning_curves(records, tasks, colour)),
         ("Beyond the training distribution", _splits(records, tasks, colour)),
         ("Cost", _cost(rows, colour)),
         ("Under small KV caches", small_caches),
@@ -156,7 +156,7 @@ def _results(rows: list[Row], more: list[str]) -> str:
     return f"<div class='wide results'>{table(rows, 'html')}</div>{note}"
 
 
-def _curves(records: list[Record], tasks: list[str], colour: dict) -> str:
+def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> str:
     pictures = []
     for task in tasks:
         runs = [r for r in records if r.task == task]
@@ -188,7 +188,7 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
 
 def _small_caches(scored: Sequence[UnderBudget], held: Sequence[HeldExhibit]) -> str:
     drawn = [_picture(*made) for made in budgets.pictures(scored)]
-    seen = [_picture(*budgets.held(exhibit)) for exhibit in held]
+    seen = [_picture(*budgets.held_picture(exhibit)) for exhibit in held]
     return _side_by_side(drawn) + budgets.tables(scored) + _side_by_side(seen)
 
 

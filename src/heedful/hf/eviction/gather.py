@@ -1,6 +1,7 @@
 """The one place where tokens are chosen to leave a cache, and moved out of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -36,25 +37,50 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
         )
 
 
-class Row(NamedTuple):
+def servable(visibility: Visibility, layer: Layer, known: int) -> Visibility:
+    """Who sees whom in a call, as a cache that evicts can serve it; what it cannot is refused.
+
+    Arguments:
+        visibility: of all tokens seen so far.
+        layer: whose cache it is.
+        known: how many of the tokens were there before the call.
+    """
+    if layer.keeps_first and visibility.documents is not None:
+        raise ValueError(
+            f"eviction: {type(layer).__name__} protects the first token of every chunk or "
+            "document, which a cache that evicts may have let go; use heedful.new_cache(model, "
+            "eviction=False)"
+        )
+    if visibility.mutual is None:
+        return visibility
+    if bool((visibility.mutual[:, known:] >= 0).any()):
+        raise ValueError(
+            "past_key_values evicts tokens, and this call has tokens that see later ones (an "
+            "image); use heedful.new_cache(model, eviction=False)"
+        )
+    return replace(visibility, mutual=None)
+
+
+class Guarded(NamedTuple):
     """What decides beside a policy which of a layer's tokens may go.
 
     seen: how many tokens the layer has seen.
     prompt: how many of them are the prompt's.
-    sinks: how many first tokens are kept.
+    first: whether the first one stays whatever the policy says, and even where no query sees it
+        any more: the mechanism treats it apart, and would take another one for it.
     windows: how far back the layer's queries see.
     padding: `True` for a real token, of all seen, `[B or 1, seen]`; `None` where all are.
     """
 
     seen: int
     prompt: int
-    sinks: int
+    first: bool
     windows: tuple[int, ...]
     padding: Tensor | None
 
 
 def chosen(
-    worth: Float[Tensor, "B n"], at: Int[Tensor, "B n"], policy: Eviction, tokens: int, row: Row
+    worth: Float[Tensor, "B n"], at: Int[Tensor, "B n"], policy: Eviction, tokens: int, row: Guarded
 ) -> Int[Tensor, "B m"]:
     """The slots of the tokens that go, ascending, so that less than `tokens` are left.
 
@@ -72,7 +98,7 @@ def chosen(
     if row.padding is not None:
         start = row.padding.int().argmax(1, keepdim=True)
         real = row.padding.expand(len(at), -1).gather(1, at)
-    protected = (at < start + row.sinks) | (at >= row.seen - policy.recent)
+    protected = (at < start + max(policy.sinks, row.first)) | (at >= row.seen - policy.recent)
     if policy.keep_prompt:
         protected |= at < row.prompt
         kept = protected if real is None else protected & real
@@ -86,6 +112,8 @@ def chosen(
     dead = torch.zeros_like(protected) if real is None else ~real
     for reach in row.windows:
         dead = dead | (at <= row.seen - reach)
+    if row.first:
+        dead = dead & (at != start)
     worth = worth.masked_fill(dead, float("-inf"))
     drop = at.shape[1] - (tokens - 1)
     oldest = at.argsort(dim=1)
@@ -146,7 +174,7 @@ def observed(
     new, state = q.shape[2], given.state
     total = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
     # A state runs through all rows: the newest need what those before them have hidden.
-    for start, stop in _blocks(0 if layer.keeps else new - queries, new):
+    for start, stop in _in_pieces(0 if layer.keeps else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         known = given.before(later, stop - start)._replace(state=state)
@@ -164,6 +192,6 @@ def observed(
     return total
 
 
-def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _in_pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, _BLOCK):
         yield first, min(first + _BLOCK, stop)
