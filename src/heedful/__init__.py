@@ -8,26 +8,41 @@ if TYPE_CHECKING:
     from heedful.hf.cache import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
     from heedful.hf.memory import MemoryLoss
-    from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
+    from heedful.nn import Differential, Grouped, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
+        Groups,
         SelectiveOutput,
+        Summaries,
         Visibility,
         differential_attention,
+        grouped_attention,
         multi_token_attention,
         selective_attention,
+        summarise,
     )
 
 __version__ = "0.1.0"
 
 _ROOMS = {
     "heedful.ops": (
+        "Groups",
         "SelectiveOutput",
+        "Summaries",
         "Visibility",
         "differential_attention",
+        "grouped_attention",
         "multi_token_attention",
         "selective_attention",
+        "summarise",
     ),
-    "heedful.nn": ("Differential", "MultiToken", "Selective", "Standard", "TalkingHeads"),
+    "heedful.nn": (
+        "Differential",
+        "Grouped",
+        "MultiToken",
+        "Selective",
+        "Standard",
+        "TalkingHeads",
+    ),
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
     "heedful.hf.cache": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
@@ -38,6 +53,8 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "Conversion",
     "Differential",
+    "Grouped",
+    "Groups",
     "KVCache",
     "LayerLook",
     "MemoryLoss",
@@ -45,17 +62,20 @@ __all__ = [
     "Selective",
     "SelectiveOutput",
     "Standard",
+    "Summaries",
     "TalkingHeads",
     "Visibility",
     "__version__",
     "convert",
     "differential_attention",
+    "grouped_attention",
     "load",
     "look",
     "multi_token_attention",
     "new_cache",
     "revert",
     "selective_attention",
+    "summarise",
 ]
 
 

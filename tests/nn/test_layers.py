@@ -12,6 +12,7 @@ from heedful.nn import (
     NAMES,
     Differential,
     Given,
+    Grouped,
     HeadShape,
     Layer,
     MultiToken,
@@ -73,6 +74,12 @@ def test_identity_at_initialisation(name):
 ALL = {name: mechanism(name) for name in NAMES} | {
     name: config for name, config in ablations().items()
 }
+ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
+
+
+def beside(tokens: int = 9) -> Given:
+    """What some layers need of these tokens."""
+    return Given(input=draw(2, tokens, SHAPE.hidden))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -80,7 +87,7 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     made = layer(ALL[name])
     perturb(made)
     q, k, v = (x.requires_grad_() for x in qkv())
-    made(q, k, v).output.square().sum().backward()
+    made(q, k, v, given=beside()).output.square().sum().backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *made.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -151,14 +158,14 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_what_multiplies_the_values(name):
-    made = layer(mechanism(name))
+    made, given = layer(ALL[name]), beside()
     perturb(made)
     if getattr(made, "norm", None) is not None:
         made.norm.forward = lambda x: x
     made.gate = None
     q, k, v = qkv()
-    maps = made.maps(q, k, visibility=Visibility(window=5)).weights
-    out = made(q, k, v, visibility=Visibility(window=5)).output
+    maps = made.maps(q, k, visibility=Visibility(window=5), given=given).weights
+    out = made(q, k, v, visibility=Visibility(window=5), given=given).output
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         pairs = maps @ joined.repeat_interleave(2, dim=1)
@@ -368,13 +375,14 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
-    made = mechanism(name).build(SHAPE)
+    made, given = ALL[name].build(SHAPE), Given(input=draw(2, 40, SHAPE.hidden).to(dtype))
     perturb(made)
     rounded = [x.to(dtype) for x in qkv(40)]
-    found = made(*rounded).output
+    found = made(*rounded, given=given).output
     assert found.dtype == dtype
-    for api in (ops.mta.api, ops.selective.api, ops.differential.api):
+    for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_: "reference")
-    plain = made(*rounded).output
-    oracle = made.double()(*(x.double() for x in rounded)).output
+    plain = made(*rounded, given=given).output
+    exact = Given(input=given.input.double())
+    oracle = made.double()(*(x.double() for x in rounded), given=exact).output
     assert_matches_oracle(name, found, plain, oracle, terms=40)

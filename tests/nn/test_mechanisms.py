@@ -56,8 +56,8 @@ def test_json_names_kind_and_every_field():
     ("data", "message"),
     [
         (
-            {"kind": "Grouped"},
-            "mechanism kind must be one of Standard, .* got 'Grouped'; .* another",
+            {"kind": "Clustered"},
+            "mechanism kind must be one of Standard, .* got 'Clustered'; .* another",
         ),
         ({"head": 1}, "mechanism kind must be one of .* got None"),
         ({"kind": "Selective", "heads": 1, "n": 2}, "Selective has no field heads, n; .* another"),

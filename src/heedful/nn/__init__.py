@@ -1,6 +1,7 @@
 """Layers: a frozen configuration per mechanism, its parameters, and one operator each."""
 
 from heedful.nn.differential import Differential, DifferentialAttention
+from heedful.nn.grouped import Grouped, GroupedAttention
 from heedful.nn.layer import Given, Layer, LayerOutput, Maps
 from heedful.nn.mechanisms import (
     NAMES,
@@ -22,6 +23,8 @@ __all__ = [
     "Differential",
     "DifferentialAttention",
     "Given",
+    "Grouped",
+    "GroupedAttention",
     "HeadShape",
     "Layer",
     "LayerOutput",

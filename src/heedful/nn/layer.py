@@ -1,6 +1,6 @@
 """The layer contract: what a mechanism's layer declares, is given, and returns."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +10,21 @@ from heedful.nn.shape import HeadShape
 from heedful.ops import Visibility
 from heedful.ops.impl import Impl
 
-Need = Literal["input", "token_ids", "positions", "cache", "unrotated"]
+Need = Literal["input", "token_ids", "positions", "cache", "unrotated", "rotation"]
+
+
+class Rotation(Protocol):
+    """A model's rotary embedding, at any positions, between tokens too.
+
+    factor: by how much it lengthens what it rotates.
+    """
+
+    factor: float
+
+    def __call__(
+        self, x: Float[Tensor, "B H n D"], positions: Float[Tensor, "#B n"]
+    ) -> Float[Tensor, "B H n D"]:
+        """`x` rotated to these positions."""
 
 
 class Given(NamedTuple):
@@ -24,6 +38,8 @@ class Given(NamedTuple):
         Ts]`; `None` at the first token.
     beside: what `Layer.beside` gave for all keys, those of earlier calls first, `[B, S, Tk, Ds]`;
         `None` where the call holds all tokens.
+    rotation: the rotary embedding, with the positions; `None` where the model has none.
+    shared: what the layers of one forward pass keep for each other.
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -32,6 +48,8 @@ class Given(NamedTuple):
     cache: object | None = None
     state: Float[Tensor, "B S Ts"] | None = None
     beside: Float[Tensor, "B S Tk Ds"] | None = None
+    rotation: Rotation | None = None
+    shared: dict | None = None
 
     def before(self, later: int, tokens: int) -> "Given":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
@@ -56,6 +74,19 @@ class Given(NamedTuple):
 NOTHING = Given()
 
 
+class GroupingReport(NamedTuple):
+    """What training needs to know of the groups of one forward pass.
+
+    loss: how far the mean size of a group is from the wanted one; has a gradient.
+    size: the mean size of a group.
+    wanted: what it should be.
+    """
+
+    loss: Float[Tensor, ""]
+    size: Float[Tensor, ""]
+    wanted: int
+
+
 class LayerOutput(NamedTuple):
     """What a layer returns.
 
@@ -63,11 +94,13 @@ class LayerOutput(NamedTuple):
     state: what the next tokens need to go on from here, one number per key, `[B, S, Tk]`; `None` if
         keys and values (and what `Layer.beside` gave) are all.
     memory: per query what a memory loss adds up, `[B, Tq]`; `None` unless the layer has a `tau`.
+    grouping: what is said of the groups that this layer made; `None` unless it learns them.
     """
 
     output: Float[Tensor, "B H Tq D"]
     state: Tensor | None = None
     memory: Float[Tensor, "B Tq"] | None = None
+    grouping: GroupingReport | None = None
 
 
 class Maps(NamedTuple):
@@ -99,6 +132,8 @@ class Layer(nn.Module):
     own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
     reports_memory: whether `forward` returns memory while `tau` is set.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
+    summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
+    learns_groups: whether `forward` returns what training needs to know of its groups.
     """
 
     needs: frozenset[Need] = frozenset()
@@ -112,6 +147,8 @@ class Layer(nn.Module):
     own_cache: bool = True
     reports_memory: bool = False
     tau: float | None = None
+    summarises: bool = False
+    learns_groups: bool = False
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -120,7 +157,7 @@ class Layer(nn.Module):
     @property
     def plain_cache(self) -> bool:
         """Whether keys and values are all that the next token needs."""
-        return self.past_queries == 0 and not self.keeps
+        return self.past_queries == 0 and not self.keeps and not self.summarises
 
     def beside(self, given: Given) -> Float[Tensor, "B S T Ds"] | None:
         """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""
@@ -168,7 +205,7 @@ class Layer(nn.Module):
 def check_given(layer: Layer, given: Given) -> None:
     """Raise unless everything that the layer needs is given."""
     for name in Given._fields:
-        if name in layer.needs and name != "cache" and getattr(given, name) is None:
+        if name in layer.needs - {"cache", "rotation"} and getattr(given, name) is None:
             raise ValueError(
                 f"{type(layer).__name__} needs {name} beside q, k and v: pass given=Given("
                 f"{name}=...)"

@@ -10,12 +10,18 @@ import torch
 from torch import Tensor
 
 from heedful.nn.differential import Differential
+from heedful.nn.grouped import Grouped
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.selective import Selective
 from heedful.nn.standard import Standard
-from heedful.ops import differential_attention, multi_token_attention, selective_attention
+from heedful.ops import (
+    differential_attention,
+    grouped_attention,
+    multi_token_attention,
+    selective_attention,
+)
 
-Mechanism = Standard | MultiToken | TalkingHeads | Selective | Differential
+Mechanism = Standard | MultiToken | TalkingHeads | Selective | Differential | Grouped
 
 Leaves = dict[str, Tensor]
 Draw = Callable[[Leaves], Leaves]
@@ -128,6 +134,13 @@ TABLE = (
         "the difference of two maps",
         differential_attention,
         {"differential": _pairs},
+    ),
+    MechanismRow(
+        "grouped",
+        Grouped(),
+        False,
+        "near tokens one by one, far ones by summaries of groups",
+        grouped_attention,
     ),
 )
 

@@ -73,7 +73,9 @@ class Visibility:
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
-        if self.window is not None and not (is_whole_number(self.window) and 1 <= self.window <= _WIDEST):
+        if self.window is not None and not (
+            is_whole_number(self.window) and 1 <= self.window <= _WIDEST
+        ):
             raise ValueError(
                 "window must be a whole number of at least 1 (the token itself) and at most 2**62, "
                 f"got {shown(self.window)}; use None for no limit"

@@ -28,7 +28,7 @@ class Groups:
     `sentence_groups`, `boundary_groups`, `cif_groups` and `slot_groups` make them.
 
     index: the groups of every token, `[B or 1, T, S]`; -1 for none.
-    weight: the token's share in them, fp32 at least; zero for none.
+    weight: the token's share in them, fp64 where it is not learned; zero for none.
     start, end: the first and last token of every group, `[B or 1, M]`, ascending; a number beyond
         every row for a group that only other rows have.
     complete: whether a group ended by its own rule, and not with its document.
@@ -183,6 +183,11 @@ def fixed_groups(
     """
     check_length("size", size)
     places = places_of(tokens, visibility, device)
+    return fixed_from(places, size)
+
+
+def fixed_from(places: Places, size: int) -> Groups:
+    """As `fixed_groups`, where the tokens' places are known."""
     starts = places.real & (places.position % size == 0)
     groups = contiguous(starts, places, size, count_of(places, size))
     complete = groups.end - groups.start == size - 1
@@ -233,7 +238,6 @@ def sliding_from(
     back = torch.arange(-(-span // stride), device=position.device)
     older = (position // stride)[..., None] - back
     inside = places.real[..., None] & (older >= 0) & (position[..., None] < older * stride + span)
-    # In fp64: thirds and fifths are to add up to one in every precision.
     weight = inside.double() / inside.sum(-1, keepdim=True).clamp(min=1)
     index = ((starts.cumsum(1) - 1)[..., None] - back).where(inside, NOBODY)
     tokens = starts.shape[1]
@@ -311,7 +315,7 @@ def contiguous(
     follows = torch.nn.functional.pad(start[:, 1:], (0, 1), value=NEVER)
     end = (torch.minimum(follows - 1, last)).where(start < NEVER, NEVER)
     index = (starts.cumsum(1) - 1).where(places.real, NOBODY)[..., None]
-    weight = places.real.to(torch.float32)[..., None]
+    weight = places.real.double()[..., None]
     longest = min(longest, starts.shape[1])
     return Groups(index, weight, start, end, end < last, longest, hard=True)
 

@@ -47,8 +47,11 @@ def grouped_attention_reference(
         taken = taken.repeat_interleave(shared, dim=1)
         s, published = s.masked_fill(taken, float("-inf")), published & ~taken
 
-    # r_i(t): what no visible summary holds of token i.
-    left = (~published).to(a.dtype) @ a.mT[:, None]
+    # r_i(t): what no visible summary holds of token i; one where none holds any of it.
+    held = published.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
+    left = torch.where(
+        held, (~published).to(a.dtype) @ a.mT[:, None], (a.sum(-1) > 0)[:, None, None]
+    )
     near = visibility.dense(queries, keys, q.device)[:, None] & (left > 0)
     if visibility.queries is not None:
         # Of the source there are no tokens one by one, except of the groups that were zoomed into.

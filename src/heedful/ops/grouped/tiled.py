@@ -54,11 +54,10 @@ def grouped_attention_tiled(
     if summaries.q is not None:
         asking, unit = _units(q, summaries.q, reach.stacked())
     weight = groups.weight.to(log_size.dtype)
-    plain = groups.hard and not weight.requires_grad
     ends = torch.stack(torch.broadcast_tensors(groups.start, groups.end), 1) - groups.first
     return _tiled(
         q, k, v, asking, summaries.k, summaries.v, log_size, weight, groups.index,
-        reach.stacked(), ends, unit, plain, zoom, groups.longest, scale,
+        reach.stacked(), ends, unit, groups.hard, zoom, groups.longest, scale,
     )[0]  # fmt: skip
 
 
@@ -85,7 +84,7 @@ class Operands(NamedTuple):
 
     asking: the queries of the summaries' part: those of the tokens, or of units of rows.
     unit: to which of them each row belongs; `None` where every row asks for itself.
-    plain: every token belongs wholly to one group, and nothing is learned of that.
+    hard: every token belongs wholly to one group.
     """
 
     q: Tensor
@@ -100,7 +99,7 @@ class Operands(NamedTuple):
     reach: Int[Tensor, "B 7 Tq"]
     ends: Int[Tensor, "B 2 M"]
     unit: Int[Tensor, " Tq"] | None
-    plain: bool
+    hard: bool
     zoom: int
     longest: int
     scale: float
@@ -292,7 +291,7 @@ def _token_logits(
     start, stop = (y[..., None] for y in x.reach[:, 4:6, rows].unbind(1))
     inside = (at >= start) & (at < stop)
     left = None
-    if x.plain:
+    if x.hard:
         inside = inside & (x.index[:, None, cut, 0] >= 0)
     else:
         left = _left(x, rows, cut)
@@ -309,8 +308,13 @@ def _uncovered(x: Operands, rows: slice, cut: slice) -> Bool[Tensor, "B R C S"]:
 
 
 def _left(x: Operands, rows: slice, cut: slice) -> Float[Tensor, "B R C"]:
-    """r_i(t), the share of each token that no visible summary holds."""
-    return (_uncovered(x, rows, cut) * x.weight[:, None, cut]).sum(-1)
+    """r_i(t), the share of each token that no visible summary holds.
+
+    Of a token of which none is, it is one, and not a sum that may depend on what comes later.
+    """
+    uncovered, index = _uncovered(x, rows, cut), x.index[:, None, cut]
+    whole = (uncovered | (index < 0)).all(-1) & (index >= 0).any(-1)
+    return (uncovered * x.weight[:, None, cut]).sum(-1).masked_fill(whole, 1)
 
 
 class Gradients(NamedTuple):
@@ -418,6 +422,7 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
     _add_to(to.v[:, :, cut], weights, back.grad)
     if left is not None:
         dleft = dlogits.sum(1) / left.where(left > 0, 1)
+        dleft = dleft.masked_fill(left == 1, 0)
         dweight = (_uncovered(x, rows, cut) * dleft[..., None]).sum(1)
         to.weight[:, cut] += dweight if len(to.weight) > 1 else dweight.sum(0, keepdim=True)
     dlogits.mul_(x.scale)
@@ -429,10 +434,10 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, asking: Tensor, group_k: Tensor, group_v: Tensor,
     log_size: Tensor, weight: Tensor, index: Tensor, reach: Tensor, ends: Tensor,
-    unit: Tensor | None, plain: bool, zoom: int, longest: int, scale: float,
+    unit: Tensor | None, hard: bool, zoom: int, longest: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
-                  plain, zoom, longest, scale)  # fmt: skip
+                  hard, zoom, longest, scale)  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = log_size.new_empty(q.shape[:3])
     attend(x, out, lse)
@@ -454,11 +459,11 @@ def _(q, k, v, asking, group_k, group_v, log_size, *_):
 def _tiled_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, asking: Tensor,
     group_k: Tensor, group_v: Tensor, log_size: Tensor, weight: Tensor, index: Tensor,
-    reach: Tensor, ends: Tensor, unit: Tensor | None, plain: bool, zoom: int, longest: int,
+    reach: Tensor, ends: Tensor, unit: Tensor | None, hard: bool, zoom: int, longest: int,
     scale: float,
 ) -> list[Tensor]:  # fmt: skip
     x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
-                  plain, zoom, longest, scale)  # fmt: skip
+                  hard, zoom, longest, scale)  # fmt: skip
     inputs = (q, k, v, asking, group_k, group_v, log_size, weight)
     to = Gradients(*(torch.zeros(y.shape, dtype=lse.dtype, device=q.device) for y in inputs))
     delta = (widen(grad) * widen(out)).sum(-1)
@@ -476,10 +481,10 @@ refuse_second_derivative(_tiled_backward, "grouped_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, plain, zoom, longest, scale = inputs
+    *tensors, hard, zoom, longest, scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors)
-    ctx.options = (plain, zoom, longest, scale)
+    ctx.options = (hard, zoom, longest, scale)
 
 
 def _backward(ctx, grad, _):

@@ -1,0 +1,366 @@
+"""Grouped attention as a layer: how tokens are grouped, and what stands for a group."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from heedful.checks import check_choice, check_whole
+from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind
+from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
+from heedful.nn.layer import parameter as empty_parameter
+from heedful.nn.shape import HeadShape, WideLinear
+from heedful.ops import Visibility
+from heedful.ops.grouped import Groups, Summaries, grouped_attention, member_attention
+from heedful.ops.grouped.groups import places_of
+from heedful.ops.grouped.summaries import gather_members, member_weights, pooled
+
+_REFINES = ("mean", "weighted", "channel", "attention")
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """How tokens are grouped, how a group is summed up, and who asks.
+
+    Arguments:
+        grouping: `"fixed"` (every `size` tokens), `"sliding"` (overlapping), `"sentence"` (at
+            closing tokens), or learned: `"slots"` (soft clusters of a block), `"cif"` (weights that
+            fill a group) or `"boundary"` (predicted borders).
+        size: tokens of a group; of a sentence or a learned group, how many there should be.
+        window: from how many tokens on a group is seen by its summary; nearer ones are seen token
+            by token.
+        refine: attention inside a group: `"mean"` (none), `"weighted"` (a learned weighted average
+            per key head), `"channel"` (per channel) or `"attention"` (self-attention inside the
+            group, then weighted).
+        queries: `"tokens"`, or `"groups"` (the literal reading of grouping: the newest complete
+            group asks for its tokens; near tokens are seen by the token's own query).
+        closing: ids of the tokens that close a sentence.
+        share: so many layers share one learned grouping, that of the first of them.
+        stride: from one sliding group to the next; default half of `size`. For slots, how many
+            groups a block has; default 4.
+        shortest, longest: bounds of a sentence or a learned group in tokens; default 1 and four
+            times `size`.
+        zoom: so many of the best groups of a query are seen by their tokens after all.
+        size_bias: factor on the logarithm of a group's size: `"one"`, `"learned"` (per head, one at
+            first) or `"none"` (an ablation: a summary weighs as much as one token).
+
+    Source: see `heedful.ops.grouped_attention`.
+    """
+
+    grouping: Kind = "fixed"
+    size: int = 16
+    window: int = 128
+    refine: Literal["mean", "weighted", "channel", "attention"] = "weighted"
+    queries: Literal["tokens", "groups"] = "tokens"
+    closing: tuple[int, ...] = ()
+    share: int = 1
+    stride: int | None = None
+    shortest: int = 1
+    longest: int | None = None
+    zoom: int = 0
+    size_bias: Literal["one", "learned", "none"] = "one"
+
+    def __post_init__(self) -> None:
+        check_choice("grouping", self.grouping, KINDS)
+        check_choice("refine", self.refine, _REFINES)
+        check_choice("queries", self.queries, ("tokens", "groups"))
+        check_choice("size_bias", self.size_bias, ("one", "learned", "none"))
+        for name in ("size", "window", "share", "shortest"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("zoom", self.zoom, 0)
+        object.__setattr__(self, "closing", tuple(self.closing))
+        if not all(isinstance(x, int) and x >= 0 for x in self.closing):
+            raise ValueError(f"closing must hold token ids, got {self.closing!r}")
+        if bool(self.closing) != (self.grouping == "sentence"):
+            raise ValueError(
+                "closing must be given with grouping='sentence' and only with it, got "
+                f"{self.closing!r} with {self.grouping!r}; a tokenizer tells the ids: "
+                "tokenizer.convert_tokens_to_ids(['.', '!', '?'])"
+            )
+        if self.stride is not None:
+            check_whole("stride", self.stride, 1)
+            if self.grouping not in ("sliding", "slots"):
+                raise ValueError(
+                    f"stride is for sliding groups and slots, got {self.stride} with "
+                    f"{self.grouping!r}"
+                )
+            if self.grouping == "sliding" and self.stride > self.size:
+                raise ValueError(
+                    f"stride must be at most size ({self.size}), or tokens between two groups "
+                    f"would be in none, got {self.stride}"
+                )
+        bounded = self.grouping in ("sentence", "cif", "boundary")
+        if not bounded and (self.shortest != 1 or self.longest is not None):
+            raise ValueError(
+                f"shortest and longest bound sentences, cif and boundary groups, not "
+                f"{self.grouping!r}; leave them out"
+            )
+        if self.longest is not None:
+            check_whole("longest", self.longest, max(self.size, self.shortest))
+        if self.grouping == "cif" and (self.size < 2 or self.shortest != 1):
+            raise ValueError(
+                f"cif groups must have size of at least 2 and no shortest, got size={self.size}, "
+                f"shortest={self.shortest}"
+            )
+        if self.zoom and (self.grouping in ("sliding", "slots", "cif") or self.queries != "tokens"):
+            raise ValueError(
+                f"zoom must be 0 with {self.grouping!r} groups and queries={self.queries!r}, got "
+                f"{self.zoom}: it is for tokens that ask, and groups that share no token"
+            )
+        if self.share > 1 and self.grouping not in LEARNED:
+            raise ValueError(
+                f"share is for learned groupings; {self.grouping!r} is the same in every layer"
+            )
+
+    def build(self, shape: HeadShape) -> "GroupedAttention":
+        """The layer for one attention module."""
+        return GroupedAttention(self, shape)
+
+
+class Features(NamedTuple):
+    """What is kept of a token until its group is complete.
+
+    grouping: what groups are made of, `[B, T, F]`; `None` where counting is enough.
+    pooling: what its weight in a summary is made of, `[B, T, P]`; `None` for the mean.
+    """
+
+    grouping: Float[Tensor, "B T F"] | None = None
+    pooling: Float[Tensor, "B T P"] | None = None
+
+
+class GroupedAttention(Layer):
+    """Grouped attention for one layer."""
+
+    summarises = True
+
+    def __init__(self, config: Grouped, shape: HeadShape) -> None:
+        super().__init__(shape)
+        self.config = config
+        stride = config.stride
+        if stride is None:
+            stride = 4 if config.grouping == "slots" else max(1, config.size // 2)
+        longest = config.longest or 4 * config.size
+        leads = config.grouping not in LEARNED or shape.layer % config.share == 0
+        self.grouping = None
+        if leads:
+            self.grouping = Grouping(
+                config.grouping, shape, config.size, stride, config.shortest, longest,
+                config.closing,
+            )  # fmt: skip
+        self.learns_groups = leads and config.grouping in ("cif", "boundary")
+        needs = {"rotation"}
+        if config.refine != "mean" or config.grouping in LEARNED:
+            needs.add("input")
+        if config.grouping == "sentence":
+            needs.add("token_ids")
+        self.needs = frozenset(needs)
+
+        self.weight = self.place = self.inside = self.outside = self.beta = None
+        if config.refine != "mean":
+            reach = Grouping.reach_of(config.grouping, config.size, stride, longest)
+            channels = (shape.dim,) if config.refine == "channel" else ()
+            width = shape.key_heads * (shape.dim if channels else 1)
+            self.weight = WideLinear(shape.hidden, width, bias=False)
+            self.place = empty_parameter(reach, shape.key_heads, *channels)
+        if config.refine == "attention":
+            self.inside = WideLinear(shape.hidden, 3 * shape.dim, bias=False)
+            self.outside = WideLinear(shape.dim, 2 * shape.key_heads * shape.dim, bias=False)
+        if config.size_bias == "learned":
+            self.beta = empty_parameter(shape.heads)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """At first every refinement is the mean, and a group counts by its size."""
+        if self.weight is not None:
+            self.weight.weight.zero_()
+            self.place.zero_()
+        if self.inside is not None:
+            nn.init.normal_(self.inside.weight, std=self.inside.in_features**-0.5)
+            self.outside.weight.zero_()
+        if self.beta is not None:
+            self.beta.fill_(1)
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        """Attention over groups of whole rows; a cache goes on from parts, see `summaries`."""
+        groups, features, report = self._made(q, k, visibility, given)
+        summaries = self.summaries(q, k, v, groups, features.pooling, given)
+        out = self.attend(q, k, v, groups, summaries, visibility=visibility, scale=scale)
+        return LayerOutput(out, grouping=report)
+
+    def attend(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        groups: Groups,
+        summaries: Summaries,
+        *,
+        visibility: Visibility | None,
+        scale: float | None,
+    ) -> Float[Tensor, "B H Tq D"]:
+        """The operator with this layer's options."""
+        beta = 0.0 if self.config.size_bias == "none" else 1.0
+        return grouped_attention(
+            q,
+            k,
+            v,
+            groups=groups,
+            summaries=summaries,
+            window=self.config.window,
+            beta=beta if self.beta is None else self.beta,
+            zoom=self.config.zoom,
+            visibility=visibility,
+            scale=scale,
+            impl=self.impl,
+        )
+
+    def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, given: Given):
+        """Groups of whole rows, made once for all layers that have the same; features; report."""
+        check_given(self, given)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"grouped attention goes on from a cache of its own, and was given {q.shape[2]} "
+                f"queries of {k.shape[2]} tokens; call the model with use_cache=False, or with "
+                "heedful.new_cache(model)"
+            )
+        places = places_of(k.shape[2], visibility, k.device)
+        features = Features(pooling=self.pooling_features(given.input))
+
+        def make():
+            made = self.grouping.features(given, places)
+            groups = self.grouping.groups(made, places)
+            return groups, self.grouping.report(made, groups, places)
+
+        groups, report = self.shared(given, "groups", make)
+        return groups, features, report if self.learns_groups else None
+
+    def shared(self, given: Given, what: str, make):
+        """What the first layer of those with the same groups has made in this forward pass."""
+        config = self.config
+        number = self.shape.layer // config.share if config.grouping in LEARNED else 0
+        key = (what, config.grouping, config.size, config.stride, config.shortest, config.longest,
+               config.closing, number)  # fmt: skip
+        kept = {} if given.shared is None else given.shared
+        if key not in kept:
+            if self.grouping is None:
+                first = self.shape.layer - self.shape.layer % config.share
+                raise ValueError(
+                    f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
+                    f"{first}, which made none in this forward pass; convert that layer too, with "
+                    "the same configuration"
+                )
+            kept[key] = make()
+        return kept[key]
+
+    def pooling_features(self, x: Float[Tensor, "B T E"] | None) -> Float[Tensor, "B T P"] | None:
+        """Of each token, what its weight in a summary and attention inside its group need."""
+        if self.weight is None:
+            return None
+        parts = [self.weight(x)]
+        if self.inside is not None:
+            parts.append(self.inside(x))
+        return torch.cat(parts, dim=-1)
+
+    def summaries(
+        self,
+        q: Float[Tensor, "B H T D"] | None,
+        k: Float[Tensor, "B Hk T D"],
+        v: Float[Tensor, "B Hk T D"],
+        groups: Groups,
+        features: Float[Tensor, "B T P"] | None,
+        given: Given,
+    ) -> Summaries:
+        """Keys, values and, where groups ask, queries of these tokens' groups.
+
+        Keys are rotated back to position zero, summed up, and rotated to the group's centre: the
+        model's norms of keys stay before the sum.
+
+        Arguments:
+            q, k, v: of the tokens of the groups, rotated.
+            groups: whose tokens these are.
+            features: what `pooling_features` made of them.
+            given: the positions of the tokens and the rotary embedding.
+        """
+        rotation, positions = given.rotation, given.positions
+        k = _rotated_back(k, rotation, positions)
+        shape = self.shape
+
+        def of_members(x: Tensor) -> Tensor:
+            rows = x.transpose(1, 2)
+            return gather_members(rows.flatten(2), groups).unflatten(-1, rows.shape[2:])
+
+        of_keys, of_values = of_members(k), of_members(v)
+        weights = self._weights(groups, features)
+        if self.inside is not None:
+            parts = features[..., self.weight.out_features :].split(shape.dim, dim=-1)
+            taken = self.outside(member_attention(*parts, groups))
+            more = taken.unflatten(-1, (2, shape.key_heads, shape.dim)).unbind(-3)
+            of_keys, of_values = of_keys + more[0].to(k.dtype), of_values + more[1].to(v.dtype)
+        queries = None
+        if self.config.queries == "groups":
+            shared = shape.heads // shape.key_heads
+            by_head = weights if weights.ndim == 3 else weights.repeat_interleave(shared, dim=3)
+            queries = pooled(of_members(_rotated_back(q, rotation, positions)), by_head)
+        keys, values = pooled(of_keys, weights), pooled(of_values, weights)
+        if rotation is not None:
+            centre = _centre(groups, positions)
+            keys = rotation(keys, centre)
+            queries = None if queries is None else rotation(queries, centre)
+        return Summaries(keys, values, queries)
+
+    def _weights(
+        self, groups: Groups, features: Float[Tensor, "B T P"] | None
+    ) -> Float[Tensor, "B M L *W"]:
+        """How much each member counts, for all heads alike, per key head, or per channel too."""
+        if features is None:
+            return member_weights(groups)
+        logits = gather_members(features[..., : self.weight.out_features], groups)
+        logits = logits.unflatten(-1, self.place.shape[1:])
+        return member_weights(groups, logits + self.place[: groups.longest])
+
+    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+        """How much of every token's value reaches a query, summaries spread over their members.
+
+        What attention inside a group moves between its members is not counted.
+        """
+        groups, features, _ = self._made(q, k, visibility, given)
+        tokens = k.shape[2]
+        eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
+        found = self.summaries(q, k, k, groups, features.pooling, given)
+        weights = self._weights(groups, features.pooling)
+        weights = weights.mean(-1) if weights.ndim == 5 else weights
+        rows = eye.transpose(1, 2).flatten(2)
+        spread = gather_members(rows, groups).unflatten(-1, (k.shape[1], tokens))
+        found = found._replace(v=pooled(spread, weights))
+        return Maps(self.attend(q, k, eye, groups, found, visibility=visibility, scale=scale))
+
+
+def _rotated_back(
+    x: Float[Tensor, "B H T D"], rotation: Rotation | None, positions: Int[Tensor, "#B T"] | None
+) -> Float[Tensor, "B H T D"]:
+    """As before the rotary embedding; not rotated where the model has none."""
+    if rotation is None:
+        return x
+    return rotation(x, -positions.float()) / rotation.factor**2
+
+
+def _centre(groups: Groups, positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B M"]:
+    """The mean position of every group's members, by their shares."""
+    at, share = groups.members
+    rows = max(len(at), len(positions))
+    flat = at.expand(rows, -1, -1).flatten(1)
+    found = positions.expand(rows, -1).gather(1, flat).view(rows, *at.shape[1:])
+    total = share.sum(-1)
+    return (found * share).sum(-1) / total.masked_fill(total == 0, 1)

@@ -1,0 +1,180 @@
+"""How a layer groups tokens: by counting, by closing tokens, or by what it learns of its input."""
+
+import math
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from heedful.nn.layer import Given, GroupingReport
+from heedful.nn.shape import HeadShape, WideLinear
+from heedful.ops.grouped.groups import (
+    Groups,
+    Places,
+    closed_groups,
+    fixed_from,
+    sliding_from,
+)
+from heedful.ops.grouped.learned import boundaries_from, cif_from, slots_from
+
+Kind = Literal["fixed", "sliding", "sentence", "slots", "cif", "boundary"]
+KINDS = ("fixed", "sliding", "sentence", "slots", "cif", "boundary")
+LEARNED = frozenset({"slots", "cif", "boundary"})
+
+_ROUTE = 64  # width of what a boundary is told by
+_CLUSTER = 32  # width of what slots cluster
+
+
+class Grouping(nn.Module):
+    """Makes the groups of a row from one feature vector per token.
+
+    Features depend on tokens up to theirs, and are made once; groups are made of the features of
+    any run of tokens that starts with the oldest open group. So a cache need keep no others.
+
+    Arguments:
+        kind: one of `KINDS`.
+        shape: of the layer.
+        size: tokens of a group, or how many there should be.
+        stride: from one sliding group to the next.
+        shortest, longest: tokens of a group, where the text or the model decides.
+        closing: ids of the tokens that close a group.
+    """
+
+    def __init__(
+        self, kind: Kind, shape: HeadShape, size: int, stride: int, shortest: int, longest: int,
+        closing: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.kind, self.size, self.stride = kind, size, stride
+        self.shortest, self.longest, self.closing = shortest, longest, closing
+        self.query = self.key = self.inner = self.outer = None
+        match kind:
+            case "boundary":
+                width = min(_ROUTE, shape.hidden)
+                self.query = WideLinear(shape.hidden, width, bias=False)
+                self.key = WideLinear(shape.hidden, width, bias=False)
+            case "cif":
+                self.inner = WideLinear(shape.hidden, _CLUSTER)
+                self.outer = WideLinear(_CLUSTER, 1)
+            case "slots":
+                self.inner = WideLinear(shape.hidden, _CLUSTER, bias=False)
+        self.reset_parameters()
+
+    @staticmethod
+    def reach_of(kind: Kind, size: int, stride: int, longest: int) -> int:
+        """The most tokens that a group spans."""
+        match kind:
+            case "sentence" | "boundary":
+                return longest
+            case "cif":
+                return longest + 1
+            case "slots":
+                return size * stride
+        return size
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Borders by the likeness of neighbours, equal weights of mean 1/size, random clusters."""
+        match self.kind:
+            case "boundary":
+                nn.init.orthogonal_(self.query.weight)
+                self.key.weight.copy_(self.query.weight)
+            case "cif":
+                nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+                self.inner.bias.zero_()
+                self.outer.weight.zero_()
+                least = 1 / self.longest
+                share = (1 / self.size - least) / (1 - least)
+                self.outer.bias.fill_(math.log(share / (1 - share)))
+            case "slots":
+                nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+
+    def features(
+        self,
+        given: Given,
+        places: Places,
+        before: Float[Tensor, "B 1 F"] | None = None,
+    ) -> Float[Tensor, "B T F"] | None:
+        """What the groups of these tokens are made of; `None` where counting is enough.
+
+        Arguments:
+            given: the layer's input, or token ids.
+            places: of these tokens; a document that began before the first has a negative start.
+            before: the features of the token before the first one.
+        """
+        match self.kind:
+            case "sentence":
+                closing = torch.tensor(self.closing, device=given.token_ids.device)
+                return torch.isin(given.token_ids, closing).float()[..., None]
+            case "boundary":
+                return self._likeness(given.input, places, before)
+            case "cif":
+                least = 1 / self.longest
+                raw = self.outer(nn.functional.gelu(self.inner(given.input)))
+                return least + (1 - least) * raw.sigmoid()
+            case "slots":
+                return self.inner(given.input)
+        return None
+
+    def _likeness(
+        self, x: Float[Tensor, "B T E"], places: Places, before: Tensor | None
+    ) -> Float[Tensor, "B T F"]:
+        """The probability of a border, by the cosine to the token before, and the token's key."""
+        key = normalize(self.key(x), dim=-1)
+        first = torch.zeros_like(key[:, :1]) if before is None else before[..., 1:].to(key.dtype)
+        previous = torch.cat([first, key[:, :-1]], dim=1)
+        p = (1 - (normalize(self.query(x), dim=-1) * previous).sum(-1)) / 2
+        token = torch.arange(x.shape[1], device=x.device)
+        p = p.masked_fill(token == places.start, 0)  # nothing before it is of its document
+        return torch.cat([p[..., None], key], dim=-1)
+
+    def groups(
+        self,
+        features: Float[Tensor, "B T F"] | None,
+        places: Places,
+        begun: Float[Tensor, "B 1"] | None = None,
+    ) -> Groups:
+        """The groups of these tokens.
+
+        Arguments:
+            features: of these tokens.
+            places: where they stand; the first real one of each row starts a group.
+            begun: sliding: how many groups each row has begun before; cif: how full its open group
+                is before.
+        """
+        match self.kind:
+            case "fixed":
+                return fixed_from(places, self.size)
+            case "sliding":
+                return sliding_from(places, self.size, self.stride, 0 if begun is None else begun)
+            case "sentence":
+                return closed_groups(features[..., 0] > 0, places, self.shortest, self.longest)
+            case "boundary":
+                return boundaries_from(places, features[..., 0], self.shortest, self.longest)
+            case "cif":
+                begun = None if begun is None else begun[:, 0]
+                return cif_from(places, features[..., 0], self.longest, begun)
+        return slots_from(places, features, self.size * self.stride, self.stride, 1.0, 1.0, 2)
+
+    def report(
+        self, features: Float[Tensor, "B T F"] | None, groups: Groups, places: Places
+    ) -> GroupingReport | None:
+        r"""How far the groups are from the wanted size $g$; `None` where that cannot change.
+
+        Boundaries: $g/(g-1)\,((g-1) F G + (1-F)(1-G))$ with F the share of tokens that close a
+        group and G the mean probability (H-Net, arXiv 2507.07955, equation 10). Weights:
+        $(g\,\overline{\alpha} - 1)^2$.
+        """
+        if self.kind not in ("boundary", "cif"):
+            return None
+        real = places.real.expand(features.shape[:2])
+        count = real.sum().clamp(min=1)
+        mean = features[..., 0].where(real, 0).sum() / count
+        closed = groups.there.sum().to(mean.dtype) / count
+        g = self.size
+        if self.kind == "cif":
+            return GroupingReport((g * mean - 1).square(), 1 / closed, g)
+        loss = (g - 1) * closed * mean + (1 - closed) * (1 - mean)
+        return GroupingReport(loss * g / max(1, g - 1), 1 / closed, g)

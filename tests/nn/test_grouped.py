@@ -1,0 +1,314 @@
+"""Grouped attention as a layer: no token changes an earlier output, whatever is grouped how."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful.nn import Given, Grouped, HeadShape
+from heedful.nn.grouped import GroupedAttention
+from heedful.ops import Visibility
+
+SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
+EXACT = {"rtol": 0, "atol": 1e-12}
+TOKENS = 40
+
+GROUPINGS: dict[str, dict] = {
+    "fixed": {"size": 5},
+    "sliding": {"size": 6, "stride": 2},
+    "sentence": {"size": 4, "closing": (0, 3), "shortest": 2, "longest": 9},
+    "slots": {"size": 3, "stride": 2},
+    "cif": {"size": 3, "longest": 7},
+    "boundary": {"size": 4, "longest": 9},
+}
+REFINES = ("mean", "weighted", "channel", "attention")
+GRID = [
+    pytest.param(name, refine, queries, id=f"{name}-{refine}-{queries}")
+    for name, refine, queries in product(GROUPINGS, REFINES, ("tokens", "groups"))
+]
+
+
+class Turning:
+    """A rotary embedding, lengthening by a factor, at any positions."""
+
+    factor = 1.5
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angle = positions[:, None, :, None].double() * 10.0 ** -torch.arange(half).double()
+        a, b = x[..., :half], x[..., half:]
+        turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+        return torch.cat(turned, -1) * self.factor
+
+
+def made(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
+    """A layer in fp64, away from its first values."""
+    layer = config.build(shape).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.4 * torch.randn_like(p))
+    return layer
+
+
+class Whole:
+    """From tokens to outputs, with everything in between made of them: groups included."""
+
+    def __init__(self, layer: GroupedAttention, visibility: Visibility | None = None) -> None:
+        self.layer, self.visibility, self.shape = layer, visibility, layer.shape
+        draw = torch.Generator().manual_seed(5)
+        width = self.shape.heads + 2 * self.shape.key_heads
+        self.table = torch.randn(8, self.shape.hidden, generator=draw, dtype=torch.float64)
+        size = (self.shape.hidden, width * self.shape.dim)
+        self.into = torch.randn(size, generator=draw, dtype=torch.float64) / 4
+        self.turn = Turning()
+
+    def qkv(self, x: Tensor, positions: Tensor) -> list[Tensor]:
+        heads = (x @ self.into).unflatten(-1, (-1, self.shape.dim)).transpose(1, 2)
+        q, k, v = heads.split([self.shape.heads] + 2 * [self.shape.key_heads], dim=1)
+        return [self.turn(q, positions), self.turn(k, positions), v]
+
+    def __call__(self, ids: Tensor, visibility: Visibility | None = None, positions=None):
+        visibility = self.visibility if visibility is None else visibility
+        x = self.table[ids] * 1.0
+        # Neighbours count too, as in a model: features depend on more than the token itself.
+        x = x + torch.nn.functional.pad(x, (0, 0, 1, -1)) * 0.3 if visibility is None else x
+        positions = torch.arange(ids.shape[1])[None] if positions is None else positions
+        given = Given(input=x, token_ids=ids, positions=positions, rotation=self.turn, shared={})
+        out = self.layer(*self.qkv(x, positions), visibility=visibility, given=given)
+        return out.output.transpose(1, 2)
+
+
+def ids(tokens: int = TOKENS, rows: int = 2) -> Tensor:
+    return torch.randint(0, 8, (rows, tokens))
+
+
+def assert_no_leak(whole: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
+    """Another token changes its own output and no earlier one.
+
+    To rounding: another number of groups makes other products, which add up in another order.
+    """
+    before = whole(tokens)
+    for t in range(tokens.shape[1]):
+        changed = tokens.clone()
+        changed[:, t] = (changed[:, t] + 1) % 8
+        after = whole(changed)
+        torch.testing.assert_close(after[:, :t], before[:, :t], **EXACT)
+        assert bool(((after[:, t] - before[:, t]).abs().amax((1, 2)) > 1e-3).all()), t
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@pytest.mark.parametrize("impl", ["reference", "tiled"])
+def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
+    """Everything is computed anew: features, groups, summaries, outputs; for every position."""
+    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer.impl = impl
+    assert_no_leak(Whole(layer), ids())
+
+
+@pytest.mark.parametrize("name", ["fixed", "sentence", "boundary"])
+def test_no_token_changes_an_earlier_output_through_what_is_zoomed_into(name):
+    layer = made(Grouped(name, window=2, zoom=2, **GROUPINGS[name]))
+    assert_no_leak(Whole(layer), ids())
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
+    """The same by the Jacobian, which sees leaks that one change of a token may miss."""
+    layer = made(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
+    whole = Whole(layer)
+    given = ids(14, rows=1)
+    x = whole.table[given].requires_grad_()
+    positions = torch.arange(14)[None]
+    q, k, v = whole.qkv(x, positions)
+    beside = Given(input=x, token_ids=given, positions=positions, rotation=whole.turn, shared={})
+    out = layer(q, k, v, given=beside).output
+    for t in range(14):
+        direction = torch.randn(out[:, :, t].shape, dtype=torch.float64)
+        (slope,) = torch.autograd.grad((out[:, :, t] * direction).sum(), x, retain_graph=True)
+        assert not bool(slope[:, t + 1 :].any()), t  # not by a bit
+        assert bool(slope[:, t].any()), t
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
+    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    whole, tokens = Whole(layer), ids(23)
+    longest = whole(tokens)
+    for n in range(1, 23):
+        torch.testing.assert_close(whole(tokens[:, :n]), longest[:, :n], **EXACT)
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_padding_and_packing_change_nothing(name, refine, queries):
+    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    whole = Whole(layer, Visibility())
+    lengths = (11, 1, 17)
+    parts = [ids(n, rows=1) for n in lengths]
+    alone = [whole(part, Visibility()) for part in parts]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = whole(torch.cat(parts, dim=1), Visibility.packed(offsets), positions)
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), **EXACT)
+
+    rows, real = torch.zeros(3, 20).long(), torch.zeros(3, 20, dtype=torch.bool)
+    positions = torch.zeros(3, 20).long()
+    places = [range(9, 20), range(4, 5), range(0, 17)]  # left, both ways, right
+    for row, (place, part) in enumerate(zip(places, parts, strict=True)):
+        rows[row, place.start : place.stop] = part[0]
+        real[row, place.start : place.stop] = True
+        positions[row, place.start : place.stop] = torch.arange(len(place))
+    padded = whole(rows, Visibility(padding=real), positions)
+    for row, (place, expected) in enumerate(zip(places, alone, strict=True)):
+        torch.testing.assert_close(padded[row, place.start : place.stop], expected[0], **EXACT)
+    assert not bool(padded[~real].any())
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_nothing_is_summed_up_within_the_window(name, refine, queries):
+    """A window as long as the row is standard attention, whatever the groups are (I2)."""
+    layer = made(Grouped(name, window=99, refine=refine, queries=queries, **GROUPINGS[name]))
+    whole, tokens = Whole(layer), ids()
+    x = whole.table[tokens]
+    q, k, v = whole.qkv(x, torch.arange(TOKENS)[None])
+    found = layer(q, k, v, given=Given(input=x, token_ids=tokens,
+                  positions=torch.arange(TOKENS)[None], rotation=whole.turn)).output  # fmt: skip
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+SINGLE: dict[str, Callable[..., Grouped]] = {
+    "fixed": lambda **more: Grouped("fixed", size=1, **more),
+    "sliding": lambda **more: Grouped("sliding", size=1, stride=1, **more),
+    "sentence": lambda **more: Grouped("sentence", size=1, longest=1, closing=(1,), **more),
+    "slots": lambda **more: Grouped("slots", size=1, stride=1, **more),
+    "boundary": lambda **more: Grouped("boundary", size=1, longest=1, **more),
+}
+
+
+@pytest.mark.parametrize("refine", REFINES)
+@pytest.mark.parametrize("queries", ["tokens", "groups"])
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("window", [1, 7])
+def test_groups_of_one_token_are_standard_attention(name, queries, refine, window):
+    """Whatever the parameters are (I1, I5)."""
+    layer = made(SINGLE[name](window=window, refine=refine, queries=queries))
+    whole, tokens = Whole(layer), ids()
+    x, positions = whole.table[tokens], torch.arange(TOKENS)[None]
+    q, k, v = whole.qkv(x, positions)
+    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(layer(q, k, v, given=given).output, expected, **EXACT)
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_every_parameter_learns(name, refine, queries):
+    config = Grouped(
+        name, window=2, refine=refine, queries=queries, size_bias="learned", **GROUPINGS[name]
+    )
+    layer = made(config)
+    whole, tokens = Whole(layer), ids(33)
+    x, positions = whole.table[tokens], torch.arange(33)[None]
+    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    out = layer(*whole.qkv(x, positions), given=given)
+    (out.output * torch.randn_like(out.output)).sum().backward()
+    for part, p in layer.named_parameters():
+        assert p.grad is not None and bool(p.grad.isfinite().all()), part
+        assert bool(p.grad.any()), part
+
+
+def test_the_first_values_are_the_mean():
+    x, tokens = torch.randn(2, TOKENS, 20).double(), ids()
+    given = Given(input=x, positions=torch.arange(TOKENS)[None])
+    q, k, v = (torch.randn(2, n, TOKENS, 6).double() for n in (4, 2, 2))
+    expected = Grouped(size=4, window=3, refine="mean").build(SHAPE).double()(q, k, v, given=given)
+    for refine in REFINES[1:]:
+        layer = Grouped(size=4, window=3, refine=refine, size_bias="learned").build(SHAPE).double()
+        found = layer(q, k, v, given=given)
+        torch.testing.assert_close(found.output, expected.output, **EXACT)
+    assert tokens.shape == (2, TOKENS)
+
+
+@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
+    if refine == "attention":
+        refine = "weighted"  # moves values between the members, which no map shows
+    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    whole, tokens = Whole(layer), ids(19)
+    x, positions = whole.table[tokens], torch.arange(19)[None]
+    q, k, v = whole.qkv(x, positions)
+    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    weights = layer.maps(q, k, given=given).weights
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
+    if refine != "channel":
+        expected = layer(q, k, v, given=given).output
+        found = weights @ v.repeat_interleave(2, dim=1)
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_learned_groups_are_shared_by_layers_in_turn():
+    config = Grouped("cif", size=3, window=2, share=2)
+    lead, follow = (config.build(HeadShape(4, 2, 6, 20, layer)).double() for layer in (2, 3))
+    assert lead.learns_groups and not follow.learns_groups
+    assert follow.grouping is None
+    x, positions = torch.randn(2, 12, 20).double(), torch.arange(12)[None]
+    q, k, v = (torch.randn(2, n, 12, 6).double() for n in (4, 2, 2))
+    shared: dict = {}
+    given = Given(input=x, positions=positions, shared=shared)
+    assert lead(q, k, v, given=given).grouping.wanted == 3
+    (kept,) = shared.values()
+    assert follow(q, k, v, given=given).grouping is None
+    assert list(shared.values()) == [kept]
+    with pytest.raises(ValueError, match=r"share=2: layer 3 takes the groups of layer 2"):
+        follow(q, k, v, given=Given(input=x, positions=positions))
+
+
+def test_ratio_losses_by_hand():
+    """H-Net's equation 10, least where both shares are one over the wanted size; and cif's."""
+    x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
+    q, k, v = (torch.randn(2, n, 30, 6).double() for n in (4, 2, 2))
+    given = Given(input=x, positions=positions)
+    layer = made(Grouped("boundary", size=4))
+    report = layer(q, k, v, given=given).grouping
+    query, key = (p(x) for p in (layer.grouping.query, layer.grouping.key))
+    cosine = torch.cosine_similarity(query[:, 1:], key[:, :-1], dim=-1)
+    p = torch.nn.functional.pad((1 - cosine) / 2, (1, 0))
+    closes = p > 0.5
+    groups = 0
+    for row in closes.tolist():  # the last token of a row ends its group
+        groups += sum(row[:-1]) + 1
+    f, g = groups / 60, p.mean()
+    torch.testing.assert_close(report.loss, 4 / 3 * (3 * f * g + (1 - f) * (1 - g)), **EXACT)
+    assert report.size.item() == pytest.approx(60 / groups)
+
+    layer = made(Grouped("cif", size=4))
+    report = layer(q, k, v, given=given).grouping
+    raw = layer.grouping.outer(torch.nn.functional.gelu(layer.grouping.inner(x)))
+    alpha = 1 / 16 + 15 / 16 * raw.sigmoid()
+    torch.testing.assert_close(report.loss, (4 * alpha.mean() - 1).square(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grouping": "words"}, r"grouping must be one of 'fixed'"),
+        ({"size": 0}, r"size must be a whole number of at least 1"),
+        ({"grouping": "sentence"}, r"closing must be given with grouping='sentence'"),
+        ({"closing": (3,)}, r"closing must be given with grouping='sentence' and only"),
+        ({"grouping": "sentence", "closing": ("a",)}, r"closing must hold token ids"),
+        ({"stride": 4}, r"stride is for sliding groups and slots"),
+        ({"grouping": "sliding", "stride": 40}, r"stride must be at most size"),
+        ({"longest": 40}, r"shortest and longest bound"),
+        ({"grouping": "cif", "longest": 8}, r"longest must be a whole number of at least 16"),
+        ({"grouping": "cif", "size": 1}, r"cif groups must have size of at least 2"),
+        ({"grouping": "slots", "zoom": 2}, r"zoom must be 0 with 'slots'"),
+        ({"queries": "groups", "zoom": 2}, r"zoom must be 0"),
+        ({"share": 2}, r"share is for learned groupings"),
+        ({"window": 0}, r"window must be a whole number"),
+    ],
+)
+def test_configurations_that_cannot_be(options, message):
+    with pytest.raises(ValueError, match=message):
+        Grouped(**options)
