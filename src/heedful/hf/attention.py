@@ -15,6 +15,9 @@ from heedful.ops import Visibility
 NAME = "heedful"
 """What a converted attention module calls its layer."""
 
+ROTATION = "heedful_rotation"
+"""What a converted attention module calls its rotary embedding, where its layer needs one."""
+
 IMPLEMENTATION = "heedful_converted"
 """The attention implementation of a converted model; no checkpoint names it."""
 
@@ -96,7 +99,7 @@ def attention(
             f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
             "at 0"
         )
-    visibility, ids, positions = attention_mask or (None, None, None)
+    visibility, ids, positions, shared = attention_mask or (None, None, None, None)
     if is_causal is False and (visibility is None or visibility.causal):
         raise ValueError(
             f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
@@ -107,7 +110,15 @@ def attention(
         token_ids=_needed(module, layer, "token_ids", ids),
         positions=_needed(module, layer, "positions", positions),
         cache=heedful_cache if "cache" in layer.needs else None,
+        shared=shared,
     )
+    if "rotation" in layer.needs and (rotation := getattr(module, ROTATION)) is not None:
+        if positions is None:
+            raise ValueError(
+                f"{type(module).__name__} was called with positions of several axes, as of images, "
+                "and groups of tokens have none; give the model text alone"
+            )
+        given = given._replace(positions=positions, rotation=rotation)
     if held is not None:
         visibility = Visibility() if visibility is None else visibility
         out = held.attend(

@@ -15,6 +15,7 @@ from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import attends_twice
 from heedful.hf.slots import Meter
+from heedful.hf.summary_cache import SummaryCache
 from heedful.nn import Layer
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -90,8 +91,13 @@ def new_cache(
     meter = Meter()
     for (index, module), tokens in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = LayerCache(module.heedful, sliding, policy, tokens, meter)
+        layers[index] = cache_for(module.heedful)(module.heedful, sliding, policy, tokens, meter)
     return KVCache(layers, meter, offloading)
+
+
+def cache_for(layer: Layer) -> type[LayerCache]:
+    """The kind of cache that a layer's mechanism goes on from."""
+    return SummaryCache if layer.summarises else LayerCache
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -149,7 +155,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
     if type(found) in _STOCK and found.get_seq_length() == 0 and layer.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        made = LayerCache(layer, getattr(found, "sliding_window", None))
+        made = cache_for(layer)(layer, getattr(found, "sliding_window", None))
         if getattr(found, "record_past", False):
             made.activate_past_recording()
         layers[index] = made
@@ -175,4 +181,5 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
 
 def _needs(layer: Layer) -> str:
     rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
-    return ", ".join([*rows, *layer.keeps])
+    summaries = ["summaries of groups"] if layer.summarises else []
+    return ", ".join([*rows, *layer.keeps, *summaries])

@@ -15,6 +15,7 @@ from transformers.generation import GenerationMode
 from heedful.hf.attention import (
     IMPLEMENTATION,
     NAME,
+    ROTATION,
     ConvertedAttention,
     converted_attention,
     family_of,
@@ -39,6 +40,7 @@ from heedful.hf.families import (
     projections,
 )
 from heedful.hf.mask import ForgetCall, ReadCall
+from heedful.hf.rotation import rotation_of
 from heedful.nn import Layer, Mechanism, Standard, from_json, mechanism
 from heedful.ops.impl import Impl, check_impl
 
@@ -239,6 +241,11 @@ def convert(
         built[path].impl = impl
     early = [path for path, layer in built.items() if "unrotated" in layer.needs]
     unrotated = {path: projections(found[path]) for path in early}
+    rotations = {
+        path: rotation_of(model, found[path])
+        for path, layer in built.items()
+        if "rotation" in layer.needs
+    }
     scaled = [
         (find_mlp(model, found[path]), layer.input_factor)
         for path, layer in built.items()
@@ -259,6 +266,8 @@ def convert(
     for path, module in found.items():
         module.__class__ = converted_attention(type(module))
         module.heedful = built[path].train(model.training)
+        if path in rotations:
+            setattr(module, ROTATION, rotations[path])
         for part, projection in unrotated.get(path, {}).items():
             hook = _BeforeRotation(part, module)
             before["hooks"].append(projection.register_forward_hook(hook))
@@ -295,6 +304,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
         module.__class__ = base
     for module in attention:
         del module.heedful
+        module.__dict__.pop(ROTATION, None)
     for hook in conversion._before["hooks"]:
         hook.remove()
     for config, implementation in conversion._before["attn_implementations"]:

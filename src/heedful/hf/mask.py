@@ -35,12 +35,13 @@ class Seen(NamedTuple):
     """What the attention layers of one kind are handed in place of a mask.
 
     It goes the way of the mask, through the family's own code, so that a layer that is computed
-    again in the backward pass gets the same.
+    again in the backward pass gets the same. In `shared` layers keep things for each other.
     """
 
     visibility: Visibility
     token_ids: Int[Tensor, "B T"] | None
     positions: Int[Tensor, "#B T"] | None
+    shared: dict | None
 
 
 class ReadCall(NamedTuple):
@@ -85,7 +86,7 @@ class ForgetCall(NamedTuple):
 def seen(*args: object, **kwargs: object) -> Seen:
     """The mask function that transformers calls: `visibility_for`, with ids and positions."""
     ids, positions = getattr(_given, "token_ids", None), getattr(_given, "positions", None)
-    return Seen(visibility_for(*args, **kwargs), ids, positions)
+    return Seen(visibility_for(*args, **kwargs), ids, positions, {})
 
 
 def visibility_for(

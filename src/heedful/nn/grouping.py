@@ -27,6 +27,18 @@ _ROUTE = 64  # width of what a boundary is told by
 _CLUSTER = 32  # width of what slots cluster
 
 
+def reach_of(kind: Kind, size: int, stride: int, longest: int) -> int:
+    """The most tokens that a group spans."""
+    match kind:
+        case "sentence" | "boundary":
+            return longest
+        case "cif":
+            return longest + 1
+        case "slots":
+            return size * stride
+    return size
+
+
 class Grouping(nn.Module):
     """Makes the groups of a row from one feature vector per token.
 
@@ -61,18 +73,6 @@ class Grouping(nn.Module):
             case "slots":
                 self.inner = WideLinear(shape.hidden, _CLUSTER, bias=False)
         self.reset_parameters()
-
-    @staticmethod
-    def reach_of(kind: Kind, size: int, stride: int, longest: int) -> int:
-        """The most tokens that a group spans."""
-        match kind:
-            case "sentence" | "boundary":
-                return longest
-            case "cif":
-                return longest + 1
-            case "slots":
-                return size * stride
-        return size
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -19,6 +19,11 @@ _BLOCK = 64  # query rows whose weights stand in memory at once
 def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
     """Raise unless the policy can serve the layer under a budget of so many tokens."""
     name = type(policy).__name__
+    if layer.summarises:
+        raise ValueError(
+            f"eviction: {name} cannot serve {type(layer).__name__}, whose cache holds summaries in "
+            "place of far tokens already; leave eviction out"
+        )
     if layer.past_queries:
         raise ValueError(
             f"eviction: {name} cannot serve {type(layer).__name__} with a convolution over keys, "

@@ -27,7 +27,7 @@ class Groups:
     of a real token sum to one, so that no token counts twice. `fixed_groups`, `sliding_groups`,
     `sentence_groups`, `boundary_groups`, `cif_groups` and `slot_groups` make them.
 
-    index: the groups of every token, `[B or 1, T, S]`; -1 for none.
+    index: the groups of every token, `[B or 1, T, S]`; below zero for none of these.
     weight: the token's share in them, fp64 where it is not learned; zero for none.
     start, end: the first and last token of every group, `[B or 1, M]`, ascending; a number beyond
         every row for a group that only other rows have.
@@ -52,13 +52,14 @@ class Groups:
 
     def __post_init__(self) -> None:
         if self.mass is None:
-            object.__setattr__(self, "mass", self._added(self.weight))
+            object.__setattr__(self, "mass", self._mass())
 
-    def _added(self, x: Float[Tensor, "B T S"]) -> Float[Tensor, "B M"]:
-        rows = max(len(x), len(self.index))
+    def _mass(self) -> Float[Tensor, "B M"]:
+        rows = max(len(self.weight), len(self.index))
+        # Shares in groups that began before these tokens are none of these groups'.
+        share = self.weight.where(self.index >= 0, 0).expand(rows, -1, -1).flatten(1)
         at = self.index.clamp(min=0).expand(rows, -1, -1).flatten(1)
-        total = x.new_zeros(rows, self.start.shape[1])
-        return total.scatter_add(1, at, x.expand(rows, -1, -1).flatten(1))
+        return share.new_zeros(rows, self.start.shape[1]).scatter_add(1, at, share)
 
     @property
     def count(self) -> int:

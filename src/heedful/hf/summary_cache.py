@@ -1,0 +1,485 @@
+"""The part of a cache of a layer that keeps summaries: near tokens, far groups, and what is open.
+
+Of far tokens nothing is left but their groups' summaries. Kept beside these are the keys and values
+of the tokens that some summary does not cover yet, and, of groups that may still grow, what their
+summary will be made of. The newest group of a row counts as open until the next one has begun.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heedful.hf.cached_layer import LayerCache
+from heedful.hf.eviction import Eviction
+from heedful.hf.slots import LEAST, SLACK, Meter, nbytes_of
+from heedful.nn import Given, Layer
+from heedful.ops import Groups, Summaries, Visibility
+from heedful.ops.grouped.groups import NEVER, NOBODY, Places
+
+
+class Arrived(NamedTuple):
+    """Tokens, and what their groups and summaries are made of; `None` for what takes nothing.
+
+    keys, values, queries: rotated, `[B, H, n, D]`; queries where groups ask.
+    grouping, pooling: features, `[B, n, F]`.
+    positions: of the model, `[B, n]`.
+    """
+
+    keys: Float[Tensor, "B Hk n D"]
+    values: Float[Tensor, "B Hk n D"]
+    queries: Float[Tensor, "B H n D"] | None
+    grouping: Float[Tensor, "B n F"] | None
+    pooling: Float[Tensor, "B n P"] | None
+    positions: Int[Tensor, "B n"] | None
+
+    def cut(self, start: int, stop: int | None = None) -> "Arrived":
+        """Some of the tokens."""
+        return Arrived(*(None if x is None else x.narrow(self._dim(name), start,
+                         (self.tokens if stop is None else stop) - start)
+                         for name, x in self._asdict().items()))  # fmt: skip
+
+    def followed_by(self, more: "Arrived") -> "Arrived":
+        """These tokens and later ones."""
+        pairs = zip(self._asdict().items(), more, strict=True)
+        return Arrived(*(None if x is None else torch.cat([x, y], dim=self._dim(name))
+                         for (name, x), y in pairs))  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @staticmethod
+    def _dim(name: str) -> int:
+        return 2 if name in ("keys", "values", "queries") else 1
+
+
+class State(NamedTuple):
+    """What is kept between calls; every tensor is of all rows.
+
+    near: the tokens from `first` on, of which some share is in no summary that the next token sees.
+    open: the features of those from `opened` on, which belong to a group that may still grow.
+    index, weight: the memberships of the near tokens, `[B, n, S]`.
+    start, end, complete, mass: of all groups, `[B, M]`; those from `count` on may still grow.
+    count: how many groups of each row do not change any more, `[B]`.
+    begins: where each row's open groups begin, `[B]`.
+    fill: how full its open group is before that, `[B, 1]`.
+    group_keys, group_values: summaries, with room for more.
+    asking: the query of the newest complete group of each row, `[B, H, 1, D]`, where groups ask.
+    """
+
+    keys: Float[Tensor, "B Hk n D"]
+    values: Float[Tensor, "B Hk n D"]
+    open: Arrived
+    index: Int[Tensor, "B n S"]
+    weight: Float[Tensor, "B n S"]
+    start: Int[Tensor, "B M"]
+    end: Int[Tensor, "B M"]
+    complete: Bool[Tensor, "B M"]
+    mass: Float[Tensor, "B M"]
+    count: Int[Tensor, " B"]
+    begins: Int[Tensor, " B"]
+    fill: Float[Tensor, "B 1"]
+    group_keys: Float[Tensor, "B Hk room D"]
+    group_values: Float[Tensor, "B Hk room D"]
+    asking: Float[Tensor, "B H 1 D"] | None
+    first: int
+    opened: int
+
+
+class Recent(NamedTuple):
+    """What undoing the newest calls takes: what was held before, and what came since."""
+
+    before: State | None
+    arrived: Arrived
+    visibility: Visibility
+    given: Given
+
+
+class SummaryCache(LayerCache):
+    """One attention layer's part of the cache, where the layer sums up groups of tokens."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        sliding: int | None = None,
+        policy: Eviction | None = None,
+        tokens: int | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        super().__init__(layer, sliding, policy, tokens, meter)
+        self.window = None  # the operator sees to it; summaries within are kept
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._held: State | None = None
+        self._recent: Recent | None = None
+        self._grouping = None
+
+    @property
+    def keys(self) -> Tensor | None:
+        return None if self._held is None else self._held.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        return None if self._held is None else self._held.values
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._held is not None
+
+    @property
+    def length(self) -> int:
+        """How many tokens it holds one by one."""
+        return 0 if self._held is None else self._held.keys.shape[2]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of new tokens; returns these."""
+        if self._held is not None and len(self._held.keys) != len(key_states):
+            raise ValueError(
+                f"past_key_values holds a batch of {len(self._held.keys)} rows and the call has "
+                f"{len(key_states)}; use batch_select_indices or batch_repeat_interleave, or a new "
+                "cache"
+            )
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+        self.arrived = key_states.shape[2]
+        self.seen += self.arrived
+        return key_states, value_states
+
+    def positions(self) -> Int[Tensor, "B n"]:
+        """Where the tokens that are held one by one stand in their rows, ascending."""
+        if self._held is None:
+            return torch.empty(0, 0, dtype=torch.int64)
+        at = torch.arange(self._held.first, self.seen, device=self.device)
+        return at.expand(len(self._held.keys), -1)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of keys and values, if every token were kept."""
+        if self._held is None:
+            return 0
+        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._held[:2])
+        return per_token * self.seen
+
+    # Attention over what is held.
+
+    def attend(
+        self,
+        layer: Layer,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tq D"],
+        v: Float[Tensor, "B Hk Tq D"],
+        *,
+        visibility: Visibility,
+        scale: float | None,
+        given: Given,
+    ) -> Float[Tensor, "B H Tq D"]:
+        """The layer's output for the tokens that came with the last `update`."""
+        if visibility.documents is not None:
+            # The call that would go on from packed documents is refused by the model.
+            self.arrived = 0
+            return layer(q, k, v, visibility=visibility, scale=scale, given=given).output
+        before = self._held
+        new = self._arrived(layer, q, k, v, visibility, given)
+        grown, groups, summaries = self._grown(layer, before, new, visibility, given)
+        out = layer.attend(
+            q, grown.keys, grown.values, groups, summaries,
+            visibility=visibility.part(grown.first, self.seen), scale=scale,
+        )  # fmt: skip
+        if self.record_past:
+            old = self._recent
+            recent = new if old is None else old.arrived.followed_by(new)
+            start = before if old is None else old.before
+            self._recent = Recent(start, recent, visibility, given._replace(shared=None))
+        self._held = self._without_far(layer, grown)
+        self.arrived = 0
+        self._measure(copied=nbytes_of([grown.keys, grown.values]))
+        return out
+
+    def _arrived(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, given: Given
+    ) -> Arrived:
+        """The new tokens and their features; of shared groups, the first layer makes those."""
+        held = self._held
+
+        def make():
+            places = _places(visibility, self.seen - self.arrived, self.seen, k)
+            known = None if held is None else held.open.grouping
+            last = None if known is None else known[:, -1:]
+            return layer.grouping, layer.grouping.features(given, places, last)
+
+        grouping, features = layer.shared(given, "features", make)
+        self._grouping = weakref.ref(grouping)
+        positions = given.positions
+        return Arrived(
+            k, v, q if layer.config.queries == "groups" else None, features,
+            layer.pooling_features(given.input),
+            None if positions is None else positions.expand(len(k), -1),
+        )  # fmt: skip
+
+    def _grown(
+        self, layer: Layer, held: State | None, new: Arrived, visibility: Visibility, given: Given
+    ) -> tuple[State, Groups, Summaries]:
+        """What is held, with new tokens: they join open groups, close them and begin others."""
+        if held is None:
+            held = _nothing(new, layer)
+        region = held.open.followed_by(new)
+        stop = held.opened + region.tokens
+        keys = torch.cat([held.keys, new.keys], dim=2)
+        values = torch.cat([held.values, new.values], dim=2)
+        places = _places(visibility, held.opened, stop, keys, held.begins)
+        begun = held.fill if layer.config.grouping == "cif" else held.count[:, None]
+
+        def make():
+            return self._grouping().groups(region.grouping, places, begun)
+
+        if given.shared is None:  # undoing, of one layer alone
+            made = make()
+        else:
+            made = layer.shared(given, f"groups from {held.opened} to {stop}", make)
+        positions = given._replace(positions=region.positions)
+        sums = layer.summaries(
+            region.queries, region.keys, region.values, made, region.pooling, positions
+        )
+
+        rows, device = len(keys), keys.device
+        local = torch.arange(made.count, device=device)
+        there = made.there.expand(rows, -1)
+        count = int((held.count + there.sum(1)).max())
+        to = (held.count[:, None] + local).where(there, count)
+
+        def joined(old: Shaped[Tensor, "B M"], more: Shaped[Tensor, "B m"], away) -> Tensor:
+            known = torch.arange(old.shape[1], device=device) < held.count[:, None]
+            base = pad(old.where(known, away)[:, :count], (0, max(0, count - old.shape[1]) + 1),
+                       value=away)  # fmt: skip
+            return base.scatter(1, to, more.expand(rows, -1).to(base.dtype))[:, :count]
+
+        start = joined(held.start, made.start + held.opened, NEVER)
+        end = joined(held.end, made.end + held.opened, NEVER)
+        complete = joined(held.complete, made.complete, False)
+        mass = joined(held.mass, made.mass, 0.0)
+        member = made.weight > 0
+        index = (made.index + held.count[:, None, None]).where(member, NOBODY)
+        index, weight = torch.broadcast_tensors(index, made.weight)
+        index, weight = _since(held, index, weight)
+        at = to[:, None, :, None]
+        group_keys = _with(held.group_keys, sums.k, at, count)
+        group_values = _with(held.group_values, sums.v, at, count)
+
+        final = (end < stop - 1).sum(1)
+        begins = _at(start, final).clamp(max=stop)
+        asking = queries = None
+        if sums.q is not None:
+            queries = sums.q.new_zeros(*sums.q.shape[:2], count + 1, sums.q.shape[3])
+            newest = (held.count - 1).clamp(min=0)[:, None, None, None]
+            queries = queries.scatter(2, newest.expand_as(held.asking), held.asking)
+            queries = queries.scatter(2, at.expand_as(sums.q), sums.q)
+            newest = (final - 1).clamp(min=0)[:, None, None, None]
+            asking = queries.gather(2, newest.expand_as(held.asking))
+            queries = queries[:, :, :count]
+        opened = int(begins.min())
+        state = State(
+            keys, values, region.cut(opened - held.opened), index, weight, start, end, complete,
+            mass, final, begins, _fill(layer, held, region, made, begins, final), group_keys,
+            group_values, asking, held.first, opened,
+        )  # fmt: skip
+        groups = Groups(
+            index, weight, start, end, complete, layer.reach, mass, held.first, made.hard
+        )
+        shown = (group_keys[:, :, :count], group_values[:, :, :count])
+        return state, groups, Summaries(*(x.to(keys.dtype) for x in shown), queries)
+
+    def _without_far(self, layer: Layer, grown: State) -> State:
+        """Without the tokens that the next query sees in summaries alone."""
+        stop = grown.opened + grown.open.tokens
+        if layer.config.zoom:
+            return grown  # any group may be looked into
+        seen = (grown.end <= stop - layer.config.window).sum(1).minimum(grown.count)
+        first = min(int(_at(grown.start, seen).min()), grown.opened)
+        drop = max(0, first - grown.first)
+        if not drop:
+            return grown
+        keys, values = (_only(x[:, :, drop:]) for x in grown[:2])
+        opened = grown.open.tokens
+        near = grown.open._replace(
+            keys=keys[:, :, keys.shape[2] - opened :], values=values[:, :, -opened:]
+        )
+        return grown._replace(
+            keys=keys, values=values, open=near, index=grown.index[:, drop:].clone(),
+            weight=grown.weight[:, drop:].clone(), first=grown.first + drop,
+        )  # fmt: skip
+
+    # Undoing, and rows.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens."""
+        count, recent = -tokens_to_remove, self._recent
+        if count < 0:
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        known = 0 if recent is None else recent.arrived.tokens
+        if count > known:
+            raise ValueError(
+                f"crop can take back {known} tokens here, asked for {count}: call "
+                "activate_past_recording() before the calls that may be undone"
+            )
+        self._recent = None
+        if count:
+            self.seen -= count
+            self._held, layer = recent.before, self._owner()
+            if known > count:
+                visibility = recent.visibility.part(0, self.seen)
+                left = recent.arrived.cut(0, known - count)
+                grown, _, _ = self._grown(layer, recent.before, left, visibility, recent.given)
+                self._held = self._without_far(layer, grown)
+        self._measure()
+
+    def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._held is not None:
+            self._held = _changed(self._held, change)
+        if self._recent is not None:
+            before = self._recent.before
+            self._recent = self._recent._replace(
+                before=None if before is None else _changed(before, change),
+                arrived=Arrived(*(None if x is None else change(x) for x in self._recent.arrived)),
+            )
+        self._measure()
+
+    def offload(self) -> None:
+        """Keys and values go to the CPU, of groups and of tokens; the rest is small and stays."""
+        self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self._held is not None:
+            names = ("keys", "values", "group_keys", "group_values")
+            moved = {x: getattr(self._held, x).to(device, non_blocking=True) for x in names}
+            held = self._held._replace(**moved)
+            tokens = held.open.tokens
+            near = {x: moved[x][:, :, moved[x].shape[2] - tokens :] for x in ("keys", "values")}
+            self._held = held._replace(open=held.open._replace(**near))
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {"_grouping": None}
+
+    def _measure(self, *, most: int = 0, copied: int = 0) -> None:
+        tensors: list[Tensor | None] = []
+        for state in (self._held, self._recent and self._recent.before):
+            if state is not None:
+                tensors += [x for x in (*state, *state.open) if isinstance(x, Tensor)]
+        if self._recent is not None:
+            tensors += list(self._recent.arrived)
+        now = nbytes_of(tensors)
+        self.meter.change(now - self._bytes, max(copied, most - now))
+        self._bytes = now
+
+
+def _places(
+    visibility: Visibility, start: int, stop: int, like: Tensor, begins: Tensor | None = None
+) -> Places:
+    """Where the tokens `start .. stop - 1` stand; the document is the row without its padding.
+
+    With `begins`, tokens before these are none of any open group's, as if they were padding.
+    """
+    rows = len(like)
+    token = torch.arange(stop - start, device=like.device).expand(rows, -1)
+    if visibility.padding is None:
+        real, first = torch.ones_like(token, dtype=torch.bool), torch.zeros_like(token[:, :1])
+    else:
+        whole = visibility.padding[:, :stop].expand(rows, -1)
+        real, first = whole[:, start:], whole.int().argmax(1, keepdim=True)
+    first = first - start
+    if begins is not None:
+        first = torch.maximum(first, begins[:, None] - start)
+        real = real & (token >= first)
+    plain = bool(real.all()) and not bool(first.any())
+    return Places(
+        real, first.expand(rows, token.shape[1]), torch.full_like(token, stop - start), plain
+    )
+
+
+def _nothing(new: Arrived, layer: Layer) -> State:
+    """Before the first token."""
+    rows, device = len(new.keys), new.keys.device
+    none = torch.zeros(rows, 0, device=device)
+    whole = torch.zeros(rows, device=device, dtype=torch.int64)
+    return State(
+        new.keys[:, :, :0], new.values[:, :, :0], new.cut(0, 0), none[..., None].long(),
+        none[..., None], none.long(), none.long(), none.bool(), none.double(), whole, whole,
+        torch.zeros(rows, 1, device=device, dtype=torch.float64),
+        new.keys[:, :, :0], new.values[:, :, :0],
+        None if new.queries is None else torch.zeros_like(new.queries[:, :, :1]), 0, 0,
+    )  # fmt: skip
+
+
+def _since(
+    held: State, index: Int[Tensor, "B n S"], weight: Float[Tensor, "B n S"]
+) -> tuple[Int[Tensor, "B m S"], Float[Tensor, "B m S"]]:
+    """Memberships of all near tokens: those of complete groups as they were found before."""
+    if not held.index.shape[1]:
+        return index, weight
+    old = held.opened - held.first
+    known = torch.arange(held.opened, held.opened + index.shape[1], device=index.device)
+    known = (known < held.begins[:, None])[..., None]
+    fill = index.shape[1] - (held.index.shape[1] - old)
+    parts = []
+    for before, now in ((held.index, index), (held.weight, weight.to(held.weight.dtype))):
+        same = pad(before[:, old:], (0, 0, 0, fill))
+        parts.append(torch.cat([before[:, :old], same.where(known, now)], dim=1))
+    return parts[0], parts[1]
+
+
+def _fill(
+    layer: Layer, held: State, region: Arrived, made: Groups, begins: Tensor, final: Tensor
+) -> Float[Tensor, "B 1"]:
+    """How full each row's open group is before its first token begins (cif)."""
+    if layer.config.grouping != "cif":
+        return held.fill
+    rows = len(begins)
+    at = (begins - held.opened).clamp(max=region.tokens - 1)[:, None]
+    index = made.index[..., 0].expand(rows, -1).gather(1, at) + held.count[:, None]
+    share = made.weight[..., 0].expand(rows, -1).gather(1, at)
+    alpha = region.grouping[..., 0].gather(1, at).to(share.dtype)
+    begun = (index < final[:, None]) & (begins[:, None] < held.opened + region.tokens)
+    return (1 - share * alpha).where(begun, 0.0).to(held.fill.dtype)
+
+
+def _with(
+    store: Float[Tensor, "B Hk room D"], new: Float[Tensor, "B Hk m D"], at: Tensor, count: int
+) -> Float[Tensor, "B Hk room D"]:
+    """The summaries with new ones in their places; the last slot takes what no row has."""
+    learns = torch.is_grad_enabled() and (new.requires_grad or store.requires_grad)
+    frozen = store.is_inference() and not torch.is_inference_mode_enabled()
+    if store.shape[2] < count + 1 or learns or frozen:
+        room = count + 1 if learns else count + 1 + max(LEAST, count // SLACK)
+        store = pad(store, (0, 0, 0, max(0, room - store.shape[2])))
+    at = at.where(at < count, store.shape[2] - 1).expand(-1, new.shape[1], -1, new.shape[3])
+    return store.scatter(2, at, new) if learns else store.scatter_(2, at, new)
+
+
+def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """The number at each row's place; beyond the last one, one that comes never."""
+    return pad(ascending, (0, 1), value=NEVER).gather(1, place[:, None])[:, 0]
+
+
+def _only(x: Tensor) -> Tensor:
+    """A view without what lies around it, where that is much."""
+    whole = x.untyped_storage().nbytes()
+    return x.clone() if whole > 2 * x.numel() * x.element_size() else x
+
+
+def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    """The same with its rows changed."""
+    moved = State(*(change(x) if isinstance(x, Tensor) else x for x in state))
+    near = Arrived(*(None if x is None else change(x) for x in state.open))
+    return moved._replace(open=near)
