@@ -11,7 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import heedful
 from heedful.hf.cached_layer import LayerCache
-from heedful.nn import NAMES, MultiToken, Selective, Standard, mechanism
+from heedful.nn import NAMES, Grouped, MultiToken, Selective, Standard, mechanism
 
 MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
@@ -19,8 +19,18 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "selective-extra": Selective(selector="extra"),
     "selective-per-head": Selective(selector="per-head"),
     "local": Standard(window=4),
+    "grouped": Grouped(size=3, window=2),
+    "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
+    "grouped-sentence": Grouped(
+        "sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31), refine="channel", zoom=1
+    ),
+    "grouped-cif": Grouped("cif", size=3, window=2, share=2, refine="attention"),
+    "grouped-slots": Grouped("slots", size=2, stride=2, window=2, share=2, queries="groups"),
+    "grouped-boundary": Grouped("boundary", size=3, longest=5, window=1, size_bias="learned"),
 }
-FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential"]
+GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
+FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential", *GROUPED]
+EVERY_GROUPED = [name for name in MECHANISMS if name.startswith("grouped") and name not in FEW]
 FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "gpt_neox", "qwen3"]
 
 
@@ -158,7 +168,7 @@ def test_rows_are_repeated_chosen_and_reordered_whole(name):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("name", [*FEW, "mta-pre", "local"])
+@pytest.mark.parametrize("name", [*FEW, "mta-pre", "local", *EVERY_GROUPED])
 def test_calls_can_be_taken_back(name, family):
     """Of one call or several, some of their tokens, all, or none."""
     model, ids = converted(name, family), tokens(1, 24)

@@ -252,8 +252,8 @@ DAMAGE = {
         f, heedful={"mechanisms": [{"mechanism": "mta", "layers": [0]}]}
     ),
     "config.json has no valid 'layers'": lambda f: change_part(f, layers=3),
-    "mechanism kind must be one of .* got 'Grouped'; it was written by another": lambda f: (
-        change_part(f, mechanism={"kind": "Grouped"})
+    "mechanism kind must be one of .* got 'Clustered'; it was written by another": lambda f: (
+        change_part(f, mechanism={"kind": "Clustered"})
     ),
     "Selective has no field size; it was written by another": lambda f: change_part(
         f, mechanism={"kind": "Selective", "size": 3}

@@ -61,6 +61,7 @@ class ReadCall(NamedTuple):
         if isinstance(given.get("attention_mask"), dict):
             return  # the model around this one has read its call, and made the masks
         _given.token_ids, _given.positions = given.get("input_ids"), _positions(given)
+        _given.shared = {}
         documents = _documents(given)
         if documents is not None and not self.apart:
             _require(
@@ -77,7 +78,7 @@ class ForgetCall(NamedTuple):
 
     def __call__(self, module: torch.nn.Module, args: tuple, output: object) -> None:
         packed, _given.documents = getattr(_given, "documents", None), None
-        _given.token_ids = _given.positions = None
+        _given.token_ids = _given.positions = _given.shared = None
         cache = getattr(output, "past_key_values", None)
         if packed is not None and cache is not None:
             setattr(cache, _PACKED, True)
@@ -86,7 +87,8 @@ class ForgetCall(NamedTuple):
 def seen(*args: object, **kwargs: object) -> Seen:
     """The mask function that transformers calls: `visibility_for`, with ids and positions."""
     ids, positions = getattr(_given, "token_ids", None), getattr(_given, "positions", None)
-    return Seen(visibility_for(*args, **kwargs), ids, positions, {})
+    shared = getattr(_given, "shared", None)
+    return Seen(visibility_for(*args, **kwargs), ids, positions, shared)
 
 
 def visibility_for(

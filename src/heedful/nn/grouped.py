@@ -149,7 +149,8 @@ class GroupedAttention(Layer):
                 config.grouping, shape, config.size, stride, config.shortest, longest,
                 config.closing,
             )  # fmt: skip
-        self.learns_groups = leads and config.grouping in ("cif", "boundary")
+        self.learns = leads and config.grouping in LEARNED
+        self.learns_groups = self.learns and config.grouping != "slots"
         needs = {"rotation"}
         if config.refine != "mean" or config.grouping in LEARNED:
             needs.add("input")
@@ -253,7 +254,8 @@ class GroupedAttention(Layer):
         key = (what, config.grouping, config.size, config.stride, config.shortest, config.longest,
                config.closing, number)  # fmt: skip
         kept = {} if given.shared is None else given.shared
-        if key not in kept:
+        # What has a gradient is made again where a layer is computed again in the backward pass.
+        if key not in kept or self.learns:
             if self.grouping is None:
                 first = self.shape.layer - self.shape.layer % config.share
                 raise ValueError(
