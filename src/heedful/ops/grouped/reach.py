@@ -91,8 +91,10 @@ def _newest(
     groups: Groups, visibility: Visibility, token: Int[Tensor, "B Tq"], keys: int
 ) -> Int[Tensor, "B Tq"]:
     """The newest complete group of the token's document; -1 for none."""
-    # A document's last groups, if they are not complete, end with it: they are never asked.
-    newest = _below(groups.end + (~groups.complete).long(), token + 1) - 1
+    number = torch.arange(groups.count, device=token.device)
+    complete = number.where(groups.complete & groups.there, -1).cummax(1).values
+    complete = torch.nn.functional.pad(complete, (1, 0), value=-1)
+    newest = _at(complete, _below(groups.end, token + 1))
     if visibility.documents is None:
         return newest
     begin = segment_bounds(visibility.segments())[0][:, keys - token.shape[1] :]
@@ -126,3 +128,36 @@ def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, "B n"]) -> Int[Tensor,
     rows = max(len(ascending), len(place))
     place = place.clamp(0, ascending.shape[1] - 1).expand(rows, -1)
     return ascending.expand(rows, -1).gather(1, place)
+
+
+def score_pairs(
+    groups: Groups,
+    *,
+    window: int,
+    visibility: Visibility | None = None,
+    asking: bool = False,
+    zoom: int = 0,
+) -> int:
+    """How many pairs of a query and a key or summary one head scores, in all rows.
+
+    Arguments:
+        groups: of whole rows.
+        window, visibility: as for `grouped_attention`.
+        asking: groups ask: rows with the same query and the same summaries are one.
+        zoom: the tokens of the groups that are looked into come on top.
+    """
+    tokens = groups.index.shape[1]
+    visibility = Visibility() if visibility is None else visibility
+    reach = reach_of(groups, visibility, tokens, tokens, window)
+    far = (reach.near - reach.first).clamp(min=0) + (reach.last - reach.after).clamp(min=0)
+    index = groups.index[:, None]
+    near, after = (x[..., None, None] for x in (reach.near, reach.after))
+    left = ((index >= near) & (index < after)).any(-1)
+    token = torch.arange(tokens, device=left.device)
+    left = left & (token >= reach.start[..., None]) & (token < reach.stop[..., None])
+    if asking:
+        same = torch.stack(torch.broadcast_tensors(*reach[:4], reach.asks), 1).diff(dim=2) == 0
+        far = far.expand(len(same), -1).clone()
+        far[:, 1:] *= ~same.all(1)
+    looked = int(torch.minimum(far, torch.full_like(far, zoom)).sum()) if zoom else 0
+    return int(far.sum()) + int(left.sum()) + looked * groups.longest
