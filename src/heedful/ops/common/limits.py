@@ -40,6 +40,11 @@ def unseen(visibility: Visibility) -> str | None:
     return None
 
 
+def biased(bias: Tensor | None) -> str | None:
+    """That the fused kernels add no bias, as one clause, or `None`."""
+    return None if bias is None else "its kernels add no bias to the logits"
+
+
 def padded(size: int) -> int:
     """The power of two at which a dimension is computed; a tensor core takes 16 at least."""
     return max(16, 1 << (size - 1).bit_length())

@@ -22,6 +22,7 @@ def multi_token_attention_few(
     *,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in fp32 at least."""
     queries, keys = q.shape[2], k.shape[2]
@@ -35,6 +36,8 @@ def multi_token_attention_few(
         logits = _convolved(_blank(logits, hidden), conv, segments)
     if pre_mix is not None:
         logits = mix(logits, pre_mix)
+    if bias is not None:
+        logits += bias
     weights = few_weights(logits, hidden)
     if post_conv is not None:
         weights = _blank(_convolved(weights, post_conv, segments), hidden)

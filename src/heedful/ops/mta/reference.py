@@ -22,6 +22,7 @@ def multi_token_attention_reference(
     post_mix: Float[Tensor, "n2 g2 g2"] | None,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, one line per step of its definition."""
     a = multi_token_attention_map(
@@ -33,6 +34,7 @@ def multi_token_attention_reference(
         post_mix=post_mix,
         visibility=visibility,
         scale=scale,
+        bias=bias,
     )
     return a @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
@@ -47,6 +49,7 @@ def multi_token_attention_map(
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
 
@@ -66,7 +69,8 @@ def multi_token_attention_map(
         c = correlate(c.masked_fill(~visible, 0), conv, documents)  # Conv(Mask_0(S)), MTA eq. 5
     if mix is not None:
         c = mix_heads(c, mix)  # MTA eq. 7 before the softmax
-    logits = c.to(wide).masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
+    c = c.to(wide) if bias is None else c.to(wide) + bias.to(wide)
+    logits = c.masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
     p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
     p = p.masked_fill(~visible, 0).to(q.dtype)  # a query that sees nothing gets zeros
     if post_conv is not None:

@@ -328,6 +328,7 @@ def identity_attention(
     parameters: Parameters,
     sight: Sight,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B H Tq Dv"] | None:
     """What torch's own kernel computes; `None` where a parameter is not the identity any more.
 
@@ -345,7 +346,7 @@ def identity_attention(
         return None
     if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in (mix, post_mix)):
         return None
-    out = standard_attention(q, k, v, causal=sight.causal, scale=scale)
+    out = standard_attention(q, k, v, causal=sight.causal, scale=scale, bias=bias)
     return None if out is None else out.contiguous()
 
 
