@@ -62,14 +62,31 @@ def operator_mta() -> None:
     """opcheck, forward and backward, with every optional tensor and with none."""
     x = transposed(leaves(BY_NAME["mta-full"].draw(SHAPE), torch.float64))
     segments = ragged(SHAPE.keys)[0].segments()
+    two_sided = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
     steps = (x["conv"], x["post_conv"], x["mix"], x["post_mix"])
     qkv = (x["q"], x["k"], x["v"])
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, bias(4), segments, segments, None, True, True, 7, 0.5, False),
-        (*qkv, None, None, *steps[2:], None, None, None, places(), False, True, 7, 0.5, False),
-        (*qkv, *[None] * 8, False, False, None, 0.5, True),
+        (*qkv, *steps, bias(4), segments, segments, None, True, True, 7, 0.5, False, False),
+        (
+            *qkv,
+            None,
+            None,
+            *steps[2:],
+            None,
+            None,
+            None,
+            places(),
+            False,
+            True,
+            7,
+            0.5,
+            False,
+            False,
+        ),
+        (*qkv, *[None] * 8, False, False, None, 0.5, False, True),
+        (*qkv, two_sided, None, *[None] * 6, False, False, 9, 0.5, True, False),
     ):
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]

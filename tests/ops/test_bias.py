@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, VISIBILITIES, Mechanism, Shape, ragged
+from mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
 from oracle import against_oracle, cast, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -14,6 +14,7 @@ from heedful.testing import assert_matches_oracle, peak_memory_mib
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+ENCODING = [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in m.name)]
 SIZES = pytest.mark.parametrize("spread", ["one for all", "per head", "per row", "each its own"])
 
 
@@ -52,8 +53,8 @@ def test_visibilities_and_cross_lengths(mechanism, visible, queries):
     assert not bool((found["grad bias"] * hidden.all(0)).any()), "what nobody sees has no gradient"
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
-@pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
+@pytest.mark.parametrize("mechanism", ENCODING, ids=str)
+@pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
 def test_non_causal(mechanism, visible):
     functions = (
         run_by(mechanism, impl, VISIBILITIES[visible](130)) for impl in ("tiled", "reference")

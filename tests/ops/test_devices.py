@@ -30,7 +30,7 @@ def test_no_look_for_the_identity_or_a_rank():
 def test_multi_token_attention_makes_its_constants_there():
     for window in (None, 70):
         for parameters in ((CONV, CONV, MIX, MIX), (None, None, None, None)):
-            inputs = (Q, Q, Q, *parameters, *[None] * 4, False, True, window, 0.5, False)
+            inputs = (Q, Q, Q, *parameters, *[None] * 4, False, True, window, 0.5, False, False)
             forward, backward = (x._init_fn for x in (tiled._tiled, tiled._tiled_backward))
             out = forward(*inputs)
             assert out.shape == Q.shape and out.device == META

@@ -173,7 +173,7 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
-@pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
+@pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
 def test_non_causal(mechanism, visible):
     hold(mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
 

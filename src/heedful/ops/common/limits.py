@@ -35,6 +35,8 @@ def unseen(visibility: Visibility) -> str | None:
     """What of the visibility the fused kernels do not know, as one clause, or `None`."""
     if visibility.mutual is not None:
         return "its kernels know no tokens that see later ones (visibility.mutual)"
+    if visibility.window is not None and not visibility.causal:
+        return "its kernels know no window to both sides (visibility.window)"
     if not visibility.in_place:
         return "its kernels know no positions and queries of their own (visibility)"
     return None

@@ -6,6 +6,7 @@ from torch import Tensor
 from heedful.ops.common.checks import (
     check_bias,
     check_dense,
+    check_flag,
     check_parameter,
     check_qkv,
     check_scale,
@@ -30,6 +31,7 @@ def multi_token_attention(
     mix: Float[Tensor, "n g g"] | None = None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -54,6 +56,10 @@ def multi_token_attention(
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
         bias: $b$, added to the logits that enter the softmax, `[1 or B, 1 or H, Tq, Tk]`: a
             relative position bias, say. It has a gradient.
+        two_sided: for encoders: kernels are centred over queries as they are over keys. The middle
+            row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
+            above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
+            that is not causal, as later queries are read.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -70,6 +76,12 @@ def multi_token_attention(
     check_qkv(q, k, v)
     heads = q.shape[1]
     visibility = check_visibility(visibility, q, k.shape[2])
+    check_flag("two_sided", two_sided)
+    if two_sided and visibility.causal:
+        raise ValueError(
+            "two_sided reads later queries, which causal order forbids; give visibility="
+            "Visibility(causal=False), or leave two_sided out"
+        )
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
         if kernel is not None and visibility.positions is not None:
             raise ValueError(
@@ -77,6 +89,11 @@ def multi_token_attention(
                 "leave the positions out, or the kernel"
             )
         _check_kernel(name, kernel, heads, q)
+        if two_sided and kernel is not None and kernel.shape[1] % 2 == 0:
+            raise ValueError(
+                f"{name} must have an odd c_q where two_sided centres it over queries, got "
+                f"{kernel.shape[1]}; add a row of zeros"
+            )
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
     check_bias(bias, q, k.shape[2])
@@ -89,11 +106,12 @@ def multi_token_attention(
             no_triton(q)
             or unseen(visibility)
             or biased(bias)
+            or ("its kernels look back over queries only (two_sided)" if two_sided else None)
             or multi_token_attention_limit(q, v, *parameters)
         ),
         (q, k, v, *parameters, bias),
     )
-    options = {} if chosen == "fused" else {"bias": bias}
+    options = {} if chosen == "fused" else {"bias": bias, "two_sided": two_sided}
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
     elif chosen == "fused":

@@ -2,8 +2,8 @@
 
 A row block owns its rows of the probabilities P. The convolution before the softmax reads `cq - 1`
 more rows of queries above the block. The one after the softmax takes the block's rows of P to
-`cq2 - 1` more output rows below, and the block adds its share to these. Everything but the softmax
-is linear, so the shares of blocks simply add up.
+`cq2 - 1` more output rows below, and the block adds its share to these. (Two-sided kernels do both
+above and below.) Everything but the softmax is linear, so the shares of blocks simply add up.
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it. The arithmetic of one
@@ -39,6 +39,7 @@ def multi_token_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in blocks of query rows; dense where these are few.
@@ -48,13 +49,13 @@ def multi_token_attention_tiled(
     parameters = Parameters(conv, post_conv, mix, post_mix)
     if few_queries(q, k, (q, k, v, *parameters, bias)):
         out = multi_token_attention_few(
-            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias
+            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, two_sided=two_sided
         )
         return out.to(output_dtype(q, wide))
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
         q, k, v, conv, post_conv, mix, post_mix, bias, *seen, visibility.documents is not None,
-        visibility.causal, visibility.window, scale, wide,
+        visibility.causal, visibility.window, scale, two_sided, wide,
     )  # fmt: skip
 
 
@@ -91,10 +92,11 @@ class RowBlock(NamedTuple):
     """The rows and columns that one block is about; rows count queries, columns count keys."""
 
     rows: range  # those whose probabilities it owns
-    read: range  # with the rows above that the convolution before the softmax reads
-    write: range  # with the rows below that the convolution after the softmax reaches
+    read: range  # with the rows around them that the convolution before the softmax reads
+    write: range  # with the rows around them that the convolution after the softmax reaches
     columns: range
-    missing: int  # how many of the rows above would stand before the first query
+    missing: tuple[int, int]  # rows to be read that would stand before the first query, or no more
+    around: tuple[int, int]  # rows of zeros around its own from which those to write are made
     offset: int  # query i is token i + offset
 
     def tokens(self, rows: range) -> range:
@@ -112,14 +114,18 @@ class RowBlock(NamedTuple):
 def _row_blocks(x: Operands, steps: TileSteps) -> Iterator[RowBlock]:
     """All row blocks, the last first: it has the most columns of a causal map."""
     queries, scope, parameters = x.q.shape[2], steps.scope, x.parameters
+    before, after = steps.reach(parameters.conv)
+    back, ahead = steps.reach(parameters.post_conv)
     for start, stop in row_blocks(queries, steps.rows_per_block(x.q.shape[1])):
         owned = range(scope.offset + start, scope.offset + stop)
+        write = range(max(0, start - ahead), min(stop + back, queries))
         yield RowBlock(
             rows=range(start, stop),
-            read=range(max(0, start - parameters.above), stop),
-            write=range(start, min(stop + parameters.below, queries)),
+            read=range(max(0, start - before), min(stop + after, queries)),
+            write=write,
             columns=scope.columns(owned, parameters.aside),
-            missing=max(0, parameters.above - start),
+            missing=(max(0, before - start), max(0, stop + after - queries)),
+            around=(back + start - write.start, ahead + write.stop - stop),
             offset=scope.offset,
         )
 
@@ -160,7 +166,7 @@ def _probabilities(x: Operands, steps: TileSteps, block: RowBlock) -> _Probabili
     z = c = None
     if conv is not None:
         z = steps.blank(logits, block.tokens(block.read), block.columns)
-        logits = steps.convolve(z, conv, block.missing, 0, owned, last=mix is None)
+        logits = steps.convolve(z, conv, *block.missing, owned, last=mix is None)
     if mix is not None:
         c = logits
         logits = steps.mix(c, mix, last=True)
@@ -181,8 +187,7 @@ def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Ten
     if post_conv is None:
         return p
     written = block.tokens(block.write)
-    below = len(block.write) - len(block.rows)
-    share = steps.convolve(p, post_conv, x.parameters.below, below, written)
+    share = steps.convolve(p, post_conv, *block.around, written)
     return steps.blank(share, written, block.columns)
 
 
@@ -241,8 +246,7 @@ def _after_softmax_backward(
     if post_conv is not None:
         written = block.tokens(block.write)
         d = steps.blank(d, written, block.columns)
-        around = (x.parameters.below, len(block.write) - len(block.rows))
-        d, dkernel = steps.convolve_backward(d, p, post_conv, *around, written)
+        d, dkernel = steps.convolve_backward(d, p, post_conv, *block.around, written)
         sums.post_conv.add_(dkernel)
     return d
 
@@ -252,7 +256,7 @@ def _before_softmax_backward(
 ) -> Tensor:
     """dS of the block from the gradient of its convolution; adds its share of the kernel's."""
     owned = block.tokens(block.rows)
-    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, block.missing, 0, owned)
+    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned)
     sums.conv.add_(dkernel)
     return steps.blank(d, block.tokens(block.read), block.columns)
 
@@ -272,14 +276,14 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
     mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, wide: bool,
+    window: int | None, scale: float, two_sided: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
-    out = identity_attention(*qkv, parameters, sight, scale, bias)
+    out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
-        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
+        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
         out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias), steps)
     return out.to(output_dtype(q, wide))
 
@@ -288,7 +292,8 @@ def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
     """The output by row blocks, or with kernels of low rank by the cheaper forms of wide.py."""
     conv, *rest = x.parameters
     sight = steps.scope.sight
-    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale)
+    two_sided = steps.reach(conv).after > 0
+    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
     if wide is not None and all(parameter is None for parameter in (*rest, x.bias)):
         out = flash_attention(wide, x.v, sight)
         if out is not None:
@@ -311,10 +316,10 @@ def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
     mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, wide: bool,
+    window: int | None, scale: float, two_sided: bool, wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
-    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
+    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
     inputs = (q, k, v, conv, post_conv, mix, post_mix, bias)
     return gradients(grad, inputs, scale, steps)
 
