@@ -323,6 +323,18 @@ def test_cross_attention(mechanism, impl):
         torch.testing.assert_close(found[:, :, rows], expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
+@pytest.mark.parametrize("queries", [70, 40])
+def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries):
+    """All see all, so that no place counts, however many queries there are."""
+    tensors = mechanism.draw(Shape(queries=queries, keys=50))
+    plain, told = Visibility(causal=False), Visibility(causal=False, queries=Queries())
+    for impl in ("reference", "tiled"):
+        found, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    hold(mechanism, Shape(queries=queries, keys=50), torch.float32, plain)
+
+
 @every
 def test_gradients_under_positions_and_queries(mechanism):
     at = torch.randperm(200)[:150].sort().values[None]

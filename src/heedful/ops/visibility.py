@@ -191,7 +191,8 @@ class Visibility:
 
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
-        if queries > keys and self.queries is None:
+        anywhere = self.plain and not self.causal  # all see all: nothing counts places
+        if queries > keys and self.queries is None and not anywhere:
             raise ValueError(
                 f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
                 "keys, so k must be at least as long"
@@ -268,7 +269,7 @@ class Visibility:
         if places is not None:
             return see_placed(places, queries, self.causal, self.window)
         token = torch.arange(keys, device=device)  # a range would fix a symbolic length
-        return self.at(token[keys - queries :], token)
+        return self.at(torch.arange(queries, device=device) + (keys - queries), token)
 
     def earlier(
         self, queries: int, keys: int, device: torch.device
