@@ -17,15 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from heedful.experiments.budgeted import named, plans, scored_as, under_budget
 from heedful.experiments.checkpoints import differences, saved_step
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.scratch import described, from_scratch
 from heedful.experiments.setups import Setup, chosen_setups
-from heedful.experiments.train import (
-    Diverged,
-    Stopped,
-    check_device,
-    described,
-    from_scratch,
-    train,
-)
+from heedful.experiments.train import Diverged, Stopped, check_device, train
 from heedful.hf import load
 from heedful.hf.eviction import MostHidden
 from heedful.hf.look import LayerLook, held_over_time, look

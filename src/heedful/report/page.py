@@ -27,8 +27,10 @@ from heedful.report.summary import (
     BASELINE,
     RULE,
     Row,
+    better,
     configurations,
     findings,
+    further,
     memory_label,
     number,
     plain,
@@ -96,7 +98,7 @@ def _page(
     )
     sections = [
         ("What it shows", f"<ul>{sentences}</ul><p class='note'>{html.escape(RULE)}</p>"),
-        ("Results", _results(rows, configurations(records))),
+        ("Results", _results(rows, configurations(records)) + _further(records)),
         ("Learning curves", _learning_curves(records, tasks, colour)),
         ("Beyond the training distribution", _splits(records, tasks, colour)),
         ("Cost", _cost(rows, colour)),
@@ -147,13 +149,19 @@ def _results(rows: list[Row], more: list[str]) -> str:
     kind = {"process peak MiB": process, "GPU peak MiB": "what torch had allocated on the GPU"}
     note = (
         "Mean ± sample standard deviation over seeds at the end of training, on held-out data; "
-        "lower is better. “× standard” is the ratio of the means. Tokens per second: median of "
+        f"{better(rows)}. “× standard” is the ratio of the means. Tokens per second: median of "
         f"the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
     )
     note = " ".join([note, *more])
     # Cost stands once more below, so a narrow screen leaves it out here.
     note = f"<p class='note'>{html.escape(note)}</p>"
     return f"<div class='wide results'>{table(rows, 'html')}</div>{note}"
+
+
+def _further(records: list[Record]) -> str:
+    tables = "".join(f"<div class='wide'>{made}</div>" for made in further(records, "html"))
+    note = "What was recorded beside it, of the same models on the same held-out rows."
+    return f"<p class='note'>{note}</p>{tables}" if tables else ""
 
 
 def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> str:
