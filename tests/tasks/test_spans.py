@@ -126,3 +126,17 @@ WRONG = {
 def test_wrong_fields_are_refused(message):
     with pytest.raises(ValueError, match=message):
         Spans(**WRONG[message])
+
+
+def test_a_saved_tokenizer_makes_the_rows(corpus):
+    for options in ({}, {"tokenizer": "bpe", "text_vocab_size": 280}):
+        task = Spans(corpus, length=40, **options)
+        tokenizer = task.saved_tokenizer()
+        for row in task.sample(5, 1).input_ids:
+            text = task.decode(row)
+            found = tokenizer.encode(text).ids
+            assert found[-1] == task.eos
+            if task.tokenizer == "byte" and "\N{REPLACEMENT CHARACTER}" not in text:
+                assert found == row.tolist()
+        assert tokenizer.token_to_id("<0>") == task.sentinel(0)
+        assert tokenizer.token_to_id("<pad>") == task.pad

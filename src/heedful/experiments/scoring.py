@@ -54,13 +54,19 @@ def _score_pairs(model: PreTrainedModel, task: Task, rows: Pairs, batch: int) ->
             )
         )
         if task.scored_by == "texts":
-            written = model.generate(
-                input_ids=given["input_ids"],
-                attention_mask=given["attention_mask"],
-                max_new_tokens=task.target_length,
-                do_sample=False,
-            )
-            texts += [task.decode(row[1:]) for row in written.tolist()]  # without the beginning
+            texts += write(model, task, pairs)
     whole = torch.cat(losses)
     found = task.score(texts if task.scored_by == "texts" else whole, rows.labels)
     return found | {"loss": (whole.sum() / (rows.labels != IGNORE).sum()).item()}
+
+
+@torch.no_grad()
+def write(model: PreTrainedModel, task: Task, rows: Pairs) -> list[str]:
+    """What an encoder-decoder makes of the sources, one batch, by greedy decoding."""
+    ids = model.generate(
+        input_ids=rows.input_ids.to(model.device),
+        attention_mask=rows.attention_mask.to(model.device),
+        max_new_tokens=task.target_length,
+        do_sample=False,
+    )
+    return [task.decode(row[1:]) for row in ids.tolist()]  # the first begins each of them

@@ -38,6 +38,7 @@ from heedful.report.summary import (
     table,
 )
 from heedful.report.template import PAGE
+from heedful.report.written import WrittenExhibit, written_tables
 
 _ORDER = (HidingExhibit, MapExhibit, KernelExhibit, MixExhibit)
 _STRONGEST = 12  # hidings listed below a sample
@@ -51,6 +52,7 @@ def write_report(
     config: Mapping | None = None,
     budgeted: Sequence[UnderBudget] = (),
     held: Sequence[HeldExhibit] = (),
+    written: Sequence[WrittenExhibit] = (),
 ) -> Path:
     """Write `report.html` into `folder` and return its path.
 
@@ -64,6 +66,7 @@ def write_report(
         config: the configuration of the comparison, shown as it is.
         budgeted: scores under small KV caches.
         held: what small caches held in the course of a row.
+        written: what encoder-decoders make of held-out sources.
 
     Raises:
         ValueError: without records, or if an exhibit's arrays do not fit each other.
@@ -79,14 +82,18 @@ def write_report(
                 f"{type(exhibit).__name__}"
             )
     small = _small_caches(budgeted, held)
-    page = _page(records, exhibits, config or {}, small)
+    page = _page(records, exhibits, config or {}, small, list(written))
     path = Path(folder) / "report.html"
     write_whole(path, page)
     return path
 
 
 def _page(
-    records: list[Record], exhibits: list[Exhibit], config: Mapping, small_caches: str
+    records: list[Record],
+    exhibits: list[Exhibit],
+    config: Mapping,
+    small_caches: str,
+    written: list[WrittenExhibit],
 ) -> str:
     rows = summarise(records)
     tasks = list(dict.fromkeys(r.task for r in records))
@@ -106,6 +113,10 @@ def _page(
         *(
             (f"Inside: {task}", _gallery([e for e in exhibits if e.task == task], exhibits))
             for task in shown
+        ),
+        *(
+            (f"Written: {task}", written_tables([e for e in written if e.task == task]))
+            for task in dict.fromkeys(e.task for e in written)
         ),
         ("How it was run", _how(records, config)),
     ]

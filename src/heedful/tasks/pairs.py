@@ -95,6 +95,27 @@ class PairTask(Task):
         ids = [int(i) for i in ids if int(i) not in (IGNORE, self.pad)]
         return ids[: ids.index(self.eos)] if self.eos in ids else ids
 
+    def references(self, labels: Int[Tensor, "N T"]) -> list[str]:
+        """The texts that are asked for."""
+        return [self.decode(row) for row in labels.tolist()]
+
+    def with_end(self, tokenizer: "Tokenizer", more: Sequence[str] = ()) -> "Tokenizer":
+        """A copy to be saved: with `more` tokens, padding and an end, which comes behind a text."""
+        from tokenizers import Tokenizer, processors
+
+        made = Tokenizer.from_str(tokenizer.to_str())
+        made.add_special_tokens([*more, *_SPECIAL])
+        if made.token_to_id(_SPECIAL[1]) != self.eos:
+            return made  # a vocabulary that a small corpus left unfilled: the end is elsewhere
+        made.post_processor = processors.TemplateProcessing(
+            single=f"$A {_SPECIAL[1]}", special_tokens=[(_SPECIAL[1], self.eos)]
+        )
+        return made
+
+    def special_tokens(self) -> dict[str, int]:
+        """Padding and end."""
+        return {"pad_token": self.pad, "eos_token": self.eos}
+
     def shown(self) -> None:
         """Pictures of attention are those of decoder-only models."""
         return
@@ -264,10 +285,6 @@ class TextPairTask(PairTask):
         known = self._tokens.get_vocab_size()
         return self._tokens.decode([i for i in self.written(ids) if i < known]).strip()
 
-    def references(self, labels: Int[Tensor, "N T"]) -> list[str]:
-        """The texts that are asked for."""
-        return [self.decode(row) for row in labels.tolist()]
-
     def evaluations(self) -> dict[str, Self]:
         """The held-out part; of given pairs it shares what was read."""
         held_out = replace(self, part="held-out")
@@ -278,16 +295,7 @@ class TextPairTask(PairTask):
 
     def saved_tokenizer(self) -> "Tokenizer":
         """The tokens of a row: the text's, and an end behind them."""
-        from tokenizers import Tokenizer, processors
-
-        made = Tokenizer.from_str(self._tokens.to_str())
-        made.add_special_tokens(list(_SPECIAL))
-        if made.token_to_id(_SPECIAL[1]) != self.eos:
-            return made  # a vocabulary that a small corpus left unfilled: the end is elsewhere
-        made.post_processor = processors.TemplateProcessing(
-            single=f"$A {_SPECIAL[1]}", special_tokens=[(_SPECIAL[1], self.eos)]
-        )
-        return made
+        return self.with_end(self._tokens)
 
     @classmethod
     def default(cls, data: Sequence[str] = ()) -> Self:

@@ -134,6 +134,10 @@ class Task(ABC):
         """What turns text into ids of this task, to be saved with its models; `None` for none."""
         return None
 
+    def special_tokens(self) -> dict[str, int]:
+        """Ids with a meaning, as transformers names them, such as `bos_token`."""
+        return {}
+
     def under_budgets(self) -> dict[str, Self]:
         """What a model under a small KV cache is scored on; nothing where that tells nothing."""
         return {}

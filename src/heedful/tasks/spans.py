@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,9 @@ from heedful.checks import check_whole
 from heedful.tasks.pairs import Pairs, PairTask
 from heedful.tasks.samples import IGNORE, Recipe, check_draw
 from heedful.tasks.text import Text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,11 @@ class Spans(PairTask):
         for token in self.written(source):
             whole += spans[token] if token >= first else [token]
         return whole
+
+    def saved_tokenizer(self) -> "Tokenizer":
+        """The text's tokens, and sentinels as `<0>`, `<1>`; an end behind a text."""
+        sentinels = [f"<{span}>" for span in range(self.spans)]
+        return self.with_end(self._text.saved_tokenizer(), sentinels)
 
     @classmethod
     def default(cls, data: Sequence[str] = ()) -> Self:

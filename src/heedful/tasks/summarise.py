@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _ENTITIES, _RELATIONS, _FILLERS = 24, 8, 40
 _MARKS = ("notably", "reportedly", "formerly", "allegedly")
-_DIGITS = "0123456789"
+_NUMBERS = tuple(map(str, range(10, 100)))
 _HEADING = 3  # tokens of a report's first sentence
-_FACT = 6  # tokens of a fact in a report: mark, entity, relation, two digits, "."
-_TOLD = 5  # tokens of a fact in a summary
+_FACT = 5  # tokens of a fact in a report: mark, entity, relation, number, "."
+_TOLD = 4  # tokens of a fact in a summary
 _NOISE = (4, 9)  # least and most words of a sentence of noise, with its "."
 
 
@@ -45,10 +45,8 @@ def _lexicon() -> _Words:
         for n in numbers
     ]
     entities, rest = made[:_ENTITIES], made[_ENTITIES:]
-    stems = ["heading", *_MARKS, ".", *made, *_DIGITS]
-    return _Words(
-        tuple(entities), tuple(rest[:_RELATIONS]), tuple(rest[_RELATIONS:]), words(stems, _DIGITS)
-    )
+    stems = ["heading", *_MARKS, ".", *made, *_NUMBERS]
+    return _Words(tuple(entities), tuple(rest[:_RELATIONS]), tuple(rest[_RELATIONS:]), words(stems))
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Summarise(TextPairTask):
 
     A generated report is a heading, facts and noise, in sentences:
 
-        heading notably . fugelo tadira bugo . reportedly sipabu lemi 47 . notably nuko dasi 12 .
+        heading notably . fugelo tadira bugo . formerly sipabu lemipe 47 . notably nuko dasi 12 .
 
     A fact is a mark, an entity, a relation and a number; noise is any words. The heading names the
     mark of the facts that *matter* in this report: they are the summary, in their order and without
@@ -80,11 +78,11 @@ class Summarise(TextPairTask):
             use, if the pairs cannot be read or one is too long.
     """
 
-    facts: int = 12
+    facts: int = 8
     salient: int = 4
 
     recipe: ClassVar[Recipe] = Recipe(
-        64, 2, 4, 1200, 16, 2e-3, ("standard", "selective"), held_out=64
+        64, 2, 4, 2500, 32, 2e-3, ("standard", "selective"), held_out=64
     )
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ class Summarise(TextPairTask):
 
     def _lengths(self) -> tuple[int, int]:
         if not self.paths:
-            return 256, self.salient * _TOLD + 1
+            return 128, self.salient * _TOLD + 1
         length = 1024 if self.length is None else self.length
         return length, max(2, length // 4)
 
@@ -140,7 +138,7 @@ class Summarise(TextPairTask):
         for i, key in enumerate(keys):
             entity, relation = divmod(key, _RELATIONS)
             fact = f"{lexicon.entities[entity]} {lexicon.relations[relation]}"
-            fact = f"{fact} {rng.integers(10, 100)} ."
+            fact = f"{fact} {_NUMBERS[rng.integers(len(_NUMBERS))]} ."
             other = (mark + rng.integers(1, len(_MARKS))) % len(_MARKS)
             facts.append(f"{_MARKS[mark if i in matter else other]} {fact}")
             told += [fact] if i in matter else []
@@ -168,8 +166,8 @@ def _noise(rng: np.random.Generator, lexicon: _Words, room: int) -> list[str]:
     sentences = []
     while room >= _NOISE[0]:
         size = min(int(rng.integers(_NOISE[0], _NOISE[1] + 1)), room)
-        of = [*lexicon.fillers, *lexicon.entities, *lexicon.relations]
-        sentences.append(" ".join([*(of[rng.integers(len(of))] for _ in range(size - 1)), "."]))
+        chosen = rng.integers(_FILLERS, size=size - 1).tolist()
+        sentences.append(" ".join([*(lexicon.fillers[i] for i in chosen), "."]))
         room -= size
     return sentences
 

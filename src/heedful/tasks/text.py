@@ -224,6 +224,10 @@ class Text(Task):
         )
         return made
 
+    def special_tokens(self) -> dict[str, int]:
+        """BOS."""
+        return {"bos_token": self.bos}
+
     def under_budgets(self) -> dict[str, Self]:
         """The held-out part."""
         return self.evaluations()
