@@ -12,8 +12,6 @@ import torch
 from families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
     BloomConfig,
     BloomForCausalLM,
     DogeConfig,
@@ -21,14 +19,14 @@ from transformers import (
     FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    InklingTextConfig,
+    Inkling2TextConfig,
     JetMoeConfig,
+    LEDConfig,
+    LEDForConditionalGeneration,
     LlamaForSequenceClassification,
     LlamaModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
 )
 
 import heedful
@@ -200,6 +198,7 @@ def test_models_without_a_language_head(kind, tmp_path):
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+T5GEMMA = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
 UNFIT = {
     "BloomForCausalLM cannot be converted: .* not go through transformers' attention": lambda: (
         BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40))
@@ -207,40 +206,26 @@ UNFIT = {
     "FalconForCausalLM cannot be converted: .* not go through": lambda: FalconForCausalLM(
         FalconConfig(**SMALL)
     ),
-    "BertModel cannot be converted: .* it is not causal self-attention": lambda: BertModel(
-        BertConfig(**SMALL, intermediate_size=32)
+    "LEDForConditionalGeneration cannot be converted: .* not go through": lambda: (
+        LEDForConditionalGeneration(
+            LEDConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=40)
+        )
     ),
     "Gemma2ForCausalLM cannot be converted: .* soft-caps its logits; set": lambda: (
         Gemma2ForCausalLM(
             Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32)
         )
     ),
-    "T5ForConditionalGeneration cannot be converted": lambda: T5ForConditionalGeneration(
-        T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, vocab_size=40)
-    ),
-    "WhisperForConditionalGeneration cannot be converted": lambda: WhisperForConditionalGeneration(
-        WhisperConfig(
-            d_model=32,
-            encoder_layers=1,
-            decoder_layers=1,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            vocab_size=40,
-            pad_token_id=0,
-            max_target_positions=8,
-            max_source_positions=8,
+    "T5GemmaForConditionalGeneration cannot be converted: .* soft-caps its logits; set": lambda: (
+        T5GemmaForConditionalGeneration(
+            T5GemmaConfig(encoder=T5GEMMA, decoder=T5GEMMA, vocab_size=40)
         )
-    ),
-    "GPT2LMHeadModel cannot be converted: .* cross-attention|not causal|same layer": lambda: tiny(
-        "gpt2", add_cross_attention=True
     ),
     r"DogeForCausalLM cannot be converted: .* makes its own attention mask \(attn_mask\)": lambda: (
         AutoModelForCausalLM.from_config(DogeConfig(**SMALL, intermediate_size=32))
     ),
-    "InklingForCausalLM cannot be converted: .* passes position_bias": lambda: (
-        AutoModelForCausalLM.from_config(InklingTextConfig(**SMALL, intermediate_size=32))
+    "Inkling2ForCausalLM cannot be converted: .* passes sinks": lambda: (
+        AutoModelForCausalLM.from_config(Inkling2TextConfig(**SMALL, intermediate_size=32))
     ),
 }
 

@@ -53,18 +53,40 @@ def places() -> Tensor:
     return Visibility(positions=at).places(SHAPE.queries, SHAPE.keys, torch.device("cpu"))
 
 
+def bias(heads: int) -> Tensor:
+    size = (1, heads, SHAPE.queries, SHAPE.keys)
+    return torch.randn(size, dtype=torch.float64, requires_grad=True)
+
+
 def operator_mta() -> None:
     """opcheck, forward and backward, with every optional tensor and with none."""
     x = transposed(leaves(BY_NAME["mta-full"].draw(SHAPE), torch.float64))
     segments = ragged(SHAPE.keys)[0].segments()
+    two_sided = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
     steps = (x["conv"], x["post_conv"], x["mix"], x["post_mix"])
     qkv = (x["q"], x["k"], x["v"])
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, segments, segments, None, True, True, 7, 0.5, False),
-        (*qkv, None, None, *steps[2:], None, None, places(), False, True, 7, 0.5, False),
-        (*qkv, *[None] * 7, False, False, None, 0.5, True),
+        (*qkv, *steps, bias(4), segments, segments, None, True, True, 7, 0.5, False, False),
+        (
+            *qkv,
+            None,
+            None,
+            *steps[2:],
+            None,
+            None,
+            None,
+            places(),
+            False,
+            True,
+            7,
+            0.5,
+            False,
+            False,
+        ),
+        (*qkv, *[None] * 8, False, False, None, 0.5, False, True),
+        (*qkv, two_sided, None, *[None] * 6, False, False, 9, 0.5, True, False),
     ):
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
@@ -80,9 +102,9 @@ def operator_selective() -> None:
     state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
     segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
     for arguments in (
-        (*inputs, state, segments, segments, None, first, 7, 0.3, 0.5),
-        (*inputs, state, None, None, places(), None, 7, 0.3, 0.5),
-        (*inputs, *[None] * 7, 0.5),
+        (*inputs, state, bias(1), segments, segments, None, first, 7, 0.3, 0.5),
+        (*inputs, state, None, None, None, places(), None, 7, 0.3, 0.5),
+        (*inputs, *[None] * 8, 0.5),
     ):
         torch.library.opcheck(selective._tiled, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]

@@ -44,7 +44,8 @@ def sight(visibility: Visibility | None, queries: int, keys: int) -> Callable[..
         (at, there), (run, other) = both(positions), both(mutual)
         if visibility.causal and there > at and not (run >= 0 and run == other):
             return False
-        if visibility.window is not None and at - there >= visibility.window:
+        far = at - there if visibility.causal else abs(at - there)
+        if visibility.window is not None and far >= visibility.window:
             return False
         document, another = both(documents)
         return document == another and document >= 0 and all(both(padding))

@@ -56,7 +56,9 @@ def _qkv(shape: Shape) -> dict[str, Tensor]:
     }
 
 
-def _mta(name: str, rank: int | None = None, **sizes: tuple[int, ...]) -> Mechanism:
+def _mta(
+    name: str, rank: int | None = None, two_sided: bool = False, **sizes: tuple[int, ...]
+) -> Mechanism:
     def draw(shape: Shape) -> dict[str, Tensor]:
         tensors = _qkv(shape)
         for part, size in sizes.items():
@@ -75,13 +77,16 @@ def _mta(name: str, rank: int | None = None, **sizes: tuple[int, ...]) -> Mechan
     def call(x, impl, visibility):
         x = dict(x)
         q, k, v = x.pop("q"), x.pop("k"), x.pop("v")
+        if two_sided:
+            x["two_sided"], visibility = True, visibility or Visibility(causal=False)
         return (multi_token_attention(q, k, v, **x, visibility=visibility, impl=impl),)
 
     def identity(x):
         x = {part: tensor.clone() for part, tensor in x.items()}
         for part in sizes:
             if part.endswith("conv"):
-                x[part].zero_()[:, -1, x[part].shape[2] // 2] = 1
+                centre = x[part].shape[1] // 2 if two_sided else -1
+                x[part].zero_()[:, centre, x[part].shape[2] // 2] = 1
             else:
                 x[part].copy_(torch.eye(x[part].shape[1]))
         return x
@@ -142,6 +147,14 @@ MECHANISMS = [
     _selective("selective-per-head", 0),
     _differential(),
 ]
+
+TWO_SIDED = [
+    _mta("two-sided-pre", two_sided=True, conv=(5, 3)),
+    _mta("two-sided-rank-one", rank=1, two_sided=True, conv=(7, 11)),
+    _mta("two-sided-post", two_sided=True, post_conv=(3, 5)),
+    _mta("two-sided-full", two_sided=True, conv=(7, 11), post_conv=(5, 3), mix=(2,), post_mix=(0,)),
+]
+"""The forms for encoders, which no causal law is about."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +225,10 @@ VISIBILITIES: dict[str, Callable[[int], Visibility]] = {
         window=20, mutual=runs(keys), padding=ragged(keys)[2]
     ),
     "both ways": lambda keys: Visibility(causal=False),
+    "both ways in a window": lambda keys: Visibility(causal=False, window=20),
+    "ragged, both ways in a window": lambda keys: Visibility(
+        causal=False, window=9, documents=ragged(keys)[1], padding=ragged(keys)[2]
+    ),
     "ragged, both ways": lambda keys: Visibility(
         causal=False, documents=ragged(keys)[1], padding=ragged(keys)[2]
     ),

@@ -17,7 +17,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility) -> Tensor:
+def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None) -> Tensor:
     """Every entry of every step by itself."""
     batch, heads, queries, dim = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -73,6 +73,10 @@ def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility) -> Tensor:
     for b, h, i, j in places:
         x[b][h][i][j] = dot(ql[b][h][i], kl[b][h // group][j]) / dim**0.5
     x = mixed(convolved(zero_where_unseen(x), conv), mix)
+    if bias is not None:
+        more = bias.expand(batch, heads, queries, keys).tolist()
+        for b, h, i, j in places:
+            x[b][h][i][j] += more[b][h][i][j]
     for b in range(batch):
         for h in range(heads):
             for i in range(queries):
@@ -93,6 +97,17 @@ def check(queries: int, keys: int, visibility: Visibility | None, sizes: dict) -
 
 NOTHING = {"conv": None, "post_conv": None, "mix": None, "post_mix": None}
 ALL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (1, 4, 4), "post_mix": (2, 2, 2)}
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 4), (2, 1), (2, 4)])
+def test_a_bias_is_added_right_before_the_softmax(rows, heads):
+    visibility = cases(9)["both in a window"]
+    q, k, v, bias = draw(2, 4, 9, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5), draw(rows, heads, 9, 9)
+    made = {name: draw(*size) for name, size in ALL.items()} | {"bias": bias}
+    expected = by_loops(q, k, v, **made, visibility=visibility)
+    for impl in ("reference", "tiled"):
+        actual = multi_token_attention(q, k, v, **made, visibility=visibility, impl=impl)
+        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 13])

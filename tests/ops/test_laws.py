@@ -173,7 +173,7 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
-@pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
+@pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
 def test_non_causal(mechanism, visible):
     hold(mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
 
@@ -321,6 +321,18 @@ def test_cross_attention(mechanism, impl):
         alone = Visibility(causal=False, padding=padding[:, columns], queries=Queries())
         expected = mechanism.run(part, impl, alone)[0]
         torch.testing.assert_close(found[:, :, rows], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
+@pytest.mark.parametrize("queries", [70, 40])
+def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries):
+    """All see all, so that no place counts, however many queries there are."""
+    tensors = mechanism.draw(Shape(queries=queries, keys=50))
+    plain, told = Visibility(causal=False), Visibility(causal=False, queries=Queries())
+    for impl in ("reference", "tiled"):
+        found, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    hold(mechanism, Shape(queries=queries, keys=50), torch.float32, plain)
 
 
 @every

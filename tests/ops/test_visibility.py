@@ -140,7 +140,6 @@ def test_plain_means_that_causal_order_is_all():
 WRONG = {
     "window must be a whole number of at least 1": lambda: Visibility(window=0),
     r"got 2\.5; use None for no limit": lambda: Visibility(window=2.5),
-    "window needs causal=True": lambda: Visibility(causal=False, window=2),
     r"documents must be a tensor \[B, Tk\], got \(3,\)": lambda: Visibility(
         documents=torch.zeros(3, dtype=torch.long)
     ),

@@ -138,6 +138,19 @@ def test_rank_one_by_the_flash_kernel_is_the_definition(kernel):
         torch.testing.assert_close(found, expected, **EXACT)
 
 
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_rank_one_without_causal_order_by_the_flash_kernel(two_sided):
+    """Also with fewer queries than keys, and with later queries in the kernel's reach."""
+    sight = sight_of(Visibility(causal=False))
+    for queries in (70, 66):
+        q, k, v = draw(2, 4, queries, 3), draw(2, 4, 70, 3), draw(2, 4, 70, 3)
+        conv = draw(4, 5, 1) @ draw(4, 1, 3)
+        found = flash_attention(low_rank(q, k, conv, sight, 0.3, two_sided), v, sight)
+        options = {"visibility": Visibility(causal=False), "two_sided": two_sided}
+        expected = multi_token_attention(q, k, v, conv=conv, scale=0.3, impl="reference", **options)
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_flash_is_left_where_torch_has_no_such_kernel():
     q, k, v, conv = draw(1, 2, 70, 4), draw(1, 2, 70, 4), draw(1, 2, 70, 4), draw(2, 1, 1)
     plain = sight_of(Visibility())
@@ -146,7 +159,6 @@ def test_flash_is_left_where_torch_has_no_such_kernel():
         "fewer queries": (q[:, :, 3:], v, plain),
         "a window": (q, v, plain._replace(window=9)),
         "documents": (q, v, sight_of(Visibility(documents=ragged(70)[1][:1]))),
-        "no causal order": (q, v, plain._replace(causal=False)),
     }
     assert flash_attention(low_rank(q, k, conv, plain, 1.0), v, plain) is not None
     for name, (some, values, sight) in cases.items():

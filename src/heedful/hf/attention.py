@@ -8,6 +8,8 @@ from transformers.utils.generic import TransformersKwargs
 
 from heedful.hf.cache import layer_cache
 from heedful.hf.cached_layer import LayerCache
+from heedful.hf.encoder_decoder import CrossLayerCache, of_source
+from heedful.hf.families import adds_bias
 from heedful.hf.mask import Seen, seen
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
@@ -22,12 +24,17 @@ IMPLEMENTATION = "heedful_converted"
 # passes beyond this and is not None would be lost here.
 _HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position",
+    "deterministic",
     "logits_to_keep",
     "position_embeddings",
     "return_dict",
     "sliding_window",
     "use_cache",
 }
+_UNKNOWN = (
+    "{} passes {} to its attention, which a converted model does not serve and will not drop; call "
+    "heedful.revert(model)"
+)
 
 
 def register_attention() -> None:
@@ -48,6 +55,7 @@ def attention(
     is_causal: bool | None = None,
     softcap: float | None = None,
     output_attentions: bool | None = None,
+    position_bias: Tensor | None = None,
     heedful_input: Tensor | None = None,
     heedful_cache: object | None = None,
     **others: object,
@@ -60,7 +68,8 @@ def attention(
     if dropout:
         raise ValueError(
             f"attention dropout must be 0 in a converted model, got {dropout}; set "
-            "config.attention_dropout (attn_pdrop) to 0 before building it, or call model.eval()"
+            "config.attention_dropout (attn_pdrop; of T5 dropout_rate) to 0 before building it, or "
+            "call model.eval()"
         )
     if softcap is not None:
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
@@ -70,10 +79,7 @@ def attention(
             "heedful.look(model, input_ids) gives the maps of a short row"
         )
     if unknown := [x for x, value in others.items() if value is not None and x not in _HARMLESS]:
-        raise ValueError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which "
-            "a converted model does not serve and will not drop; call heedful.revert(model)"
-        )
+        raise ValueError(_UNKNOWN.format(type(module).__name__, ", ".join(sorted(unknown))))
     layer = getattr(module, NAME, None)
     if layer is None:
         raise ValueError(
@@ -82,6 +88,33 @@ def attention(
             "heedful.load(folder) loads one"
         )
     _check_shape(module, layer, query, key)
+    if attention_mask is not None and not isinstance(attention_mask, Seen):
+        raise ValueError(
+            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
+            f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
+            "at 0"
+        )
+    visibility, ids, positions, _, target = attention_mask or (None,) * 5
+    given = Given(
+        input=heedful_input,
+        token_ids=_needed(module, layer, "token_ids", ids),
+        positions=_needed(module, layer, "positions", positions),
+        cache=heedful_cache if "cache" in layer.needs else None,
+        bias=_bias(module, layer, position_bias),
+    )
+    if layer.shape.place != "decoder":
+        visibility = _both_ways(module, attention_mask, key)
+        held = heedful_cache if isinstance(heedful_cache, CrossLayerCache) else None
+        options = {"scale": scaling, "given": given}
+        if held is not None:
+            out = held.attend(
+                layer, query, key, value, visibility=visibility, target=target, **options
+            )
+        else:
+            if layer.shape.place == "cross":
+                visibility = of_source(visibility, target, query.shape[2])
+            out = layer(query, key, value, visibility=visibility, **options).output
+        return out.transpose(1, 2).contiguous(), None
     held = heedful_cache if isinstance(heedful_cache, LayerCache) else None
     held = held if held is not None and held.arrived else None  # else it was given another's keys
     if held is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
@@ -90,24 +123,11 @@ def attention(
             "and without its own part of a cache, and this mechanism needs more of earlier tokens "
             "than their keys; call the model with use_cache=False"
         )
-    if attention_mask is not None and not isinstance(attention_mask, Seen):
-        raise ValueError(
-            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
-            f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
-            "at 0"
-        )
-    visibility, ids, positions = attention_mask or (None, None, None)
     if is_causal is False and (visibility is None or visibility.causal):
         raise ValueError(
             f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
             "is_causal=False to the whole model"
         )
-    given = Given(
-        input=heedful_input,
-        token_ids=_needed(module, layer, "token_ids", ids),
-        positions=_needed(module, layer, "positions", positions),
-        cache=heedful_cache if "cache" in layer.needs else None,
-    )
     if held is not None:
         visibility = Visibility() if visibility is None else visibility
         out = held.attend(
@@ -117,6 +137,41 @@ def attention(
         visibility = None if visibility is None else visibility.last(key.shape[2])
         out = layer(query, key, value, visibility=visibility, scale=scaling, given=given).output
     return out.transpose(1, 2).contiguous(), None
+
+
+def _both_ways(module: nn.Module, seen: Seen | None, key: Tensor) -> Visibility:
+    """Who sees whom in an encoder, or of a source: no mask shows everything."""
+    if seen is None:
+        return Visibility(causal=False)
+    place, visibility = getattr(module, NAME).shape.place, seen.visibility
+    if visibility.causal:
+        raise ValueError(
+            f"{type(module).__name__} was called with a causal mask, and it was converted as "
+            f"{place!r} attention, which sees later tokens; call heedful.revert(model) first"
+        )
+    batch, tokens = key.shape[0], key.shape[2]
+    rows = batch if visibility.padding is None else len(visibility.padding)
+    if seen.keys != tokens or rows not in (1, batch):
+        name = "encoder_attention_mask (attention_mask of the whole model)"
+        raise ValueError(
+            f"{name if place == 'cross' else 'attention_mask'} must be [{batch}, {tokens}], one "
+            f"entry per token of the source, got {(rows, seen.keys)}"
+        )
+    return visibility
+
+
+def _bias(module: nn.Module, layer: Layer, bias: Tensor | None) -> Tensor | None:
+    """What the family adds to the logits, if it does."""
+    if layer.shape.place == "cross" and not getattr(module, "has_relative_attention_bias", True):
+        return None  # T5 makes zeros there, for want of a table
+    if bias is not None and not adds_bias(module):
+        raise ValueError(_UNKNOWN.format(type(module).__name__, "position_bias"))
+    if bias is not None and not layer.takes_bias:
+        raise ValueError(
+            f"{type(module).__name__} adds a position bias to its logits, which "
+            f"{type(layer).__name__} does not take; convert to another mechanism"
+        )
+    return bias
 
 
 def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:

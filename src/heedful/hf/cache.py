@@ -8,14 +8,15 @@ from typing import Literal
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from heedful.hf.cached_layer import LayerCache
+from heedful.hf.encoder_decoder import BiasedLayerCache, CrossLayerCache
 from heedful.hf.eviction import Eviction
-from heedful.hf.families import attends_twice
+from heedful.hf.families import adds_bias, attends_twice
 from heedful.hf.slots import Meter
-from heedful.nn import Layer
+from heedful.nn import Layer, Place
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -42,7 +43,8 @@ class KVCache(Cache):
     @property
     def whole_nbytes(self) -> int:
         """What it would hold without eviction, and without room for later tokens."""
-        return sum(layer.whole_nbytes for layer in self.layers if isinstance(layer, LayerCache))
+        ours = (LayerCache, CrossLayerCache)
+        return sum(layer.whole_nbytes for layer in self.layers if isinstance(layer, ours))
 
     @property
     def tokens(self) -> list[int]:
@@ -54,13 +56,56 @@ class KVCache(Cache):
         return [layer.positions() for layer in self.layers if isinstance(layer, LayerCache)]
 
 
+class EncoderDecoderKVCache(EncoderDecoderCache):
+    """What `new_cache` makes for an encoder-decoder: two caches that count their bytes together."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that both caches hold now."""
+        return self.self_attention_cache.nbytes
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that they ever were."""
+        return self.self_attention_cache.peak_nbytes
+
+    @property
+    def whole_nbytes(self) -> int:
+        """What they would hold without eviction."""
+        return sum(x.whole_nbytes for x in (self.self_attention_cache, self.cross_attention_cache))
+
+    @property
+    def tokens(self) -> list[int]:
+        """How many tokens of the target each layer holds."""
+        return self.self_attention_cache.tokens
+
+    def positions(self) -> list[Int[Tensor, "B n"]]:
+        """Where these stand in their rows, ascending."""
+        return self.self_attention_cache.positions()
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """Every method is there."""
+
+    def activate_past_recording(self) -> None:
+        for cache in (self.self_attention_cache, self.cross_attention_cache):
+            cache.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens of the target."""
+        for cache in (self.self_attention_cache, self.cross_attention_cache):
+            cache.crop(tokens_to_remove)
+
+
 def new_cache(
     model: nn.Module,
     eviction: Eviction | Literal[False] | None = None,
     *,
     offloading: bool = False,
-) -> KVCache:
+) -> KVCache | EncoderDecoderKVCache:
     """An empty cache for a converted model, for `past_key_values=`.
+
+    That of an encoder-decoder has two parts, `self_attention_cache` and `cross_attention_cache`;
+    budgets are of the first.
 
     Arguments:
         model: a converted model.
@@ -74,6 +119,11 @@ def new_cache(
             policy cannot serve the mechanism.
     """
     attention = attention_modules(model)
+    if not attention and attention_modules(model, "encoder"):
+        raise ValueError(
+            f"model must have a decoder: {type(model).__name__} is an encoder, which keeps nothing "
+            "between calls"
+        )
     if not attention:
         raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
     if eviction is None:
@@ -84,19 +134,42 @@ def new_cache(
             f"False, got {eviction!r}"
         )
     policy = eviction or None
-    layers = list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    layers = stock_layers(model)
     places = cache_places(attention, layers)
     budgets = [None] * len(places) if policy is None else policy.budgets(len(places))
     meter = Meter()
     for (index, module), tokens in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = LayerCache(module.heedful, sliding, policy, tokens, meter)
-    return KVCache(layers, meter, offloading)
+        layers[index] = _kind_for(module)(module.heedful, sliding, policy, tokens, meter)
+    own = KVCache(layers, meter, offloading)
+    if not model.config.is_encoder_decoder:
+        return own
+    crossing = {m.layer_idx: m.heedful for m in attention_modules(model, "cross")}
+    sources = [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
+    if sorted(crossing) != list(range(len(crossing))):
+        raise ValueError(
+            f"model: cross-attention of {type(model).__name__} stands in layers "
+            f"{sorted(crossing)} only, which a cache of heedful does not serve; use_cache=False"
+        )
+    return EncoderDecoderKVCache(own, KVCache(sources, meter))
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention modules of a converted model, in order."""
-    return [m for m in model.modules() if isinstance(getattr(m, "heedful", None), Layer)]
+def attention_modules(model: nn.Module, place: Place = "decoder") -> list[nn.Module]:
+    """The attention modules of a converted model that stand there, in order."""
+    found = [m for m in model.modules() if isinstance(getattr(m, "heedful", None), Layer)]
+    return [module for module in found if module.heedful.shape.place == place]
+
+
+def stock_layers(model: nn.Module) -> list:
+    """The layers of the cache that the decoder's family would make for itself."""
+    config = model.config
+    if config.is_encoder_decoder:  # its own; the whole model's may count the encoder's layers
+        config = attention_modules(model)[0].config
+    return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
+
+
+def _kind_for(module: nn.Module) -> type[LayerCache]:
+    return BiasedLayerCache if adds_bias(module) else LayerCache
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
@@ -120,23 +193,27 @@ def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Modul
 
 def prepare(cache: Cache, model: nn.Module) -> None:
     """Make an unused stock cache fit the model before anything is recorded in it."""
-    for module in attention_modules(model):
+    for module in (*attention_modules(model), *attention_modules(model, "cross")):
         layer_cache(cache, module)
 
 
 def end_past_recording(cache: Cache) -> None:
     """Let go again: assisted decoding leaves its cache waiting for what may be taken back."""
-    for layer in cache.layers:
-        if isinstance(layer, LayerCache):
+    own = getattr(cache, "self_attention_cache", cache)
+    sources = getattr(cache, "cross_attention_cache", None)
+    for layer in (*own.layers, *getattr(sources, "layers", ())):
+        if isinstance(layer, LayerCache | CrossLayerCache):
             layer.end_past_recording()
 
 
-def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
+def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | CrossLayerCache | None":
     """The layer of a cache that an attention module uses, made into one of ours if need be.
 
     `None` where a stock layer does as well: a mechanism that needs keys and values alone, or the
     first call of a compiled model.
     """
+    if module.heedful.shape.place == "cross":
+        return _of_source(cache, module)
     cache = getattr(cache, "self_attention_cache", cache)
     index, layer, layers = module.layer_idx, module.heedful, cache.layers
     if cache.layer_class_to_replicate is not None:
@@ -149,7 +226,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
     if type(found) in _STOCK and found.get_seq_length() == 0 and layer.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        made = LayerCache(layer, getattr(found, "sliding_window", None))
+        made = _kind_for(module)(layer, getattr(found, "sliding_window", None))
         if getattr(found, "record_past", False):
             made.activate_past_recording()
         layers[index] = made
@@ -170,6 +247,29 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | None":
         f"past_key_values holds keys and values only ({type(found).__name__}), and "
         f"{type(layer).__name__} needs more of earlier tokens ({_needs(layer)}): pass "
         "heedful.new_cache(model), or leave past_key_values out"
+    )
+
+
+def _of_source(cache: Cache, module: nn.Module) -> CrossLayerCache | None:
+    """The layer of a cache that a cross-attention module uses, as above."""
+    index, layer = module.layer_idx, module.heedful
+    sources = getattr(cache, "cross_attention_cache", None)
+    layers = getattr(sources, "layers", ())
+    if getattr(sources, "layer_class_to_replicate", None) is not None:
+        while len(layers) <= index:
+            layers.append(sources.layer_class_to_replicate())
+    found = layers[index] if index < len(layers) else None
+    if isinstance(found, CrossLayerCache) or layer.plain_cache:
+        return found if isinstance(found, CrossLayerCache) else None
+    if type(found) in _STOCK and found.get_seq_length() == 0:
+        if torch.compiler.is_compiling():
+            return None
+        layers[index] = CrossLayerCache(layer)
+        return layers[index]
+    raise ValueError(
+        f"past_key_values holds keys and values only of the source, and {type(layer).__name__} "
+        f"needs more of earlier tokens ({_needs(layer)}): pass heedful.new_cache(model), or leave "
+        "past_key_values out"
     )
 
 

@@ -291,7 +291,7 @@ class LayerCache(CacheLayerMixin):
         self._state = out.state
         output = out.output if first <= 0 else torch.cat([early.output, out.output], dim=2)
         if self.record_past:
-            self._record(q, before, whole, scale, given)
+            self._record(q, before, whole, scale, given._replace(bias=None))  # no state reads it
         elif self._past:
             self._rows = rows
             self._keep_rows()
@@ -476,14 +476,16 @@ class LayerCache(CacheLayerMixin):
                 setattr(self, name, made.of(x))
         self._measure(most=before + copied)
 
+    def _tensors(self) -> list[Tensor | None]:
+        held = [slots.buffer for slots in self._streams()]
+        return [*held, self._state, self._score, self._positions, self._rows]
+
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:
         """Tell the meter what the tensors take now.
 
         For a moment it was `most` in all, or `copied` more than now.
         """
-        tensors = [slots.buffer for slots in self._streams()]
-        tensors += [self._state, self._score, self._positions, self._rows]
-        now = nbytes_of(tensors)
+        now = nbytes_of(self._tensors())
         self.meter.change(now - self._bytes, max(copied, most - now))
         self._bytes = now
 

@@ -17,10 +17,17 @@ from pathlib import Path
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from heedful.hf import budgets as beside
-from heedful.nn import to_json
+from heedful.nn import Place, to_json
 from heedful.ops.impl import Impl
 
 FORMAT = 2
@@ -72,6 +79,7 @@ def save_converted(
                     "format": FORMAT,
                     "mechanisms": [
                         {"mechanism": to_json(mechanism), "layers": list(layers)}
+                        | _where(conversion.where[mechanism])
                         for mechanism, layers in conversion.mechanisms.items()
                     ],
                     "base": inner,
@@ -89,6 +97,11 @@ def save_converted(
         if files:  # weights of an earlier save, in more or fewer files, would be loaded instead
             for path in _weights(folder) - {folder / path.name for path in files}:
                 path.unlink()
+
+
+def _where(places: tuple[Place, ...]) -> dict:
+    """In which attention a mechanism stands; a decoder's self-attention goes without saying."""
+    return {} if places == ("decoder",) else {"where": list(places)}
 
 
 def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bool) -> None:
@@ -220,8 +233,12 @@ def _read_config(folder: Path) -> dict:
         )
     parts = about.get("mechanisms")
     whole = isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)
-    for key, kind in (("mechanism", dict), ("layers", list)):
-        if not whole or not all(isinstance(part.get(key), kind) for part in parts):
+    for key, kind, default in (
+        ("mechanism", dict, None),
+        ("layers", list, None),
+        ("where", list, []),
+    ):
+        if not whole or not all(isinstance(part.get(key, default), kind) for part in parts):
             raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
     if not isinstance(about.get("base"), dict):
         raise ValueError(f"{path} has no valid 'base'; the checkpoint is damaged")
@@ -253,4 +270,5 @@ class HeedfulForCausalLM(PreTrainedModel):
 def register() -> None:
     """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing."""
     AutoConfig.register("heedful", HeedfulConfig, exist_ok=True)
-    AutoModelForCausalLM.register(HeedfulConfig, HeedfulForCausalLM, exist_ok=True)
+    for auto in (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM):
+        auto.register(HeedfulConfig, HeedfulForCausalLM, exist_ok=True)

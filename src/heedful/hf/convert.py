@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from heedful.hf.attention import (
@@ -22,15 +22,18 @@ from heedful.hf.attention import (
     unpickle,
 )
 from heedful.hf.cache import (
+    EncoderDecoderKVCache,
     attention_modules,
     cache_places,
     end_past_recording,
     new_cache,
     prepare,
+    stock_layers,
 )
 from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
+    Attention,
     find_attention,
     find_mlp,
     head_shape,
@@ -39,7 +42,8 @@ from heedful.hf.families import (
     projections,
 )
 from heedful.hf.mask import ForgetCall, ReadCall
-from heedful.nn import Layer, Mechanism, Standard, from_json, mechanism
+from heedful.hf.plan import Part, make_plan, settled
+from heedful.nn import Layer, Mechanism, Place, Standard, from_json
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -49,11 +53,14 @@ class Conversion:
 
     model: the converted model, the same object that was given.
     mechanisms: the layers' indices by mechanism; all others have standard attention.
+    where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
+        `"cross"`.
     eviction: what new caches of the model do without being told, as `budgets.json` says.
     """
 
     model: PreTrainedModel = field(repr=False)
     mechanisms: dict[Mechanism, tuple[int, ...]]
+    where: dict[Mechanism, tuple[Place, ...]]
     _before: dict = field(repr=False)
     eviction: Eviction | None = None
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
@@ -121,6 +128,10 @@ class ConvertedModel:
             prepare(given, self)
             if mode != GenerationMode.ASSISTED_GENERATION and not generation_config.is_assistant:
                 end_past_recording(given)
+            stock = generation_config.cache_implementation is not None
+            if isinstance(given, EncoderDecoderKVCache) and not stock:
+                given._is_user_defined = True  # as transformers'; T5Gemma would replace a part
+                return
         elif ours and generation_config.cache_implementation in kinds:
             offloading = generation_config.cache_implementation == "offloaded"
             model_kwargs["past_key_values"] = cache = new_cache(self, offloading=offloading)
@@ -185,9 +196,10 @@ def convert(
     mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
+    where: Place | Iterable[Place] | Mapping | None = None,
     impl: Impl = "auto",
 ) -> Conversion:
-    """Replace the attention of a transformers causal language model, in place.
+    """Replace the attention of a transformers model, in place.
 
     The projections, rotary embedding, norms and cache of the model's family stay; only what
     happens between queries, keys and values changes. With an identity-initialised mechanism
@@ -195,12 +207,15 @@ def convert(
     standard attention until training moves the new parameters.
 
     Arguments:
-        model: a decoder-only model that routes through transformers' attention interface, from a
-            configuration or loaded; on any device, also `meta`.
+        model: a decoder, an encoder-decoder or an encoder that routes through transformers'
+            attention interface, from a configuration or loaded; on any device, also `meta`.
         mechanism: a configuration (`MultiToken`, `TalkingHeads`, `Selective`, `Differential`,
             `Standard`) or a name of `heedful.nn.NAMES`; or several with the layers of each, as in
             `{"mta": [0, 4], heedful.Standard(window=256): [1, 2, 3]}`.
         layers: indices of the layers to convert; default all. The others keep standard attention.
+        where: in which attention: `"decoder"` (its self-attention), `"encoder"`, `"cross"` (from
+            the decoder to the encoder), several of them, or these by mechanism; default wherever
+            the mechanism is defined. The others keep standard attention.
         impl: which implementation of the operators runs; not saved with the model.
 
     Returns:
@@ -229,14 +244,17 @@ def convert(
             "heedful.revert(model) before converting it again"
         )
     check_impl(impl)
-    found = find_attention(model)
-    plan = _plan(mechanism, layers, {module.layer_idx for module in found.values()})
+    placed = find_attention(model)
+    plan = make_plan(mechanism, layers, where, placed.values(), type(model).__name__)
     built: dict[str, Layer] = {}
-    for path, module in found.items():
-        config = next((c for c, those in plan.items() if module.layer_idx in those), Standard())
-        with parameter_device(module):
-            built[path] = config.build(head_shape(module))
+    places: dict[Mechanism, set[Place]] = {config: set() for config in plan}
+    for path, one in placed.items():
+        built[path], config = _build(one, plan)
         built[path].impl = impl
+        if config is not None:
+            places[config].add(one.place)
+    stands = settled(plan, places, type(model).__name__)
+    found = {path: one.module for path, one in placed.items()}
     early = [path for path, layer in built.items() if "unrotated" in layer.needs]
     unrotated = {path: projections(found[path]) for path in early}
     scaled = [
@@ -255,7 +273,7 @@ def convert(
     register_attention()
     for module_config in configs.values():
         module_config._attn_implementation = IMPLEMENTATION
-    before["hooks"] += _read_calls(model, only_attention_mixes(model, found.values()))
+    before["hooks"] += _read_calls(model, placed.values())
     for path, module in found.items():
         module.__class__ = converted_attention(type(module))
         module.heedful = built[path].train(model.training)
@@ -263,7 +281,8 @@ def convert(
             hook = _BeforeRotation(part, module)
             before["hooks"].append(projection.register_forward_hook(hook))
     model.__class__ = _converted_model(type(model))
-    model._heedful = Conversion(model, plan, before)
+    mechanisms = {config: part.layers for config, part in plan.items()}
+    model._heedful = Conversion(model, mechanisms, stands, before)
     own = caches(model, exactly=True)
     for layer in built.values():
         layer.own_cache = own
@@ -318,8 +337,11 @@ def restore(
     model: PreTrainedModel, mechanisms: list[dict], tensors: dict, impl: Impl
 ) -> Conversion:
     """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
-    plan = {from_json(part["mechanism"]): part["layers"] for part in mechanisms}
-    conversion = convert(model, plan, impl=impl)
+    plan, where = {}, {}
+    for part in mechanisms:
+        config = from_json(part["mechanism"])
+        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
+    conversion = convert(model, plan, where=where, impl=impl)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
@@ -343,15 +365,15 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
     whether the family's own holds all that the mechanism needs.
     """
     modules = attention_modules(model)
-    if not exactly and all(module.heedful.plain_cache for module in modules):
+    both = (*modules, *attention_modules(model, "cross"))
+    if not modules or (not exactly and all(module.heedful.plain_cache for module in both)):
         return True
     if not hasattr(model, "_supports_default_dynamic_cache"):
         return False
     if not model._supports_default_dynamic_cache():
         return False
-    stock = DynamicCache(config=model.config.get_text_config(decoder=True))
     try:
-        cache_places(modules, stock.layers)
+        cache_places(modules, stock_layers(model))
     except ValueError:
         return False
     return True
@@ -385,65 +407,38 @@ def without_cache(options: dict) -> dict:
     return options | {"use_cache": False}
 
 
-def _plan(
-    given: Mechanism | str | Mapping, layers: Iterable[int] | None, known: set[int]
-) -> dict[Mechanism, tuple[int, ...]]:
-    """Which layers get which mechanism, checked."""
-    if not isinstance(given, Mapping):
-        return {_mechanism(given): _layers(layers, known)}
-    if layers is not None:
-        raise ValueError("layers must be None where mechanism names the layers of each mechanism")
-    if not given:
-        raise ValueError("mechanism must name at least one mechanism with its layers, got {}")
-    plan: dict[Mechanism, tuple[int, ...]] = {}
-    for one, those in given.items():
-        config, chosen = _mechanism(one), _layers(those, known)
-        if twice := sorted({i for taken in plan.values() for i in taken} & set(chosen)):
-            raise ValueError(f"layers must have one mechanism each, got several for {twice}")
-        if config in plan:
-            raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
-        plan[config] = chosen
-    return plan
+def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanism | None]:
+    """The layer that stands in an attention module, and its mechanism if the plan has it there."""
+    shape = head_shape(one)
+    with parameter_device(one.module):
+        for config, part in plan.items():
+            if one.place not in part.places or one.index not in part.layers:
+                continue
+            layer = config.build(shape)
+            if one.place in layer.places:
+                return layer, config
+            if part.asked:
+                raise ValueError(
+                    f"where={one.place!r}: {config} is not defined there, but in "
+                    f"{' and '.join(sorted(layer.places))} attention only; leave that place out"
+                )
+        return Standard().build(shape), None
 
 
-def _mechanism(given: Mechanism | str) -> Mechanism:
-    if isinstance(given, str):
-        return mechanism(given)
-    if not isinstance(given, Mechanism):
-        raise ValueError(
-            f"mechanism must be a name or a configuration such as heedful.MultiToken(), got "
-            f"{given!r}"
-        )
-    return given
-
-
-def _layers(layers: Iterable[int] | None, known: set[int]) -> tuple[int, ...]:
-    if layers is None:
-        return tuple(sorted(known))
-    whole = isinstance(layers, Iterable) and not isinstance(layers, str)
-    layers = list(layers) if whole else layers
-    if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
-        raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
-    chosen = sorted(set(layers))
-    if unknown := [index for index in chosen if index not in known]:
-        raise ValueError(f"layers must be among 0 to {max(known)}, got {unknown}")
-    if not chosen:
-        raise ValueError("layers must name at least one layer, got none; None converts all")
-    return tuple(chosen)
-
-
-def _read_calls(model: PreTrainedModel, apart: bool) -> list:
+def _read_calls(model: PreTrainedModel, found: Iterable[Attention]) -> list:
     """Let every model inside tell of packed documents, ids and positions.
 
     But for a head, which hands them on to the model below it, where masks are made.
     """
-    hooks = []
+    hooks, found = [], list(found)
+    crosses = model.config.is_encoder_decoder and any(one.place == "cross" for one in found)
+    apart = not crosses and only_attention_mixes(model, [one.module for one in found])
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or module.base_model is not module:
             continue
         names = tuple(inspect.signature(module.forward).parameters)
         if "position_ids" in names or "input_ids" in names:
-            read = ReadCall(names, apart)
+            read = ReadCall(names, apart, crosses)
             hooks.append(module.register_forward_pre_hook(read, with_kwargs=True))
             hooks.append(module.register_forward_hook(ForgetCall(), always_call=True))
     return hooks

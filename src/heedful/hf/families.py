@@ -5,26 +5,38 @@ import inspect
 import textwrap
 from collections.abc import Iterable
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heedful.nn import HeadShape
+from heedful.nn import HeadShape, Place
 
 # What a family may pass to its attention function by name: without a say in the weights, or read.
 _PASSED = frozenset(
     {
         *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-        *("sliding_window", "softcap", "position_ids", "output_attentions"),
+        *("sliding_window", "softcap", "position_ids", "output_attentions", "position_bias"),
+        "deterministic",
     }
 )
+# How a family calls what attention takes its keys from, where that is another row.
+_SOURCES = ("key_value_states", "encoder_hidden_states")
 
 
-def find_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The model's self-attention modules by path; raises where one cannot be converted."""
-    found: dict[str, nn.Module] = {}
+class Attention(NamedTuple):
+    """An attention module, where it stands, and its number among those of its place."""
+
+    module: nn.Module
+    place: Place
+    index: int
+
+
+def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
+    """The model's attention modules by path; raises where one cannot be converted."""
+    found: dict[str, Attention] = {}
+    encoders = 0
     for name, module in model.named_modules():
         kind = type(module)
         if not kind.__name__.endswith("Attention") or not hasattr(module, "layer_idx"):
@@ -35,18 +47,42 @@ def find_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
                 f"model: {type(model).__name__} cannot be converted: its {kind.__name__} ({name}) "
                 f"does not fit because {reason}"
             )
-        found[name] = module
+        place = place_of(module)
+        index = encoders if module.layer_idx is None else module.layer_idx
+        encoders += place == "encoder"
+        found[name] = Attention(module, place, index)
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
             "index that goes through transformers' attention interface was found; decoder-only "
-            "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one"
+            "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one, "
+            "encoder-decoders such as T5 and BART, and encoders such as BERT and ModernBERT"
         )
     return found
 
 
+def place_of(module: nn.Module) -> Place:
+    """Where an attention module of a family stands.
+
+    Causal is a decoder's self-attention. What is not, and can be handed another row's states in a
+    decoder, attends to that row; the rest is an encoder's.
+    """
+    crosses = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
+    if not crosses and getattr(module, "is_causal", True):
+        return "decoder"
+    config = getattr(module, "config", None)
+    decodes = getattr(module, "is_decoder", getattr(config, "is_decoder", False))
+    takes = any(x in inspect.signature(module.forward).parameters for x in _SOURCES)
+    return "cross" if crosses or (decodes and takes) else "encoder"
+
+
+def adds_bias(module: nn.Module) -> bool:
+    """Whether a family's attention adds a bias of its own to the logits, as T5's."""
+    return "position_bias" in _passed(_own_class(type(module)))
+
+
 def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
-    """The MLP of the decoder layer that holds this attention module."""
+    """The MLP of the layer that holds this attention module."""
     for layer in model.modules():
         if any(child is attention for child in layer.children()):
             for name in ("mlp", "block_sparse_moe", "feed_forward"):
@@ -58,9 +94,9 @@ def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
     )
 
 
-def head_shape(module: nn.Module) -> HeadShape:
+def head_shape(attention: Attention) -> HeadShape:
     """Heads and widths of a family's attention module: its own, else its configuration's."""
-    config = module.config
+    module, config = attention.module, attention.module.config
     heads = _first(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
     shared = getattr(module, "num_key_value_groups", None)
     key_heads = _first(module, ("num_key_value_heads", "num_kv_heads"))
@@ -72,7 +108,8 @@ def head_shape(module: nn.Module) -> HeadShape:
         key_heads=key_heads or getattr(config, "num_key_value_heads", None) or heads,
         dim=dim or config.hidden_size // heads,
         hidden=_input_width(module) or config.hidden_size,
-        layer=module.layer_idx,
+        layer=attention.index,
+        place=attention.place,
     )
 
 
@@ -141,8 +178,6 @@ def _obstacle(module: nn.Module) -> str | None:
     config = getattr(module, "config", None)
     if not hasattr(source, "ALL_ATTENTION_FUNCTIONS") or config is None:
         return "it does not go through transformers' attention interface"
-    if not getattr(module, "is_causal", True) or getattr(module, "is_cross_attention", False):
-        return "it is not causal self-attention"
     if any(hasattr(module, name) for name in ("kv_lora_rank", "kv_a_proj_with_mqa")):
         return "it compresses keys and values (multi-head latent attention)"
     if getattr(config, "attn_logit_softcapping", None) is not None:
@@ -152,7 +187,7 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks as parameters"
-    if not isinstance(module.layer_idx, int):
+    if not isinstance(module.layer_idx, int) and place_of(module) != "encoder":
         return "its layer index is not set"
     return _obstacle_in_source(type(module))
 
@@ -160,10 +195,22 @@ def _obstacle(module: nn.Module) -> str | None:
 @cache
 def attends_twice(kind: type) -> bool:
     """Whether an attention class calls its attention function more than once per forward pass."""
-    kind = next((base for base in kind.__mro__ if "Heedful" not in base.__name__
-                 and base.__name__ != "ConvertedAttention"), kind)  # fmt: skip
-    calls = [node for node in _source(kind) if isinstance(node, ast.Call)]
+    calls = [node for node in _source(_own_class(kind)) if isinstance(node, ast.Call)]
     return sum(ast.unparse(call.func) == "attention_interface" for call in calls) > 1
+
+
+def _own_class(kind: type) -> type:
+    """The family's class of a converted attention class."""
+    ours = ("Heedful", "ConvertedAttention")
+    return next((base for base in kind.__mro__ if not base.__name__.startswith(ours)), kind)
+
+
+@cache
+def _passed(kind: type) -> frozenset[str]:
+    """What an attention class passes to its attention function by name."""
+    calls = [node for node in _source(kind) if isinstance(node, ast.Call)]
+    ours = [call for call in calls if ast.unparse(call.func) == "attention_interface"]
+    return frozenset(keyword.arg for call in ours for keyword in call.keywords if keyword.arg)
 
 
 def _source(kind: type) -> list[ast.AST]:
@@ -180,10 +227,11 @@ def _obstacle_in_source(kind: type) -> str | None:
 
     Where the source cannot be read, the attention function still refuses what it does not know.
     """
+    given = {"attention_mask", "mask"} & inspect.signature(kind.forward).parameters.keys()
     for node in _source(kind):
         if isinstance(node, ast.Assign | ast.AugAssign) and not isinstance(node.value, ast.Name):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if "attention_mask" in map(ast.unparse, targets):
+            if given & set(map(ast.unparse, targets)):
                 return "it changes the attention mask inside its attention"
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
@@ -191,7 +239,7 @@ def _obstacle_in_source(kind: type) -> str | None:
             continue
         named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         mask = named.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
-        if mask is not None and ast.unparse(mask) != "attention_mask":
+        if mask is not None and ast.unparse(mask) not in given:
             return f"it makes its own attention mask ({ast.unparse(mask)})"
         if unknown := sorted(named.keys() - _PASSED):
             return f"it passes {', '.join(unknown)} to its attention, which is not supported"

@@ -48,13 +48,16 @@ def look(model: PreTrainedModel, input_ids: Int[Tensor, "1 T"]) -> dict[int, Lay
     Raises:
         ValueError: the model is not converted, or not one row is given.
     """
-    layers = {
-        module.layer_idx: module.heedful
-        for module in model.modules()
-        if isinstance(getattr(module, NAME, None), nn.Module)
-    }
+    found = [getattr(module, NAME, None) for module in model.modules()]
+    found = [layer for layer in found if isinstance(layer, nn.Module)]
+    layers = {layer.shape.layer: layer for layer in found}
     if not layers:
         raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+    if len({layer.shape.place for layer in found}) > 1:
+        raise ValueError(
+            f"model must be one stack of layers, and {type(model).__name__} has an encoder or "
+            "cross-attention beside its decoder, which look at two rows: look at its encoder alone"
+        )
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"input_ids must be one row [1, T], got {tuple(input_ids.shape)}")
     seen: dict[int, tuple] = {}

@@ -41,6 +41,8 @@ class Seen(NamedTuple):
     visibility: Visibility
     token_ids: Int[Tensor, "B T"] | None
     positions: Int[Tensor, "#B T"] | None
+    keys: int  # that it is about
+    target: Bool[Tensor, "B n"] | None = None  # real tokens of a decoder's row so far
 
 
 class ReadCall(NamedTuple):
@@ -50,22 +52,28 @@ class ReadCall(NamedTuple):
 
     names: the parameters of the model's forward, in order.
     apart: whether attention can keep documents apart, as no other layer mixes tokens.
+    crosses: whether the model has cross-attention.
     """
 
     names: tuple[str, ...]
     apart: bool
+    crosses: bool = False
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if isinstance(given.get("attention_mask"), dict):
             return  # the model around this one has read its call, and made the masks
         _given.token_ids, _given.positions = given.get("input_ids"), _positions(given)
+        _given.target = None
         documents = _documents(given)
         if documents is not None and not self.apart:
             _require(
                 (documents == documents[:, :1]).all(),
                 "position_ids start again, and this model has layers beside attention (recurrent "
-                "ones, convolutions) that would mix packed documents: give each a row of its own",
+                "ones, convolutions) that would mix packed documents: give each a row of its own"
+                if not self.crosses
+                else "position_ids start again, and cross-attention would mix packed documents: "
+                "give each a row of its own",
             )
             documents = None
         _given.documents = documents
@@ -76,16 +84,24 @@ class ForgetCall(NamedTuple):
 
     def __call__(self, module: torch.nn.Module, args: tuple, output: object) -> None:
         packed, _given.documents = getattr(_given, "documents", None), None
-        _given.token_ids = _given.positions = None
+        _given.token_ids = _given.positions = _given.target = None
         cache = getattr(output, "past_key_values", None)
         if packed is not None and cache is not None:
             setattr(cache, _PACKED, True)
 
 
 def seen(*args: object, **kwargs: object) -> Seen:
-    """The mask function that transformers calls: `visibility_for`, with ids and positions."""
+    """The mask function that transformers calls: `visibility_for`, with ids and positions.
+
+    A decoder asks for the mask of its own row first, then for that of the source's, which says
+    nothing of the target's padding: it is noted in between.
+    """
     ids, positions = getattr(_given, "token_ids", None), getattr(_given, "positions", None)
-    return Seen(visibility_for(*args, **kwargs), ids, positions)
+    visibility, target = visibility_for(*args, **kwargs), getattr(_given, "target", None)
+    if visibility.causal:
+        _given.target = visibility.padding
+    keys = kwargs["kv_length"] if "kv_length" in kwargs else args[2]
+    return Seen(visibility, ids, positions, keys, target)
 
 
 def visibility_for(
@@ -99,7 +115,7 @@ def visibility_for(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | None = None,
-    **_: object,
+    **others: object,
 ) -> Visibility:
     """Who sees whom among `kv_length` keys from `kv_offset` on.
 
@@ -110,7 +126,9 @@ def visibility_for(
         ValueError: the family's mask is more than causal order, a window, documents and padding,
             or the lengths do not fit.
     """
-    _check_lengths(q_length, kv_length, q_offset, kv_offset, attention_mask)
+    both_ways = "allow_is_bidirectional_skip" in others  # of an encoder, or of its row
+    if not both_ways:
+        _check_lengths(q_length, kv_length, q_offset, kv_offset, attention_mask)
     padding = None
     if attention_mask is not None:
         padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -122,6 +140,10 @@ def visibility_for(
         return Visibility(causal=False, documents=packed, padding=padding)
 
     said = _Said(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
+    if both_ways:
+        window = None if local_size is None else local_size + 1  # it does not count the token
+        said.compare(q_offset, q_length, Visibility(causal=False, window=window))
+        return Visibility(causal=False, window=window, documents=packed, padding=padding)
     alone, mutual = said.alone(), said.mutual()
     documents, window = _numbered(alone), local_size
     if window is None and alone is None:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
-from heedful.nn.shape import HeadNorm, HeadShape
+from heedful.nn.shape import PLACES, HeadNorm, HeadShape
 from heedful.ops import Visibility, differential_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -29,6 +29,9 @@ class Differential:
 
 class DifferentialAttention(Layer):
     """Lambda vectors and norm of one differential layer."""
+
+    places = frozenset(PLACES)
+    takes_bias = True
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -71,8 +74,9 @@ class DifferentialAttention(Layer):
         """H / 2 heads of twice the width, in the shape of H heads."""
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         out = differential_attention(
-            q, k, joined, lam=self.lam, visibility=visibility, scale=scale, impl=self.impl
-        )
+            q, k, joined, lam=self.lam, bias=given.bias, visibility=visibility, scale=scale,
+            impl=self.impl,
+        )  # fmt: skip
         out = self.norm(out)
         return LayerOutput(out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2))
 
@@ -80,5 +84,5 @@ class DifferentialAttention(Layer):
         """The difference of the two maps, per pair of heads; entries may be negative."""
         group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
         k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
-        both = multi_token_attention_map(q, k, visibility=visibility, scale=scale)
+        both = multi_token_attention_map(q, k, visibility=visibility, scale=scale, bias=given.bias)
         return Maps(both[:, 0::2] - self.lam.to(both.dtype) * both[:, 1::2])

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadShape
+from heedful.nn.shape import HeadShape, Place
 from heedful.ops import Visibility
 from heedful.ops.impl import Impl
 
@@ -24,6 +24,9 @@ class Given(NamedTuple):
         Ts]`; `None` at the first token.
     beside: what `Layer.beside` gave for all keys, those of earlier calls first, `[B, S, Tk, Ds]`;
         `None` where the call holds all tokens.
+    bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
+        Tk]`: T5's relative position bias. Handed over without being asked for: a layer that does
+        not add it (`takes_bias`) cannot serve such a family.
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -32,9 +35,14 @@ class Given(NamedTuple):
     cache: object | None = None
     state: Float[Tensor, "B S Ts"] | None = None
     beside: Float[Tensor, "B S Tk Ds"] | None = None
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None
 
     def before(self, later: int, tokens: int) -> "Given":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
+        if self.bias is not None:
+            rows, keys = (n - later for n in self.bias.shape[2:])
+            own = self.bias[:, :, max(0, rows - tokens) : rows, :keys]
+            return self._replace(bias=None).before(later, tokens)._replace(bias=own)
 
         def cut(x: Tensor) -> Tensor:
             stop = x.shape[1] - later
@@ -87,6 +95,8 @@ class Layer(nn.Module):
     A built layer is initialised: its constructor sets every parameter. Whatever holds it (the door
     to transformers, a model of one's own) serves what the attributes declare and guesses nothing.
 
+    places: where the mechanism is defined; in others the door refuses it.
+    takes_bias: whether `forward` adds `given.bias` to its logits.
     needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
     past_queries: how many earlier query rows the newest output depends on.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
@@ -101,6 +111,8 @@ class Layer(nn.Module):
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     """
 
+    places: frozenset[Place] = frozenset({"decoder"})
+    takes_bias: bool = False
     needs: frozenset[Need] = frozenset()
     past_queries: int = 0
     keeps: tuple[str, ...] = ()
@@ -148,7 +160,7 @@ class Layer(nn.Module):
             q, k, v: after the rotary embedding; keys and values may have fewer heads.
             visibility: who sees whom; `None` is causal.
             scale: factor on the logits; default `D ** -0.5`.
-            given: what `needs` names.
+            given: what `needs` names, and the bias.
         """
         raise NotImplementedError
 

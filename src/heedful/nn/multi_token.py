@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
-from heedful.nn.shape import HeadNorm, HeadShape, WideLinear
+from heedful.nn.shape import PLACES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -19,7 +19,9 @@ class MultiToken:
     """Which parts of multi-token attention a model has; the default is identity at initialisation.
 
     Arguments:
-        conv: `(c_q, c_k)` of the convolution before the softmax, or `None`. `c_k` is odd.
+        conv: `(c_q, c_k)` of the convolution before the softmax, or `None`. `c_k` is odd. In an
+            encoder kernels are centred over queries as over keys, so that an even c_q is taken as
+            the next odd number: 7 for 6, with 3 queries on either side.
         post_conv: the same after the softmax.
         conv_every: convolutions stand in layers l with `l % n == n // 2`; 4 gives the published
             2, 6, 10, ..., and 1 gives every layer. Everything else stands in all layers.
@@ -33,7 +35,7 @@ class MultiToken:
             `"identity"` doubles the sigmoid and starts from zero weights, so at exactly one.
         input_scaling: `"depth"` multiplies what the model's norms hand to attention and MLP by
             1 - lambda_init of the layer: the "layer-norm scaling" of the paper's ablation, as its
-            code has it. It changes the model's function.
+            code has it. It changes the model's function. Cross-attention has none.
 
     Source: Golovneva et al., arXiv 2504.00927, sections 3 and 4.
     """
@@ -151,21 +153,33 @@ class TalkingHeads:
 
 
 class MultiTokenAttention(Layer):
-    """The parameters of multi-token attention for one layer, identity-initialised."""
+    """The parameters of multi-token attention for one layer, identity-initialised.
+
+    In a decoder kernels look back over queries. In an encoder, where nothing is later, they are
+    centred over queries. In cross-attention they look back over the target's queries and are
+    centred over the source's keys.
+    """
+
+    places = frozenset(PLACES)
+    takes_bias = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
         convolves = config.convolves(shape.layer)
-        self.conv = _kernels(shape.heads, config.conv if convolves else None)
-        self.post_conv = _kernels(shape.heads, config.post_conv if convolves else None)
+        self.two_sided = shape.place == "encoder"
+        sizes = [
+            _size(x, self.two_sided) if convolves else None for x in (config.conv, config.post_conv)
+        ]
+        self.conv, self.post_conv = (_kernels(shape.heads, size) for size in sizes)
         self.mix = _mixing("mix", shape.heads, config.mix)
         self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
-        if config.input_scaling == "depth":
+        if config.input_scaling == "depth" and shape.place != "cross":
             self.input_factor = 1 - shape.depth_factor
         # A convolved row reads the rows above it; convolved twice, those above these too.
         kernels = (self.conv, self.post_conv)
-        self.past_queries = sum(x.shape[1] - 1 for x in kernels if x is not None)
+        if not self.two_sided:
+            self.past_queries = sum(x.shape[1] - 1 for x in kernels if x is not None)
         self.norm = None
         if config.norm != "none":
             factor = 1 - shape.depth_factor if config.norm == "depth" else 1.0
@@ -182,7 +196,8 @@ class MultiTokenAttention(Layer):
         """Identity kernels and mixing; the gate as configured, with zero bias."""
         for kernel in (self.conv, self.post_conv):
             if kernel is not None:
-                kernel.zero_()[:, -1, kernel.shape[2] // 2] = 1
+                current = kernel.shape[1] // 2 if self.two_sided else -1
+                kernel.zero_()[:, current, kernel.shape[2] // 2] = 1
         for weights in (self.mix, self.post_mix):
             if weights is not None:
                 weights.copy_(torch.eye(weights.shape[1]))
@@ -208,8 +223,9 @@ class MultiTokenAttention(Layer):
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
         out = multi_token_attention(
-            q, k, v, **self._steps(), visibility=visibility, scale=scale, impl=self.impl
-        )
+            q, k, v, **self._steps(), bias=given.bias, two_sided=self.two_sided,
+            visibility=visibility, scale=scale, impl=self.impl,
+        )  # fmt: skip
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:
@@ -221,8 +237,17 @@ class MultiTokenAttention(Layer):
 
     def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
         """The map that multiplies the values, per head, before norm and gate."""
-        steps = self._steps()
-        return Maps(multi_token_attention_map(q, k, **steps, visibility=visibility, scale=scale))
+        return Maps(
+            multi_token_attention_map(
+                q,
+                k,
+                **self._steps(),
+                bias=given.bias,
+                two_sided=self.two_sided,
+                visibility=visibility,
+                scale=scale,
+            )
+        )
 
     def _steps(self) -> dict[str, nn.Parameter | None]:
         return {name: getattr(self, name) for name in ("conv", "post_conv", "mix", "post_mix")}
@@ -230,6 +255,11 @@ class MultiTokenAttention(Layer):
 
 def _is_group(size: object) -> bool:
     return size == "all" or is_whole(size, 1)
+
+
+def _size(size: tuple[int, int] | None, two_sided: bool) -> tuple[int, int] | None:
+    """Of a kernel that has a middle row, if it is two-sided."""
+    return (size[0] | 1, size[1]) if two_sided and size is not None else size
 
 
 def _kernels(heads: int, size: tuple[int, int] | None) -> nn.Parameter | None:

@@ -51,8 +51,12 @@ class Selective:
 
 
 class SelectiveAttention(Layer):
-    """Selective attention for one layer; has parameters only with an own selector."""
+    """Selective attention for one layer; has parameters only with an own selector.
 
+    Defined where there are earlier queries: in a decoder's self-attention alone.
+    """
+
+    takes_bias = True
     keeps = ("F",)
     reports_memory = True
 
@@ -102,6 +106,7 @@ class SelectiveAttention(Layer):
             state=given.state,
             tau=self.tau,
             protect_first=self.config.protect_first,
+            bias=given.bias,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
@@ -119,7 +124,9 @@ class SelectiveAttention(Layer):
             f = f + pad(given.state, (0, k.shape[2] - given.state.shape[2]))[:, :, None]
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        logits = (q @ spread.mT * scale - f).masked_fill(~visible, float("-inf"))
+        logits = q @ spread.mT * scale - f
+        logits = logits if given.bias is None else logits + given.bias
+        logits = logits.masked_fill(~visible, float("-inf"))
         weights = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
         return Maps(weights.masked_fill(~visible, 0), hiding)
 

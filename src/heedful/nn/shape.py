@@ -1,10 +1,15 @@
 """What a layer needs to know of the model it stands in."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+Place = Literal["decoder", "encoder", "cross"]
+PLACES = ("decoder", "encoder", "cross")
+"""Where an attention module stands: causal self-attention, two-sided, or over another row."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,9 @@ class HeadShape:
         key_heads: key and value heads; divides `heads`.
         dim: head dim of queries and keys (and values).
         hidden: width of the layer's input.
-        layer: index of the layer, from 0.
+        layer: index of the layer, from 0, among those of its place.
+        place: `"decoder"` (causal self-attention), `"encoder"` (two-sided self-attention) or
+            `"cross"` (queries of a decoder, keys of an encoder's row).
     """
 
     heads: int
@@ -24,6 +31,7 @@ class HeadShape:
     dim: int
     hidden: int
     layer: int
+    place: Place = field(default="decoder", repr=False)
 
     @property
     def depth_factor(self) -> float:

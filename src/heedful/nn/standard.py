@@ -8,8 +8,8 @@ from torch import Tensor
 
 from heedful.checks import is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
-from heedful.nn.shape import HeadShape
-from heedful.ops import Visibility
+from heedful.nn.shape import PLACES, HeadShape
+from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -21,7 +21,8 @@ class Standard:
     Arguments:
         window: how many tokens a query sees, itself included; `None` is the model's own choice. A
             narrower window of the model's stays. With it a model can have local layers beside
-            global ones.
+            global ones. In an encoder it counts to either side; in cross-attention, where nothing
+            is near, there is none.
     """
 
     window: int | None = None
@@ -39,13 +40,19 @@ class Standard:
 
 
 class StandardAttention(Layer):
-    """SDPA under a `Visibility`; every `impl` is SDPA."""
+    """SDPA under a `Visibility`; every `impl` is SDPA.
+
+    But with a bias of the family's: then SDPA's mask would hold a map for every row and head, and
+    the gradient of the bias another, so that the operator without its steps stands in.
+    """
 
     any_shape = True
+    takes_bias = True
 
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config, self.window = config, config.window
+        self.places = frozenset(PLACES) - ({"cross"} if config.window else set())
 
     def forward(
         self,
@@ -60,6 +67,10 @@ class StandardAttention(Layer):
         """Softmax attention; padded queries get zeros."""
         visibility = self._visibility(visibility, k)
         queries, keys = q.shape[2], k.shape[2]
+        if given.bias is not None:
+            impl = "reference" if self.impl == "reference" else "auto"
+            options = {"visibility": visibility, "scale": scale, "impl": impl}
+            return LayerOutput(multi_token_attention(q, k, v, bias=given.bias, **options))
         if visibility.plain:
             out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
             if out is not None:
@@ -75,7 +86,9 @@ class StandardAttention(Layer):
     def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
         """The softmax, per head."""
         visibility = self._visibility(visibility, k)
-        return Maps(multi_token_attention_map(q, k, visibility=visibility, scale=scale))
+        return Maps(
+            multi_token_attention_map(q, k, visibility=visibility, scale=scale, bias=given.bias)
+        )
 
     def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:
         visibility = Visibility() if visibility is None else visibility

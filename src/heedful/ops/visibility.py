@@ -45,13 +45,14 @@ class Visibility:
     ```
 
     A query sees a key when every given condition holds: the key is not later (`causal`), is less
-    than `window` tokens back, belongs to the same document, and neither token is padding. A query
+    than `window` tokens away, belongs to the same document, and neither token is padding. A query
     that sees nothing (a padded one) gets the output zero. Hidden tokens must hold finite numbers
     all the same: as in SDPA their weight is zero, and zero times NaN is NaN.
 
     Arguments:
         causal: hide later keys. Selective attention requires it.
-        window: how many tokens a query sees, itself included; `None` is no limit.
+        window: how many tokens a query sees, itself included; `None` is no limit. Without causal
+            order it counts to either side: a query sees the keys less than `window` tokens away.
         documents: document number of every token, `[B or 1, Tk]`; documents are contiguous runs. A
             negative number is padding.
         padding: `True` for a real token, `False` for padding, `[B or 1, Tk]`; left, right or both.
@@ -78,8 +79,6 @@ class Visibility:
                 "window must be a whole number of at least 1 (the token itself) and at most 2**62, "
                 f"got {shown(self.window)}; use None for no limit"
             )
-        if self.window is not None and not self.causal:
-            raise ValueError("window needs causal=True: a two-sided window is not defined here")
         if self.mutual is not None and not self.causal:
             raise ValueError("mutual needs causal=True: without it all tokens see each other")
         for name, ids in self._tensors().items():
@@ -192,7 +191,8 @@ class Visibility:
 
     def check(self, batch: int, queries: int, keys: int) -> None:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
-        if queries > keys and self.queries is None:
+        anywhere = self.plain and not self.causal  # all see all: nothing counts places
+        if queries > keys and self.queries is None and not anywhere:
             raise ValueError(
                 f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
                 "keys, so k must be at least as long"
@@ -269,7 +269,7 @@ class Visibility:
         if places is not None:
             return see_placed(places, queries, self.causal, self.window)
         token = torch.arange(keys, device=device)  # a range would fix a symbolic length
-        return self.at(token[keys - queries :], token)
+        return self.at(torch.arange(queries, device=device) + (keys - queries), token)
 
     def earlier(
         self, queries: int, keys: int, device: torch.device
@@ -358,12 +358,13 @@ def see_at(
 ) -> Bool[Tensor, "B R K"]:
     """Visibility of tokens `j` from tokens `i`, in any order."""
     back = i[:, None] - j
+    far = back if causal else back.abs()
     visible = ((back >= 0) if causal else torch.ones_like(back, dtype=torch.bool))[None]
     if mutual is not None:
         of_query, of_key = mutual[:, i, None], mutual[:, None, j]
         visible = visible | ((of_query == of_key) & (of_query >= 0))
     if window is not None:
-        visible = visible & (back < window)
+        visible = visible & (far < window)
     if segments is not None:
         of_query, of_key = segments[:, i, None], segments[:, None, j]
         visible = visible & (of_query == of_key) & (of_query >= 0)
@@ -387,5 +388,5 @@ def see_placed(
     if causal:
         visible = visible & (back >= 0)
     if window is not None:
-        visible = visible & (back < window)
+        visible = visible & ((back if causal else back.abs()) < window)
     return visible

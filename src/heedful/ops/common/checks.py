@@ -112,16 +112,47 @@ def check_parameter(name: str, x: Tensor, shape: tuple[int, ...], like: Tensor) 
         raise ValueError(
             f"{name} must be a floating-point tensor on {like.device}, got {x.dtype} on {x.device}"
         )
-    # On an accelerator this look would stall the stream, while compiling it would break the graph,
-    # and under torch.func there may be nothing to look at; convert() and load() have looked once.
-    if (
+    if _seen_infinite(x):
+        raise ValueError(
+            f"{name} must be finite, got NaN or infinity in it; a diverged training run or a "
+            "damaged checkpoint leaves such values: load an earlier one"
+        )
+
+
+def check_bias(bias: Tensor | None, q: Tensor, keys: int) -> None:
+    """Raise unless a bias is `None`, or finite numbers `[1 or B, 1 or H, Tq, Tk]` on q's device."""
+    if bias is None:
+        return
+    check_dense("bias", bias, "[1 or B, 1 or H, Tq, Tk]")
+    (batch, heads, queries, _), found = q.shape, tuple(bias.shape)
+    fits = bias.ndim == 4 and found[0] in (1, batch) and found[1] in (1, heads)
+    if not fits or found[2] != queries or found[3] != keys:
+        raise ValueError(
+            f"bias must be [1 or {batch}, 1 or {heads}, {queries}, {keys}] (one number per query "
+            f"and key), got {found}"
+        )
+    if str(bias.dtype) not in _FLOATS or bias.device != q.device:
+        raise ValueError(
+            f"bias must be a floating-point tensor on {q.device}, got {bias.dtype} on "
+            f"{bias.device}; a mask belongs in visibility"
+        )
+    if _seen_infinite(bias):
+        raise ValueError(
+            "bias must be finite, got NaN or infinity in it; hide tokens with visibility, which "
+            "also tells what need not be computed"
+        )
+
+
+def _seen_infinite(x: Tensor) -> bool:
+    """Whether NaN or infinity is in it, where a look is free.
+
+    On an accelerator it would stall the stream, while compiling it would break the graph, and under
+    torch.func there may be nothing to look at; convert() and load() have looked once.
+    """
+    return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not isinstance(x, FakeTensor)
         and _functorch.peek_interpreter_stack() is None
         and not bool(x.isfinite().all())
-    ):
-        raise ValueError(
-            f"{name} must be finite, got NaN or infinity in it; a diverged training run or a "
-            "damaged checkpoint leaves such values: load an earlier one"
-        )
+    )

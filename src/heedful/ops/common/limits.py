@@ -35,9 +35,16 @@ def unseen(visibility: Visibility) -> str | None:
     """What of the visibility the fused kernels do not know, as one clause, or `None`."""
     if visibility.mutual is not None:
         return "its kernels know no tokens that see later ones (visibility.mutual)"
+    if visibility.window is not None and not visibility.causal:
+        return "its kernels know no window to both sides (visibility.window)"
     if not visibility.in_place:
         return "its kernels know no positions and queries of their own (visibility)"
     return None
+
+
+def biased(bias: Tensor | None) -> str | None:
+    """That the fused kernels add no bias, as one clause, or `None`."""
+    return None if bias is None else "its kernels add no bias to the logits"
 
 
 def padded(size: int) -> int:

@@ -12,14 +12,26 @@ def standard_attention(
     *,
     causal: bool,
     scale: float | None,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B H Tq Dv"] | None:
-    """SDPA under causal order or none; `None` where that takes a mask of size Tq x Tk."""
+    """SDPA under causal order or none; `None` where that takes a mask of size Tq x Tk.
+
+    With a bias, which is of that size, SDPA's mask is that bias.
+    """
     queries, keys = q.shape[2], k.shape[2]
     # SDPA's is_causal aligns unequal lengths at the top, a Visibility at the bottom.
     if causal and queries != keys and queries != 1:
         return None
     if scale is not None:
         q, scale = with_positive_scale(q, scale)
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        if causal and queries > 1:
+            token = torch.arange(keys, device=q.device)
+            bias = bias.masked_fill(token > token[:, None], float("-inf"))
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return torch.nn.functional.scaled_dot_product_attention(
         q,
         k,

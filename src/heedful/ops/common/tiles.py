@@ -57,8 +57,11 @@ class Scope:
         """
         if self.sight.places is not None:
             return range(self.keys)
-        start = 0 if self.sight.window is None else rows.start - self.sight.window + 1 - aside
+        window = self.sight.window
+        start = 0 if window is None else rows.start - window + 1 - aside
         stop = rows.stop + aside if self.sight.causal else self.keys
+        if window is not None and not self.sight.causal:
+            stop = min(stop, rows.stop + window - 1 + aside)
         if self._ends is not None:
             stop = max(self._ends[rows.start : rows.stop]) + aside
         elif self.sight.mutual is not None:
@@ -76,7 +79,7 @@ class Scope:
         The number does not depend on the batch, or results would. With still fewer rows most of the
         work would go into the rows around them that a convolution reads.
         """
-        columns = min(self.keys, self.sight.window or self.keys)
+        columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
 
     def hidden(self, rows: range, columns: range) -> "Hidden":

@@ -3,8 +3,15 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.checks import check_dense, check_parameter, check_qkv, check_scale, shown
-from heedful.ops.common.limits import over_limit, unseen
+from heedful.ops.common.checks import (
+    check_bias,
+    check_dense,
+    check_parameter,
+    check_qkv,
+    check_scale,
+    shown,
+)
+from heedful.ops.common.limits import biased, over_limit, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
@@ -18,20 +25,22 @@ def differential_attention(
     v: Float[Tensor, "B Pk Tk Dv"],
     *,
     lam: Float[Tensor, "*P"],
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B P Tq Dv"]:
     r"""The difference of two softmax maps applied to shared values.
 
-    $$ O_p = (\mathrm{softmax}(Q_{2p} K_{2p}^\top s) - \lambda\,
-       \mathrm{softmax}(Q_{2p+1} K_{2p+1}^\top s))\, V_p $$
+    $$ O_p = (\mathrm{softmax}(Q_{2p} K_{2p}^\top s + b_{2p}) - \lambda\,
+       \mathrm{softmax}(Q_{2p+1} K_{2p+1}^\top s + b_{2p+1}))\, V_p $$
 
     Arguments:
         q: queries `[B, 2P, Tq, D]`; heads 2p and 2p + 1 are the two maps of pair p.
         k: keys `[B, 2Pk, Tk, D]` in the same pairs; `Pk` divides `P` (GQA).
         v: values `[B, Pk, Tk, Dv]`, one per pair; the published layer has Dv = 2D.
         lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
+        bias: $b$, added to the logits, `[1 or B, 1 or 2P, Tq, Tk]`. It has a gradient.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -60,17 +69,26 @@ def differential_attention(
     if lam.shape not in ((), (pairs,)):
         raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
     check_parameter("lam", lam, tuple(lam.shape), q)
+    check_bias(bias, q, k.shape[2])
     scale = check_scale(scale, q)
     chosen = choose(
         "differential_attention",
         impl,
-        lambda: no_triton(q) or unseen(visibility) or over_limit(q, q=q.shape[3], v=v.shape[3]),
-        (q, k, v, lam),
+        lambda: (
+            no_triton(q)
+            or unseen(visibility)
+            or biased(bias)
+            or over_limit(q, q=q.shape[3], v=v.shape[3])
+        ),
+        (q, k, v, lam, bias),
     )
+    options = {} if chosen == "fused" else {"bias": bias}
     if chosen == "fused":
         from heedful.ops.differential.fused import differential_attention_fused as run
     elif chosen == "tiled":
         run = differential_attention_tiled
     else:
         run = differential_attention_reference
-    return without_autocast(run)(q, k, v, lam.expand(pairs), visibility=visibility, scale=scale)
+    return without_autocast(run)(
+        q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, **options
+    )

@@ -16,10 +16,13 @@ def differential_attention_tiled(
     *,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`; the difference is taken after the values."""
-    if few_queries(q, k, (q, k, v, lam)):
-        return _few(q, k, v, lam, visibility, scale)
+    if few_queries(q, k, (q, k, v, lam, bias)):
+        return _few(q, k, v, lam, visibility, scale, bias)
+    if bias is not None and bias.shape[1] > 1:
+        return _map_by_map(q, k, v, lam, visibility, scale, bias)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
     # Heads in the order (map, pair), so that every map's heads stand beside their key heads.
@@ -29,21 +32,44 @@ def differential_attention_tiled(
     # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
     both = multi_token_attention_tiled(
         q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
-        visibility=visibility, scale=scale, wide=True,
+        visibility=visibility, scale=scale, bias=bias, wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
 
 
+def _map_by_map(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
+    bias: Tensor,
+) -> Tensor:  # fmt: skip
+    """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
+    first, second = (
+        multi_token_attention_tiled(
+            q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
+            visibility=visibility, scale=scale, bias=bias[:, i::2], wide=True,
+        )
+        for i in (0, 1)
+    )  # fmt: skip
+    return (first - lam.to(first.dtype)[:, None, None] * second).to(q.dtype)
+
+
 def _few(
-    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The same for a few queries, dense; here the difference is that of the maps."""
     key_pairs = k.shape[1] // 2
     hidden = hidden_from(visibility, q.shape[2], k.shape[2], q.device)
     # Heads in the order (key pair, map, pair of its group): each beside its key head.
-    ordered = q.unflatten(1, (key_pairs, -1, 2)).transpose(2, 3).flatten(1, 3)
-    weights = few_weights(few_scores(ordered, k, scale), hidden)
+    logits = few_scores(_by_key_pair(q, key_pairs), k, scale)
+    if bias is not None:
+        logits += bias if bias.shape[1] == 1 else _by_key_pair(bias, key_pairs)
+    weights = few_weights(logits, hidden)
     first, second = weights.unflatten(1, (key_pairs, 2, -1)).unbind(2)
     lam = lam.to(weights.dtype).view(key_pairs, -1, 1, 1)
     return few_outputs((first - lam * second).flatten(1, 2), v).to(q.dtype)
+
+
+def _by_key_pair(x: Float[Tensor, "B H ..."], key_pairs: int) -> Float[Tensor, "B H ..."]:
+    """Heads in the order (key pair, map, pair of its group)."""
+    return x.unflatten(1, (key_pairs, -1, 2)).transpose(2, 3).flatten(1, 3)

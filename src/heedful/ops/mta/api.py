@@ -3,8 +3,16 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.checks import check_dense, check_parameter, check_qkv, check_scale, shown
-from heedful.ops.common.limits import unseen
+from heedful.ops.common.checks import (
+    check_bias,
+    check_dense,
+    check_flag,
+    check_parameter,
+    check_qkv,
+    check_scale,
+    shown,
+)
+from heedful.ops.common.limits import biased, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.mta.fused.plan import multi_token_attention_limit
@@ -22,6 +30,8 @@ def multi_token_attention(
     post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
     mix: Float[Tensor, "n g g"] | None = None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -29,7 +39,7 @@ def multi_token_attention(
     r"""Attention whose map is convolved over queries and keys and mixed over heads.
 
     $$ P = \mathrm{softmax}(\mathrm{Mask}_{-\infty}(W\,\mathrm{Conv}_\theta(\mathrm{Mask}_0(
-       QK^\top s)))), \qquad O = W'\,\mathrm{Mask}_0(\mathrm{Conv}_{\theta'}(P))\; V $$
+       QK^\top s)) + b)), \qquad O = W'\,\mathrm{Mask}_0(\mathrm{Conv}_{\theta'}(P))\; V $$
 
     with $\mathrm{Conv}_\theta(X)_{hij} = \sum_{r,c} \theta_{hrc}\,X_{h,\,i-(c_q-1)+r,\;
     j-(c_k-1)/2+c}$. Every step that is `None` is left out; with all four `None`, or all four at
@@ -44,6 +54,12 @@ def multi_token_attention(
         post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.
         mix, post_mix: head mixing before / after the softmax, indexed `[group, out, in]` over
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
+        bias: $b$, added to the logits that enter the softmax, `[1 or B, 1 or H, Tq, Tk]`: a
+            relative position bias, say. It has a gradient.
+        two_sided: for encoders: kernels are centred over queries as they are over keys. The middle
+            row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
+            above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
+            that is not causal, as later queries are read.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -60,6 +76,12 @@ def multi_token_attention(
     check_qkv(q, k, v)
     heads = q.shape[1]
     visibility = check_visibility(visibility, q, k.shape[2])
+    check_flag("two_sided", two_sided)
+    if two_sided and visibility.causal:
+        raise ValueError(
+            "two_sided reads later queries, which causal order forbids; give visibility="
+            "Visibility(causal=False), or leave two_sided out"
+        )
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
         if kernel is not None and visibility.positions is not None:
             raise ValueError(
@@ -67,18 +89,29 @@ def multi_token_attention(
                 "leave the positions out, or the kernel"
             )
         _check_kernel(name, kernel, heads, q)
+        if two_sided and kernel is not None and kernel.shape[1] % 2 == 0:
+            raise ValueError(
+                f"{name} must have an odd c_q where two_sided centres it over queries, got "
+                f"{kernel.shape[1]}; add a row of zeros"
+            )
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
+    check_bias(bias, q, k.shape[2])
     scale = check_scale(scale, q)
     parameters = (conv, post_conv, mix, post_mix)
     chosen = choose(
         "multi_token_attention",
         impl,
         lambda: (
-            no_triton(q) or unseen(visibility) or multi_token_attention_limit(q, v, *parameters)
+            no_triton(q)
+            or unseen(visibility)
+            or biased(bias)
+            or ("its kernels look back over queries only (two_sided)" if two_sided else None)
+            or multi_token_attention_limit(q, v, *parameters)
         ),
-        (q, k, v, *parameters),
+        (q, k, v, *parameters, bias),
     )
+    options = {} if chosen == "fused" else {"bias": bias, "two_sided": two_sided}
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
     elif chosen == "fused":
@@ -97,6 +130,7 @@ def multi_token_attention(
         post_mix=post_mix,
         visibility=visibility,
         scale=scale,
+        **options,
     )
 
 

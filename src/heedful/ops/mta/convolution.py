@@ -27,19 +27,24 @@ class Parameters(NamedTuple):
     post_mix: Float[Tensor, "n2 g2 g2"] | None
 
     @property
-    def above(self) -> int:
-        """Rows above its own that a block reads."""
-        return 0 if self.conv is None else self.conv.shape[1] - 1
-
-    @property
-    def below(self) -> int:
-        """Rows below its own that a block writes."""
-        return 0 if self.post_conv is None else self.post_conv.shape[1] - 1
-
-    @property
     def aside(self) -> int:
         """Columns that a kernel reaches to either side."""
         return max(0 if x is None else x.shape[2] // 2 for x in (self.conv, self.post_conv))
+
+
+class Reach(NamedTuple):
+    """How many rows a kernel has before and after the one that meets the current query."""
+
+    before: int
+    after: int
+
+
+def reach_of(kernel: Float[Tensor, "H cq ck"] | None, two_sided: bool) -> Reach:
+    """Kernels look back, or to both sides of the query."""
+    if kernel is None:
+        return Reach(0, 0)
+    after = kernel.shape[1] // 2 if two_sided else 0
+    return Reach(kernel.shape[1] - 1 - after, after)
 
 
 class TileSteps:
@@ -49,9 +54,12 @@ class TileSteps:
     `last` says that the result enters the softmax, and so must not be rounded; here nothing is.
     """
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope = scope
+    def __init__(self, scope: Scope, two_sided: bool = False) -> None:
+        self.scope, self._two_sided = scope, two_sided
         self._rooms: dict[str, Tensor] = {}
+
+    def reach(self, kernel: Tensor | None) -> Reach:
+        return reach_of(kernel, self._two_sided)
 
     def operand(self, x: Tensor) -> Tensor:
         return operand(x)
@@ -86,13 +94,14 @@ class TileSteps:
         self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *, last: bool = False
     ) -> Tensor:
         """`rows` are the tokens of the result."""
-        return convolve(x, kernel, above, below, self._documents(kernel, rows))
+        documents, before = self._documents(kernel, rows), self.reach(kernel).before
+        return convolve(x, kernel, above, below, documents, before)
 
     def convolve_backward(
         self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
     ) -> tuple[Tensor, Tensor]:
-        documents = self._documents(kernel, rows)
-        return convolve_backward(grad, x, kernel, above, below, documents)
+        documents, before = self._documents(kernel, rows), self.reach(kernel).before
+        return convolve_backward(grad, x, kernel, above, below, documents, before)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
@@ -117,7 +126,8 @@ class TileSteps:
         return torch._softmax_backward_data(grad, p, -1, grad.dtype, grad_input=grad)
 
     def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
-        return self.scope.row_documents(rows.start - kernel.shape[1] + 1, rows.stop)
+        before, after = self.reach(kernel)
+        return self.scope.row_documents(rows.start - before, rows.stop + after)
 
 
 def convolve(
@@ -126,11 +136,12 @@ def convolve(
     above: int,
     below: int,
     documents: Int[Tensor, "#B around"] | None,
+    before: int,
 ) -> Float[Tensor, "B H N C"]:
     """Cross-correlation of the rows with zeros around them (MTA eq. 5), heads last in memory.
 
     So many rows of zeros stand `above` and `below`. With `documents` of all these rows, a row takes
-    nothing from rows of another document.
+    nothing from rows of another document; it is met by the kernel's row `before`.
     """
     heads, rows, columns = kernel.shape
     if documents is None:
@@ -140,7 +151,7 @@ def convolve(
         return y[:, :, first : first + outputs]
     x = pad(x, (0, 0, above, below))
     outputs = x.shape[2] - rows + 1
-    lifted = [x[:, :, r : r + outputs] * _same(documents, r, outputs, rows) for r in range(rows)]
+    lifted = [x[:, :, r : r + outputs] * _same(documents, r, outputs, before) for r in range(rows)]
     stacked = _heads_last(torch.stack(lifted, dim=2).flatten(1, 2))
     return torch.conv2d(stacked, kernel[:, :, None], None, 1, (0, columns // 2), 1, heads)
 
@@ -157,9 +168,10 @@ def convolve_backward(
     above: int,
     below: int,
     documents: Int[Tensor, "#B around"] | None,
+    before: int,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `convolve` in `x` and `kernel`."""
-    dkernel = _kernel_gradient(grad, x, kernel, above, below, documents)
+    dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
     heads, rows, columns = kernel.shape
     inside = slice(above, above + x.shape[2])
     if documents is None:
@@ -174,7 +186,7 @@ def convolve_backward(
     outputs = grad.shape[2]
     dx = x.new_zeros(*x.shape[:2], above + x.shape[2] + below, x.shape[3])
     for r in range(rows):
-        dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, rows)
+        dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, before)
     return dx[:, :, inside], dkernel
 
 
@@ -185,6 +197,7 @@ def _kernel_gradient(
     above: int,
     below: int,
     documents: Int[Tensor, "#B around"] | None,
+    before: int,
 ) -> Float[Tensor, "H cq ck"]:
     """sum_{n, j} grad[n, j] x[n + r - above, j + c - ck//2]: three times as fast as torch's own.
 
@@ -207,7 +220,7 @@ def _kernel_gradient(
         for r in range(rows):
             part = around[:, :, r * count : (r + outputs) * count]
             if documents is not None:
-                same = _same(documents, r, outputs, rows)
+                same = _same(documents, r, outputs, before)
                 part = (part.unflatten(2, (outputs, count)) * same[..., None]).flatten(2, 3)
             pairs[these, r] = torch.matmul(grad[:, these].mT, part).sum(0)
     # Entry (c, t) of this view is pairs[t, t + c].
@@ -243,6 +256,6 @@ def grouped(x: Tensor, weights: Tensor) -> Tensor:
     return x.unflatten(1, weights.shape[:2]).flatten(3)
 
 
-def _same(documents: Tensor, r: int, outputs: int, rows: int) -> Tensor:
-    current = documents[:, rows - 1 : rows - 1 + outputs]
+def _same(documents: Tensor, r: int, outputs: int, before: int) -> Tensor:
+    current = documents[:, before : before + outputs]
     return (documents[:, r : r + outputs] == current)[:, None, :, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
-from heedful.ops.mta.convolution import Parameters, convolve, mix
+from heedful.ops.mta.convolution import Parameters, convolve, mix, reach_of
 from heedful.ops.visibility import Visibility
 
 
@@ -22,6 +22,8 @@ def multi_token_attention_few(
     *,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in fp32 at least."""
     queries, keys = q.shape[2], k.shape[2]
@@ -32,12 +34,14 @@ def multi_token_attention_few(
         None if x is None else x.to(logits.dtype) for x in parameters
     )
     if conv is not None:
-        logits = _convolved(_blank(logits, hidden), conv, segments)
+        logits = _convolved(_blank(logits, hidden), conv, segments, two_sided)
     if pre_mix is not None:
         logits = mix(logits, pre_mix)
+    if bias is not None:
+        logits += bias
     weights = few_weights(logits, hidden)
     if post_conv is not None:
-        weights = _blank(_convolved(weights, post_conv, segments), hidden)
+        weights = _blank(_convolved(weights, post_conv, segments, two_sided), hidden)
     if post_mix is not None:
         weights = mix(weights, post_mix)
     return few_outputs(weights, v)
@@ -47,9 +51,10 @@ def _blank(x: Tensor, hidden: Tensor | None) -> Tensor:
     return x if hidden is None else x.masked_fill(hidden, 0)
 
 
-def _convolved(x: Tensor, kernel: Tensor, segments: Tensor | None) -> Tensor:
-    """Over the rows that are there, and zeros above them."""
-    above = kernel.shape[1] - 1
+def _convolved(x: Tensor, kernel: Tensor, segments: Tensor | None, two_sided: bool) -> Tensor:
+    """Over the rows that are there, and zeros around them."""
+    reach = reach_of(kernel, two_sided)
     if segments is not None:
-        segments = pad(segments, (above, 0), value=-1)
-    return convolve(x, kernel, above, 0, segments).contiguous(memory_format=torch.contiguous_format)
+        segments = pad(segments, reach, value=-1)
+    y = convolve(x, kernel, *reach, segments, reach.before)
+    return y.contiguous(memory_format=torch.contiguous_format)

@@ -22,6 +22,8 @@ def multi_token_attention_reference(
     post_mix: Float[Tensor, "n2 g2 g2"] | None,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, one line per step of its definition."""
     a = multi_token_attention_map(
@@ -33,6 +35,8 @@ def multi_token_attention_reference(
         post_mix=post_mix,
         visibility=visibility,
         scale=scale,
+        bias=bias,
+        two_sided=two_sided,
     )
     return a @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
@@ -47,6 +51,8 @@ def multi_token_attention_map(
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
 
@@ -63,14 +69,17 @@ def multi_token_attention_map(
 
     c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
     if conv is not None:
-        c = correlate(c.masked_fill(~visible, 0), conv, documents)  # Conv(Mask_0(S)), MTA eq. 5
+        c = correlate(
+            c.masked_fill(~visible, 0), conv, documents, two_sided
+        )  # Conv(Mask_0(S)), MTA eq. 5
     if mix is not None:
         c = mix_heads(c, mix)  # MTA eq. 7 before the softmax
-    logits = c.to(wide).masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
+    c = c.to(wide) if bias is None else c.to(wide) + bias.to(wide)
+    logits = c.masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
     p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
     p = p.masked_fill(~visible, 0).to(q.dtype)  # a query that sees nothing gets zeros
     if post_conv is not None:
-        p = correlate(p, post_conv, documents).masked_fill(~visible, 0)  # MTA eq. 6
+        p = correlate(p, post_conv, documents, two_sided).masked_fill(~visible, 0)  # MTA eq. 6
     if post_mix is not None:
         p = mix_heads(p, post_mix)  # MTA eq. 7 after the softmax
     return p
@@ -80,22 +89,25 @@ def correlate(
     x: Float[Tensor, "B H Tq Tk"],
     kernel: Float[Tensor, "H cq ck"],
     documents: Int[Tensor, "#B Tq"] | None = None,
+    two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """Per-head cross-correlation, causal over queries, centred over keys (MTA eq. 4, 5).
 
-    `y[i, j] = sum_{r, c} kernel[r, c] x[i - (cq-1) + r, j - (ck-1)/2 + c]`, zero outside. With
-    `documents`, a row takes nothing from rows of another document.
+    `y[i, j] = sum_{r, c} kernel[r, c] x[i - (cq-1) + r, j - (ck-1)/2 + c]`, zero outside; if
+    `two_sided`, row i - (cq-1)/2 + r. With `documents`, a row takes nothing from rows of another
+    document.
     """
     heads, rows, columns = kernel.shape
     kernel = kernel.to(x.dtype)[:, None]
-    above = F.pad(x, (0, 0, rows - 1, 0))
+    after = rows // 2 if two_sided else 0
+    padded = F.pad(x, (0, 0, rows - 1 - after, after))
     if documents is None:
-        return F.conv2d(above, kernel, padding=(0, columns // 2), groups=heads)
+        return F.conv2d(padded, kernel, padding=(0, columns // 2), groups=heads)
     total = x.new_zeros(())
-    before = F.pad(documents, (rows - 1, 0), value=-1)
+    around = F.pad(documents, (rows - 1 - after, after), value=-1)
     for r in range(rows):
-        same = before[:, r : r + x.shape[2]] == documents
-        row = above[:, :, r : r + x.shape[2]] * same[:, None, :, None]
+        same = around[:, r : r + x.shape[2]] == documents
+        row = padded[:, :, r : r + x.shape[2]] * same[:, None, :, None]
         total = total + F.conv2d(
             row, kernel[:, :, r : r + 1], padding=(0, columns // 2), groups=heads
         )

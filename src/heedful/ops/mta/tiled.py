@@ -2,8 +2,8 @@
 
 A row block owns its rows of the probabilities P. The convolution before the softmax reads `cq - 1`
 more rows of queries above the block. The one after the softmax takes the block's rows of P to
-`cq2 - 1` more output rows below, and the block adds its share to these. Everything but the softmax
-is linear, so the shares of blocks simply add up.
+`cq2 - 1` more output rows below, and the block adds its share to these. (Two-sided kernels do both
+above and below.) Everything but the softmax is linear, so the shares of blocks simply add up.
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it. The arithmetic of one
@@ -38,6 +38,8 @@ def multi_token_attention_tiled(
     post_mix: Float[Tensor, "n2 g2 g2"] | None,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in blocks of query rows; dense where these are few.
@@ -45,13 +47,15 @@ def multi_token_attention_tiled(
     The output is in q's dtype, or in the precision of the sums if `wide`.
     """
     parameters = Parameters(conv, post_conv, mix, post_mix)
-    if few_queries(q, k, (q, k, v, *parameters)):
-        out = multi_token_attention_few(q, k, v, parameters, visibility=visibility, scale=scale)
+    if few_queries(q, k, (q, k, v, *parameters, bias)):
+        out = multi_token_attention_few(
+            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, two_sided=two_sided
+        )
         return out.to(output_dtype(q, wide))
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, *seen, visibility.documents is not None,
-        visibility.causal, visibility.window, scale, wide,
+        q, k, v, conv, post_conv, mix, post_mix, bias, *seen, visibility.documents is not None,
+        visibility.causal, visibility.window, scale, two_sided, wide,
     )  # fmt: skip
 
 
@@ -66,26 +70,33 @@ class Operands(NamedTuple):
     v: Float[Tensor, "B H Tk Dv"]
     parameters: Parameters
     scale: float
+    bias: Float[Tensor, "#B #H Tq Tk"] | None
+
+    def biased(self, logits: Tensor, block: "RowBlock") -> Tensor:
+        """The logits of the block's own rows with their bias, in place."""
+        return logits if self.bias is None else logits.add_(block.own(self.bias))
 
 
 def operands(
-    q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, scale: float, steps: TileSteps
-) -> Operands:
+    q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, scale: float, steps: TileSteps,
+    bias: Tensor | None = None,
+) -> Operands:  # fmt: skip
     """The call's tensors in the precisions in which these steps take them."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
     given = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
-    return Operands(*spread, given, scale)
+    return Operands(*spread, given, scale, bias)
 
 
 class RowBlock(NamedTuple):
     """The rows and columns that one block is about; rows count queries, columns count keys."""
 
     rows: range  # those whose probabilities it owns
-    read: range  # with the rows above that the convolution before the softmax reads
-    write: range  # with the rows below that the convolution after the softmax reaches
+    read: range  # with the rows around them that the convolution before the softmax reads
+    write: range  # with the rows around them that the convolution after the softmax reaches
     columns: range
-    missing: int  # how many of the rows above would stand before the first query
+    missing: tuple[int, int]  # rows to be read that would stand before the first query, or no more
+    around: tuple[int, int]  # rows of zeros around its own from which those to write are made
     offset: int  # query i is token i + offset
 
     def tokens(self, rows: range) -> range:
@@ -95,18 +106,26 @@ class RowBlock(NamedTuple):
     def keys(self) -> slice:
         return slice(self.columns.start, self.columns.stop)
 
+    def own(self, x: Float[Tensor, "b h Tq Tk"]) -> Float[Tensor, "b h R C"]:
+        """The block's part of something as large as the map."""
+        return x[:, :, self.rows.start : self.rows.stop, self.keys]
+
 
 def _row_blocks(x: Operands, steps: TileSteps) -> Iterator[RowBlock]:
     """All row blocks, the last first: it has the most columns of a causal map."""
     queries, scope, parameters = x.q.shape[2], steps.scope, x.parameters
+    before, after = steps.reach(parameters.conv)
+    back, ahead = steps.reach(parameters.post_conv)
     for start, stop in row_blocks(queries, steps.rows_per_block(x.q.shape[1])):
         owned = range(scope.offset + start, scope.offset + stop)
+        write = range(max(0, start - ahead), min(stop + back, queries))
         yield RowBlock(
             rows=range(start, stop),
-            read=range(max(0, start - parameters.above), stop),
-            write=range(start, min(stop + parameters.below, queries)),
+            read=range(max(0, start - before), min(stop + after, queries)),
+            write=write,
             columns=scope.columns(owned, parameters.aside),
-            missing=max(0, parameters.above - start),
+            missing=(max(0, before - start), max(0, stop + after - queries)),
+            around=(back + start - write.start, ahead + write.stop - stop),
             offset=scope.offset,
         )
 
@@ -147,11 +166,11 @@ def _probabilities(x: Operands, steps: TileSteps, block: RowBlock) -> _Probabili
     z = c = None
     if conv is not None:
         z = steps.blank(logits, block.tokens(block.read), block.columns)
-        logits = steps.convolve(z, conv, block.missing, 0, owned, last=mix is None)
+        logits = steps.convolve(z, conv, *block.missing, owned, last=mix is None)
     if mix is not None:
         c = logits
         logits = steps.mix(c, mix, last=True)
-    return _Probabilities(z, c, steps.softmax(logits, owned, block.columns))
+    return _Probabilities(z, c, steps.softmax(x.biased(logits, block), owned, block.columns))
 
 
 def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
@@ -159,7 +178,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
         logits = steps.mix(logits, x.parameters.mix, last=True)
-    return steps.softmax(logits, block.tokens(block.rows), block.columns)
+    return steps.softmax(x.biased(logits, block), block.tokens(block.rows), block.columns)
 
 
 def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
@@ -168,24 +187,29 @@ def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Ten
     if post_conv is None:
         return p
     written = block.tokens(block.write)
-    below = len(block.write) - len(block.rows)
-    share = steps.convolve(p, post_conv, x.parameters.below, below, written)
+    share = steps.convolve(p, post_conv, *block.around, written)
     return steps.blank(share, written, block.columns)
 
 
 def attend_backward(
     grad: Float[Tensor, "B H Tq Dv"], x: Operands, steps: TileSteps
-) -> tuple[Tensor, Tensor, Tensor, Parameters]:
-    """Gradients of q, k, v and the parameters, in the precision of the sums."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Parameters]:
+    """Gradients of q, k, v, bias and the parameters, in the precision of the sums.
+
+    But for that of the bias, as large as the map: it is in the bias's own.
+    """
     dq = _zeros(x.q, x.q.shape[3])
     # Transposed, as a CPU's product is a quarter faster when its long side comes last.
     dk, dv = (_zeros(t.mT, t.shape[2]) for t in (x.k, x.v))
     sums = Parameters(*(None if t is None else torch.zeros_like(t) for t in x.parameters))
+    dbias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
     for block in _row_blocks(x, steps):
         made = _probabilities(x, steps, block)
         d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
         # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
         d = steps.softmax_backward(d, made.p)
+        if dbias is not None:
+            block.own(dbias).copy_(d.sum_to_size(block.own(dbias).shape))
         if x.parameters.mix is not None:
             d, dweights = steps.mix_backward(d, made.c, x.parameters.mix, last=True)
             sums.mix.add_(dweights)
@@ -197,7 +221,7 @@ def attend_backward(
         dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
         dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
         del z, d
-    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, sums
+    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, sums
 
 
 def _after_softmax_backward(
@@ -222,8 +246,7 @@ def _after_softmax_backward(
     if post_conv is not None:
         written = block.tokens(block.write)
         d = steps.blank(d, written, block.columns)
-        around = (x.parameters.below, len(block.write) - len(block.rows))
-        d, dkernel = steps.convolve_backward(d, p, post_conv, *around, written)
+        d, dkernel = steps.convolve_backward(d, p, post_conv, *block.around, written)
         sums.post_conv.add_(dkernel)
     return d
 
@@ -233,7 +256,7 @@ def _before_softmax_backward(
 ) -> Tensor:
     """dS of the block from the gradient of its convolution; adds its share of the kernel's."""
     owned = block.tokens(block.rows)
-    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, block.missing, 0, owned)
+    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned)
     sums.conv.add_(dkernel)
     return steps.blank(d, block.tokens(block.read), block.columns)
 
@@ -251,17 +274,17 @@ def _cut(rows: range) -> slice:
 @torch.library.custom_op("heedful::multi_token_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
-    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
-    wide: bool,
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
+    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
+    window: int | None, scale: float, two_sided: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
-    out = identity_attention(*qkv, parameters, sight, scale)
+    out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
-        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
-        out = _by_blocks(operands(q, k, v, parameters, scale, steps), steps)
+        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
+        out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias), steps)
     return out.to(output_dtype(q, wide))
 
 
@@ -269,8 +292,9 @@ def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
     """The output by row blocks, or with kernels of low rank by the cheaper forms of wide.py."""
     conv, *rest = x.parameters
     sight = steps.scope.sight
-    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale)
-    if wide is not None and all(parameter is None for parameter in rest):
+    two_sided = steps.reach(conv).after > 0
+    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
+    if wide is not None and all(parameter is None for parameter in (*rest, x.bias)):
         out = flash_attention(wide, x.v, sight)
         if out is not None:
             return out
@@ -290,56 +314,56 @@ def _(q, k, v, *options):
 @torch.library.custom_op("heedful::multi_token_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
-    places: Tensor | None, documents: bool, causal: bool, window: int | None, scale: float,
-    wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
+    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
+    window: int | None, scale: float, two_sided: bool, wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
-    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device))
-    inputs = (q, k, v, conv, post_conv, mix, post_mix)
+    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
+    inputs = (q, k, v, conv, post_conv, mix, post_mix, bias)
     return gradients(grad, inputs, scale, steps)
 
 
 def gradients(
     grad: Tensor, inputs: tuple[Tensor | None, ...], scale: float, steps: TileSteps
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and the parameters in their dtypes; empty where none was given."""
-    q, k, v, *parameters = inputs
-    x = operands(q, k, v, Parameters(*parameters), scale, steps)
-    *grads, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    """Gradients of q, k, v, the parameters and the bias in their dtypes; empty for what is none."""
+    q, k, v, *parameters, bias = inputs
+    x = operands(q, k, v, Parameters(*parameters), scale, steps, bias)
+    *grads, dbias, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
     found = [finished(grads, t) for t in (q, k, v)]
-    for g, t in zip(sums, parameters, strict=True):
+    for g, t in zip((*sums, dbias), (*parameters, bias), strict=True):
         found.append(q.new_empty(0) if t is None else g.to(t.dtype))
     return tuple(found)
 
 
-def gradients_fake(grad, *inputs):
-    """What `gradients` returns, by shape."""
+def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What `gradients` returns for these, by shape."""
     empty = inputs[0].new_empty
-    return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs[:7])
+    return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-_tiled_backward.register_fake(gradients_fake)
+_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:8]))
 refuse_second_derivative(_tiled_backward, "multi_token_attention")
 
 
 def save(ctx, inputs, output) -> None:
     """Keeps the inputs for the backward pass, and nothing else."""
-    *tensors, documents, causal, window, scale, wide = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.options = documents, causal, window, scale, wide
+    first = next(i for i, x in enumerate(inputs) if isinstance(x, bool))  # tensors stand before it
+    ctx.save_for_backward(*inputs[:first])
+    ctx.options = inputs[first:]
 
 
 def _backward(ctx, grad):
     tensors = ctx.saved_tensors
     grads = without_autocast(_tiled_backward)(grad, *tensors, *ctx.options)
-    return where_given(tensors, grads)
+    return where_given(tensors, grads, len(ctx.options))
 
 
-def where_given(tensors: tuple, grads: tuple) -> tuple:
+def where_given(tensors: tuple, grads: tuple, options: int) -> tuple:
     """One gradient per input of the operator, `None` for what was not given or has none."""
-    given = [None if x is None else g for x, g in zip(tensors[:7], grads, strict=True)]
-    return *given, *[None] * (len(tensors) - 7 + 5)  # the visibility's tensors, and five options
+    given = [None if x is None else g for x, g in zip(tensors, grads, strict=False)]
+    return *given, *[None] * (len(tensors) - len(grads) + options)
 
 
 _tiled.register_autograd(_backward, setup_context=save)

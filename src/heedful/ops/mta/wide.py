@@ -82,11 +82,11 @@ def band_of(rows: int, columns: int, sight: Sight) -> Band:
 
 
 def wide_queries(
-    q: Float[Tensor, "B H Tq D"], left: Float[Tensor, "H r cq"], sight: Sight
+    q: Float[Tensor, "B H Tq D"], left: Float[Tensor, "H r cq"], sight: Sight, after: int = 0
 ) -> Float[Tensor, "B H r Tq D"]:
-    """q^r_i = sum_a left[r, a] q_{i-a} over the queries of i's own segment."""
+    """q^r_i = sum_a left[r, a] q_{i-a+after} over the queries of i's own segment."""
     segments = None if sight.segments is None else sight.segments[:, -q.shape[2] :]
-    return _filter(q, left.flip(-1), left.shape[2] - 1, segments)
+    return _filter(q, left.flip(-1), left.shape[2] - 1 - after, segments)
 
 
 def wide_keys(
@@ -243,19 +243,22 @@ def low_rank(
     conv: Float[Tensor, "H cq ck"],
     sight: Sight,
     scale: float,
+    two_sided: bool = False,
 ) -> LowRank | None:
     """The wide form of these kernels, or `None` where it does not pay: high rank, few queries.
 
     `None` too anywhere but on a CPU: there looking for the rank would stall the stream.
     """
     looked = q.device.type == "cpu" and q.shape[2] >= _QUERIES
-    if sight.mutual is not None or sight.places is not None:
+    two_edges = sight.window is not None and not sight.causal
+    if sight.mutual is not None or sight.places is not None or two_edges:
         return None  # its edge of visibility is no band
     factors = _factors(conv) if looked else None
     if factors is None:
         return None
     left, right = factors
-    wide_q = wide_queries(q, left, sight).transpose(2, 3).flatten(3)
+    after = conv.shape[1] // 2 if two_sided else 0
+    wide_q = wide_queries(q, left, sight, after).transpose(2, 3).flatten(3)
     wide_k = wide_keys(k, right, sight).transpose(2, 3).flatten(3)
     band = band_of(conv.shape[1], conv.shape[2], sight)
     return LowRank(wide_q, wide_k, band, band_logits(q, k, conv, sight, scale), scale)
@@ -298,16 +301,17 @@ def flash_attention(
     it holds of the whole sum.
 
     `None` where torch has no such kernel: on other devices, for heads whose keys and values differ
-    in width, and where visibility is more than causal order over as many queries as keys.
+    in width, and where visibility is more than causal order over as many queries as keys, or none.
     """
     (queries, width), keys, band = wide.q.shape[2:], wide.k.shape[2], wide.band.width
-    plain = sight.causal and sight.segments is None and sight.window is None and queries == keys
+    plain = sight.segments is None and sight.window is None
+    plain = plain and (queries == keys or not sight.causal)
     if not plain or v.device.type != "cpu" or width != v.shape[3] or band >= keys:
         return None
     back = keys - band
     q, scale = with_positive_scale(wide.q[:, :, band:], wide.scale)
     far, far_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, wide.k[:, :, :back], v[:, :, :back], 0.0, True, scale=scale
+        q, wide.k[:, :, :back], v[:, :, :back], 0.0, sight.causal, scale=scale
     )  # and the logarithm of the sum of exponentials
     if band == 0:
         return widen(far).contiguous()
@@ -328,6 +332,8 @@ def identity_attention(
     parameters: Parameters,
     sight: Sight,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"] | None:
     """What torch's own kernel computes; `None` where a parameter is not the identity any more.
 
@@ -341,16 +347,16 @@ def identity_attention(
     if v.shape[3] != q.shape[3]:  # torch would take its dense path
         return None
     conv, post_conv, mix, post_mix = parameters
-    if not all(x is None or _is_identity_kernel(x) for x in (conv, post_conv)):
+    if not all(x is None or _is_identity_kernel(x, two_sided) for x in (conv, post_conv)):
         return None
     if not all(x is None or bool((x == torch.eye(x.shape[1])).all()) for x in (mix, post_mix)):
         return None
-    out = standard_attention(q, k, v, causal=sight.causal, scale=scale)
+    out = standard_attention(q, k, v, causal=sight.causal, scale=scale, bias=bias)
     return None if out is None else out.contiguous()
 
 
-def _is_identity_kernel(kernel: Float[Tensor, "H cq ck"]) -> bool:
+def _is_identity_kernel(kernel: Float[Tensor, "H cq ck"], two_sided: bool) -> bool:
     rows, columns = kernel.shape[1:]
     identity = torch.zeros(rows, columns)
-    identity[-1, columns // 2] = 1
+    identity[rows // 2 if two_sided else -1, columns // 2] = 1
     return bool((kernel == identity).all())

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.checks import (
+    check_bias,
     check_dense,
     check_flag,
     check_qkv,
@@ -14,7 +15,7 @@ from heedful.ops.common.checks import (
     check_tau,
     shown,
 )
-from heedful.ops.common.limits import unseen
+from heedful.ops.common.limits import biased, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.selective.fused.plan import selective_attention_limit
@@ -48,13 +49,14 @@ def selective_attention(
     state: Float[Tensor, "B Hs Ts"] | None = None,
     tau: float | None = None,
     protect_first: bool = True,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> SelectiveOutput:
     r"""Attention in which a token can hide earlier tokens from all later ones.
 
-    $$ O = \mathrm{softmax}(QK^\top s - F)\,V, \qquad F_{ij} = \sum_{j<p<i} S_{pj}, \qquad
+    $$ O = \mathrm{softmax}(QK^\top s + b - F)\,V, \qquad F_{ij} = \sum_{j<p<i} S_{pj}, \qquad
        S = \mathrm{ReLU}(Q^{sel} {K^{sel}}^\top s) $$
 
     with $S_{pj} = 0$ for the token itself, for what p cannot see, and for the first real token of
@@ -70,6 +72,8 @@ def selective_attention(
         state: F at the first query for the first `Ts <= Tk` keys, from an earlier call.
         tau: cap of F in `memory`; `None` computes none.
         protect_first: `False` lets first tokens be hidden (an ablation of the paper).
+        bias: $b$, added to the logits, `[1 or B, 1 or H, Tq, Tk]`; it has a gradient. What selects
+            does not see it.
         visibility: who sees whom; `None` is causal. Must be causal.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -99,15 +103,20 @@ def selective_attention(
     tau = check_tau(tau)
     check_flag("protect_first", protect_first)
     state = _whole_state(state, (q.shape[0], selector_q.shape[1], keys), q)
+    check_bias(bias, q, keys)
     scale = check_scale(scale, q)
     chosen = choose(
         "selective_attention",
         impl,
         lambda: (
-            no_triton(q) or unseen(visibility) or selective_attention_limit(q, v, selector_q, scale)
+            no_triton(q)
+            or unseen(visibility)
+            or biased(bias)
+            or selective_attention_limit(q, v, selector_q, scale)
         ),
-        (q, k, v, selector_q, selector_k, state),
+        (q, k, v, selector_q, selector_k, state, bias),
     )
+    options = {} if chosen == "fused" else {"bias": bias}
     if chosen == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
     elif chosen == "tiled":
@@ -126,6 +135,7 @@ def selective_attention(
             protect_first=protect_first,
             visibility=visibility,
             scale=scale,
+            **options,
         )
     )
 

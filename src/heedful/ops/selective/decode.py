@@ -25,6 +25,7 @@ def selective_attention_few(
     protect_first: bool,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`."""
     queries, keys = q.shape[2], k.shape[2]
@@ -44,12 +45,13 @@ def selective_attention_few(
     else:
         f = state[:, :, None] + hiding.cumsum(2).sub_(hiding)
         last = state + hiding.sum(2)
+    less = f if bias is None else f - bias
     if queries == 1 and hidden is None and scale > 0:
         output = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=(-f).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, attn_mask=(-less).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        weights = few_weights(few_scores(q, k, scale).sub_(f), hidden)
+        weights = few_weights(few_scores(q, k, scale).sub_(less), hidden)
         output = few_outputs(weights, v).to(q.dtype)
     memory = None
     if tau is not None:

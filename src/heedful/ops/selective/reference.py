@@ -22,6 +22,7 @@ def selective_attention_reference(
     protect_first: bool,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, one line per step of its definition."""
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
@@ -31,7 +32,8 @@ def selective_attention_reference(
     f = before + hiding.cumsum(2) - hiding  # F counts strictly earlier queries, section 3
 
     logits = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT * scale
-    logits = (logits.to(f.dtype) - f).masked_fill(~visible, float("-inf"))
+    f_less_bias = f if bias is None else f - bias.to(f.dtype)
+    logits = (logits.to(f.dtype) - f_less_bias).masked_fill(~visible, float("-inf"))
     p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
     p = p.masked_fill(~visible, 0).to(q.dtype)
     output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)

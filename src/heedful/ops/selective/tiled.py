@@ -45,18 +45,18 @@ def selective_attention_tiled(
     protect_first: bool,
     visibility: Visibility,
     scale: float,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows; dense where these are few."""
-    if few_queries(q, k, (q, k, v, selector_q, selector_k, state)):
+    if few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias)):
         return selective_attention_few(
             q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
-            visibility=visibility, scale=scale,
+            visibility=visibility, scale=scale, bias=bias,
         )  # fmt: skip
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, *seen, first, visibility.window, tau,
-        scale,
+        q, k, v, selector_q, selector_k, state, bias, *seen, first, visibility.window, tau, scale,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
@@ -70,13 +70,14 @@ class Operands(NamedTuple):
     selector_q: Tensor
     selector_k: Tensor
     state: Tensor | None
+    bias: Tensor | None
     scope: Scope
     first: Tensor | None
     scale: float
 
 
 def operands(
-    q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
 ) -> Operands:
     """The call's tensors as its blocks take them, and who sees whom."""
     heads = q.shape[1]
@@ -84,7 +85,7 @@ def operands(
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, scope, first, scale,
+        operand(selector_q), operand(selector_k), state, bias, scope, first, scale,
     )  # fmt: skip
 
 
@@ -193,7 +194,10 @@ def _maps(
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
     f = base[:, :, None] + _earlier(block.s) @ block.s
     logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
-    return f, softmax_(logits.sub_(f), block.hidden)
+    logits.sub_(f)
+    if x.bias is not None:
+        logits.add_(x.bias[:, :, block.rows, block.cut])
+    return f, softmax_(logits, block.hidden)
 
 
 def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
@@ -214,6 +218,9 @@ def attend_backward(
         # Those of keys are transposed: a product is a quarter faster when its long side comes last.
         for t in (x.q, x.selector_q, x.k.mT, x.v.mT, x.selector_k.mT)
     )
+    dbias = pair.new_zeros(0)
+    if x.bias is not None:
+        dbias = torch.zeros(x.bias.shape, dtype=x.bias.dtype, device=pair.device)
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
     for start, stop in row_blocks(x.q.shape[2]):
@@ -226,6 +233,9 @@ def attend_backward(
         dp = product(out_grad, x.v[:, :, cut].mT)
         dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
         del dp, p  # tiles are what the peak is made of
+        if x.bias is not None:
+            part = dbias[:, :, block.rows, cut]
+            part.copy_(dlogits.sum_to_size(part.shape))
 
         df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
         if tau is not None:
@@ -242,14 +252,14 @@ def attend_backward(
         dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
         dk[..., cut] += product(x.q[:, :, start:stop].mT, dlogits)
         del block, f, dlogits, df, ds
-    return dq, dk.mT, dv.mT, dsq, dsk.mT, later
+    return dq, dk.mT, dv.mT, dsq, dsk.mT, dbias, later
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
-    window: int | None, tau: float | None, scale: float,
+    bias: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
+    first: Tensor | None, window: int | None, tau: float | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -257,11 +267,11 @@ def _tiled(
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None:
-        out = _nothing_selected(q, k, v, selector_q, selector_k, scale)
+        out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
     x = operands(
-        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
     )
     out = q.new_empty(*q.shape[:3], v.shape[3])
     attend(x, tau, _Outputs(out, memory, pair))
@@ -269,7 +279,7 @@ def _tiled(
     return out, last if state is None else last + state, memory, pair
 
 
-def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor | None:
+def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) -> Tensor | None:
     """Standard attention, to the last bit, while a selector initialised to zero is untrained.
 
     On a CPU only: elsewhere this look at the selector would stall the stream.
@@ -278,12 +288,15 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float) -> Tensor |
         return None
     if bool(selector_q.any()) and bool(selector_k.any()):
         return None
-    out = standard_attention(q, k, v, causal=True, scale=scale)
+    out = standard_attention(q, k, v, causal=True, scale=scale, bias=bias)
     return None if out is None else out.contiguous()
 
 
 @_tiled.register_fake
-def _(q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, tau, scale):
+def _(
+    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, tau,
+    scale,
+):  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return (
@@ -297,20 +310,21 @@ def _(q, k, v, selector_q, selector_k, state, segments, mutual, places, first, w
 @torch.library.custom_op("heedful::selective_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
+    v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None, bias: Tensor | None,
     segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
     window: int | None, tau: float | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
-        q, k, v, selector_q, selector_k, state, segments, mutual, places, first, window, scale
+        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
     )
-    *grads, later = attend_backward(operand(grad), grad_state, grad_memory, x, pair, tau)
-    return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), later
+    *grads, dbias, later = attend_backward(operand(grad), grad_state, grad_memory, x, pair, tau)
+    return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, later
 
 
 @_tiled_backward.register_fake
-def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, *_):
-    inputs = (q, k, v, selector_q, selector_k, grad_state)
+def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, *_):
+    none = pair.new_empty(0)
+    inputs = (q, k, v, selector_q, selector_k, none if bias is None else bias, grad_state)
     return tuple(x.new_empty(x.shape) for x in inputs)
 
 
@@ -323,14 +337,15 @@ def _save(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(pair)
     ctx.save_for_backward(pair, *tensors)
     ctx.options = (window, tau, scale)
-    ctx.from_state = tensors[5] is not None
+    ctx.from_state, ctx.biased = (x is not None for x in tensors[5:7])
 
 
 def _backward(ctx, grad, grad_state, grad_memory, _):
-    *grads, later = without_autocast(_tiled_backward)(
+    *grads, dbias, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    return *grads, later if ctx.from_state else None, *(None,) * 7
+    state = later if ctx.from_state else None
+    return *grads, state, dbias if ctx.biased else None, *(None,) * 7
 
 
 _tiled.register_autograd(_backward, setup_context=_save)

@@ -235,17 +235,18 @@ def _blocks_backward(
     sight = Sight(segments, documents, causal, window, mutual)
     steps = TritonSteps(Scope(sight, q.shape[2], k.shape[2], q.device), q.dtype)
     with torch.cuda.device_of(q):
-        return gradients(grad, (q, k, v, conv, post_conv, mix, post_mix), scale, steps)
+        found = gradients(grad, (q, k, v, conv, post_conv, mix, post_mix, None), scale, steps)
+    return found[:7]  # it takes no bias
 
 
-_blocks_backward.register_fake(gradients_fake)
+_blocks_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:7]))
 refuse_second_derivative(_blocks_backward, "multi_token_attention")
 
 
 def _backward(ctx, grad):
     tensors = ctx.saved_tensors
     grads = without_autocast(_blocks_backward)(grad, *tensors, *ctx.options)
-    return where_given(tensors, grads)
+    return where_given(tensors, grads, len(ctx.options))
 
 
 _blocks.register_autograd(_backward, setup_context=save)

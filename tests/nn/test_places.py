@@ -1,0 +1,134 @@
+"""Layers in encoders and cross-attention, and with a bias of the family's: maps and outputs."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful.nn import (
+    Differential,
+    Given,
+    HeadShape,
+    Layer,
+    LayerOutput,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+)
+from heedful.ops import Queries, Visibility
+
+CONFIGS = {
+    "standard": Standard(),
+    "local": Standard(window=3),
+    "mta": MultiToken(conv=(4, 3), post_conv=(3, 5), conv_every=1),
+    "talking heads": TalkingHeads(group=2),
+    "selective": Selective(),
+    "selective per head": Selective(selector="per-head"),
+    "differential": Differential(),
+}
+CASES = [
+    (name, place)
+    for name, config in CONFIGS.items()
+    for place in ("decoder", "encoder", "cross")
+    if place in config.build(HeadShape(4, 2, 6, 20, 0, place)).places
+]
+SEEN = {
+    "decoder": Visibility(),
+    "encoder": Visibility(causal=False),
+    "cross": Visibility(causal=False, queries=Queries()),
+}
+every = pytest.mark.parametrize(("name", "place"), CASES)
+
+
+def built(name: str, place: str) -> Layer:
+    """With parameters that are no identities."""
+    layer = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, place)).double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return layer
+
+
+def draw(queries: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = ((4, queries, 6), (2, 9, 6), (2, 9, 6), (4, queries, 9))
+    return tuple(torch.randn(2, *size, dtype=torch.float64) for size in sizes)
+
+
+def test_where_mechanisms_are_defined():
+    places = {name: {p for n, p in CASES if n == name} for name in CONFIGS}
+    everywhere = {"decoder", "encoder", "cross"}
+    selective = {"selective": {"decoder"}, "selective per head": {"decoder"}}
+    expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
+    assert places == expected
+    assert Layer.places == {"decoder"} and Layer.takes_bias is False
+
+
+@every
+@pytest.mark.parametrize("biased", [False, True])
+def test_maps_are_what_multiplies_the_values(name, place, biased):
+    layer, (q, k, v, bias) = built(name, place), draw(5 if place == "cross" else 9)
+    given = Given(bias=bias if biased else None)
+    out = layer(q, k, v, visibility=SEEN[place], scale=0.7, given=given).output
+    weights = layer.maps(q, k, visibility=SEEN[place], scale=0.7, given=given).weights
+    if name == "differential":
+        joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
+        expected = layer.norm(weights @ joined).unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
+    else:
+        expected = weights @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+@every
+def test_a_bias_changes_outputs_and_gets_a_gradient(name, place):
+    layer, (q, k, v, bias) = built(name, place), draw()
+    plain = layer(q, k, v, visibility=SEEN[place]).output
+    leaf = bias.requires_grad_()
+    found = layer(q, k, v, visibility=SEEN[place], given=Given(bias=leaf)).output
+    assert not torch.allclose(found, plain)
+    (grad,) = torch.autograd.grad(found.square().sum(), leaf)
+    assert bool((grad != 0).any())
+
+
+@pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])
+def test_standard_attention_with_a_bias(impl):
+    layer, (q, k, v, bias) = built("standard", "decoder"), draw()
+    layer.impl = impl
+    mask = bias.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    found = layer(q, k, v, given=Given(bias=bias)).output
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
+    encoder, decoder = (built("mta", place) for place in ("encoder", "decoder"))
+    assert encoder.conv.shape == (4, 5, 3) and decoder.conv.shape == (4, 4, 3)
+    assert encoder.post_conv.shape == decoder.post_conv.shape == (4, 3, 5)
+    assert (encoder.past_queries, decoder.past_queries) == (0, 5)
+    encoder.reset_parameters()
+    assert bool((encoder.conv[:, 2, 1] == 1).all()) and encoder.conv.sum() == 4
+
+
+@pytest.mark.parametrize("name", ["mta", "talking heads"])
+@pytest.mark.parametrize("place", ["encoder", "cross"])
+def test_identity_at_initialisation(name, place):
+    layer, (q, k, v, _) = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, place)), draw()
+    expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    found = layer.double()(q, k, v, visibility=SEEN[place]).output
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_what_is_given_is_cut_with_its_tokens():
+    bias = torch.arange(5 * 9.0).view(1, 1, 5, 9)
+    cut = Given(input=torch.zeros(1, 5, 3), bias=bias).before(2, 2)
+    assert cut.input.shape == (1, 2, 3) and torch.equal(cut.bias, bias[:, :, 1:3, :7])
+
+
+def test_depth_scaling_is_of_self_attention():
+    config = MultiToken(input_scaling="depth")
+    factors = {
+        place: config.build(HeadShape(4, 2, 6, 20, 1, place)).input_factor
+        for place in ("decoder", "encoder", "cross")
+    }
+    assert factors["decoder"] == factors["encoder"] < 1 == factors["cross"]
+    assert isinstance(built("mta", "cross")(*draw()[:3]), LayerOutput)
