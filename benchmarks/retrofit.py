@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 import heedful
 from heedful.experiments.budgeted import plans, scored_as, under_budget
-from heedful.experiments.train import Budget, score
+from heedful.experiments.scoring import score
+from heedful.experiments.scratch import Budget
 from heedful.nn import Selective
 from heedful.records.budgeted import append_budgeted
 from heedful.tasks import TASKS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import heedful
 from heedful.experiments.budgeted import under_budget
-from heedful.experiments.train import Budget
+from heedful.experiments.scratch import Budget
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment

@@ -18,8 +18,8 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.experiments import comparison
 from heedful.experiments.budgeted import plans, under_budget
 from heedful.experiments.comparison import LEAST_TOKENS, Comparison
+from heedful.experiments.scratch import Budget, Size, from_scratch, local_global
 from heedful.experiments.setups import chosen_setups
-from heedful.experiments.train import Budget, Size, from_scratch, local_global
 from heedful.hf.look import held_over_time
 from heedful.nn import Selective, Standard
 from heedful.records import read_records
@@ -194,7 +194,7 @@ WRONG = {
     "budgets must be shares of a row such as 0.25, or numbers of tokens above 1, got -1": {
         "tasks": ("text",), "budgets": (-1,)},
     "budgets are for the tasks text and recall": {"tasks": ("parity",), "budgets": (0.5,)},
-    "tokenizer is for the task 'text'": {"tasks": ("recall",), "tokenizer": "bpe"},
+    "tokenizer is for the tasks text and spans": {"tasks": ("recall",), "tokenizer": "bpe"},
     "length must be a whole number of at least 1, got 0": {"length": 0},
     "tokenizer must be one of 'byte', 'bpe', got 'bp'; did you mean 'bpe'": {"tokenizer": "bp"},
 }  # fmt: skip

@@ -20,8 +20,9 @@ from heedful.cli import main, write_page
 from heedful.experiments import setups as settings
 from heedful.experiments.compare import kept
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.scratch import Size
 from heedful.experiments.setups import chosen_setups, setups
-from heedful.experiments.train import Size, Stopped
+from heedful.experiments.train import Stopped
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.records import files
 from heedful.report import overview, read_records
@@ -340,7 +341,10 @@ def test_every_task_has_a_setup_whose_sizes_fit():
         (["--tasks", "block"], "did you mean 'blocks'"),
         (["--mechanisms", "selectve"], "did you mean 'selective'"),
         (["--tasks", "text", "--data", "missing.txt"], "missing.txt"),
-        (["--tasks", "blocks", "--data", "x.txt"], "data is read by the task 'text'"),
+        (
+            ["--tasks", "blocks", "--data", "x.txt"],
+            "data is read by the tasks text, spans, translate, summarise",
+        ),
         (["--steps", "0"], "steps must be a whole number of at least 1, got 0"),
         (["--memory-loss", "-1"], "memory_loss must be a number of at least 0 (none), got -1"),
         (["--tasks", "blocks", "--memory-loss", "0.1"], "and standard, mta do not: add selective"),

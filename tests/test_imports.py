@@ -22,7 +22,9 @@ MAY_IMPORT = {
     | {"transformers", "safetensors"}
     | {f"heedful.{room}" for room in ("ops", "nn", "hf", "checks", "records")},
     "eviction.py": {"heedful.hf.eviction"},
-    "tasks": COMPUTING | {"numpy", "tokenizers", "heedful.tasks", "heedful.data", "heedful.checks"},
+    "tasks": COMPUTING
+    | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
+    | {f"heedful.{room}" for room in ("tasks", "data", "checks")},
     "records": {"torch", "heedful.records"},
     "report": {"torch", "numpy", "matplotlib"}
     | {"heedful.records", "heedful.report", "heedful.hf.look"},

@@ -24,7 +24,7 @@ from heedful.bench import measure as bench
 from heedful.doctor import TESTED
 from heedful.eviction import MostHidden
 from heedful.experiments import compare, setups
-from heedful.experiments.train import Size
+from heedful.experiments.scratch import Size
 from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from test_generate import small, tokenizer_of_words

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from heedful import MemoryLoss
-from heedful.experiments.train import Budget, Diverged, Size, Stopped, from_scratch, score, train
+from heedful.experiments.scoring import score
+from heedful.experiments.scratch import Budget, Size, from_scratch
+from heedful.experiments.train import Diverged, Stopped, train
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
 

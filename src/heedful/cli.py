@@ -283,9 +283,17 @@ def write_page(finished: "Finished") -> None:
     from heedful.report import write_report
     from heedful.report.budgets import HeldExhibit
     from heedful.report.exhibits import exhibits_of
+    from heedful.report.written import WrittenExhibit
 
     exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
     held = [HeldExhibit(*one) for one in finished.held]
+    written = [WrittenExhibit(*one) for one in finished.written]
     write_report(
-        finished.folder, finished.records, exhibits, finished.config, finished.budgeted, held
+        finished.folder,
+        finished.records,
+        exhibits,
+        finished.config,
+        finished.budgeted,
+        held,
+        written,
     )

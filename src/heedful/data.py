@@ -1,4 +1,7 @@
-"""Text to train and measure on: files, folders, Hugging Face datasets, the standard library."""
+"""Text to train and measure on: files, folders, Hugging Face datasets, the standard library.
+
+`corpus` reads whole texts, `text_pairs` sources with their targets.
+"""
 
 import gzip
 import importlib
@@ -11,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+_PAIRED = (".tsv", ".jsonl")
+_COLUMNS = (("source", "target"), ("document", "summary"), ("article", "highlights"))
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 _HF = "hf:"
 
@@ -25,6 +30,19 @@ class Document(NamedTuple):
 
     name: str
     text: str
+
+
+class TextPair(NamedTuple):
+    """A text and what is to be made of it, such as its translation or its summary.
+
+    Arguments:
+        name: where it came from, for messages.
+        source, target: never empty.
+    """
+
+    name: str
+    source: str
+    target: str
 
 
 def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> list[Document]:
@@ -87,37 +105,91 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
     return found
 
 
+def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
+    """The pairs of files, folders and datasets, always in the same order.
+
+    Each entry of `paths` is one of:
+
+    * a file of UTF-8 text with a source, a tabulator and a target in each line;
+    * a `.jsonl` file with strings "source" and "target" in each line;
+    * either of them compressed, with `.gz` behind the name;
+    * a folder: every `.tsv` and `.jsonl` file (and `.gz` of these) in it and below, sorted by path;
+    * `hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]`: two columns of a Hugging Face dataset, through the
+      optional package `datasets`. Unless given they are source and target, document and summary, or
+      article and highlights, or else the two languages of a column "translation".
+
+    Arguments:
+        paths: what to read, in this order; at least one.
+
+    Returns:
+        at least one pair.
+
+    Raises:
+        ValueError: if a path is missing, is not UTF-8, cannot be read or decompressed, is read
+            twice, holds no pair, or holds a line without a source or a target, which is named.
+        ImportError: if `hf:` is asked for and `datasets` is not installed.
+    """
+    if isinstance(paths, str | Path):
+        raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
+    if not paths:
+        raise ValueError("paths must name at least one file of pairs, got none")
+    found: list[TextPair] = []
+    for path, files in _places(paths, _PAIRED):
+        before = len(found)
+        if files is None:
+            found += _paired_rows(path)
+        else:
+            for file in files:
+                found += _paired_lines(file)
+        if len(found) == before:
+            raise ValueError(f"paths names {path!r}, which holds no pairs; leave it out")
+    return found
+
+
 def _documents(paths: Sequence[str | Path], *, streaming: bool) -> Iterator[Document]:
     if not paths:
         yield from _standard_library()
         return
-    seen: set[str] = set()
-    for path in paths:
-        if str(path).startswith(_HF):
-            _once(str(path), seen)
-            yield from _hugging_face(str(path), streaming=streaming)
+    for path, files in _places(paths, _SUFFIXES):
+        if files is None:
+            yield from _hugging_face(path, streaming=streaming)
             continue
-        root = Path(path)
-        if not root.exists():
-            raise ValueError(
-                f"paths names {str(path)!r}, which does not exist; give a file, a folder or "
-                "hf:NAME[:CONFIG][:SPLIT]"
-            )
-        files = _files(root) if root.is_dir() else [root]
         empty = True
         for file in files:
-            _once(str(file.resolve()), seen)
             for document in _read_document(file):
                 empty = False
                 yield document
         if empty:
-            what = (
-                f"the folder {str(path)!r}, which holds no text in {', '.join(_SUFFIXES)} or "
-                ".gz of these; name its files one by one if they end otherwise"
-                if root.is_dir()
-                else f"{str(path)!r}, which is empty; leave it out or give a file with text"
+            raise ValueError(
+                f"paths names {path!r}, which is empty; leave it out or give a file with text"
             )
-            raise ValueError(f"paths names {what}")
+
+
+def _places(
+    paths: Sequence[str | Path], suffixes: tuple[str, ...]
+) -> Iterator[tuple[str, list[Path] | None]]:
+    """Each path with its files, `None` for a dataset; raises where it is missing or there twice."""
+    seen: set[str] = set()
+    for path in map(str, paths):
+        if path.startswith(_HF):
+            _once(path, seen)
+            yield path, None
+            continue
+        root = Path(path)
+        if not root.exists():
+            raise ValueError(
+                f"paths names {path!r}, which does not exist; give a file, a folder or "
+                "hf:NAME[:CONFIG][:SPLIT]"
+            )
+        files = _files(root, suffixes) if root.is_dir() else [root]
+        for file in files:
+            _once(str(file.resolve()), seen)
+        if root.is_dir() and not any(file.stat().st_size for file in files):
+            raise ValueError(
+                f"paths names the folder {path!r}, which holds no text in {', '.join(suffixes)} or "
+                ".gz of these; name its files one by one if they end otherwise"
+            )
+        yield path, files
 
 
 def _once(name: str, seen: set[str]) -> None:
@@ -126,7 +198,9 @@ def _once(name: str, seen: set[str]) -> None:
     seen.add(name)
 
 
-def _files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
+def _files(
+    folder: Path, suffixes: tuple[str, ...], without: frozenset[str] = frozenset()
+) -> list[Path]:
     """The text files below a folder, hidden ones and folders `without` left out, sorted by path."""
     files = []
     for here, folders, names in os.walk(folder):
@@ -134,12 +208,48 @@ def _files(folder: Path, without: frozenset[str] = frozenset()) -> list[Path]:
         folders[:] = [name for name in folders if name[0] != "." and name not in without]
         for name in names:
             file = Path(here, name)
-            if name.removesuffix(".gz").endswith(_SUFFIXES) and name[0] != "." and file.is_file():
+            if name.removesuffix(".gz").endswith(suffixes) and name[0] != "." and file.is_file():
                 files.append((file.relative_to(folder).as_posix(), file))
     return [file for _, file in sorted(files)]
 
 
 def _read_document(file: Path) -> Iterator[Document]:
+    text = _read_text(file)
+    if file.name.removesuffix(".gz").endswith(".jsonl"):
+        for number, (content,) in _json_lines(str(file), text, ("text",)):
+            if content:
+                yield Document(f"{file}:{number}", content)
+    elif text:
+        yield Document(str(file), text)
+
+
+def _paired_lines(file: Path) -> Iterator[TextPair]:
+    text = _read_text(file)
+    if file.name.removesuffix(".gz").endswith(".jsonl"):
+        lines = _json_lines(str(file), text, ("source", "target"))
+    else:
+        whole = text.removesuffix("\n").split("\n") if text else []
+        lines = ((number, line.split("\t")) for number, line in enumerate(whole, start=1))
+    for number, columns in lines:
+        columns = [column.strip() for column in columns]
+        if len(columns) != 2:
+            raise ValueError(
+                f"paths names {str(file)!r}, whose line {number} has {len(columns)} columns; each "
+                "line must be a source, a tabulator and a target"
+            )
+        yield _pair(f"{str(file)!r}, whose line {number}", f"{file}:{number}", *columns)
+
+
+def _pair(what: str, name: str, source: str, target: str) -> TextPair:
+    for column, content in (("source", source), ("target", target)):
+        if not content:
+            raise ValueError(
+                f"paths names {what} has an empty {column}; fill it, or leave the line out"
+            )
+    return TextPair(name, source, target)
+
+
+def _read_text(file: Path) -> str:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -152,19 +262,19 @@ def _read_document(file: Path) -> Iterator[Document]:
             f"paths names {str(file)!r}, which cannot be read ({error.strerror}); check its rights"
         ) from error
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"paths names {str(file)!r}, which is not UTF-8 at byte {error.start}; convert it "
             "(iconv -t UTF-8) or leave it out"
         ) from error
-    if file.name.removesuffix(".gz").endswith(".jsonl"):
-        yield from _json_lines(str(file), text)
-    elif text:
-        yield Document(str(file), text)
 
 
-def _json_lines(name: str, text: str) -> Iterator[Document]:
+def _json_lines(
+    name: str, text: str, fields: tuple[str, ...]
+) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """The strings of these fields, line by line, each with its number."""
+    example = "{" + ", ".join(f'"{field}": "..."' for field in fields) + "}"
     # Not splitlines(): JSON strings may hold U+2028 and other line ends unescaped.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -174,29 +284,30 @@ def _json_lines(name: str, text: str) -> Iterator[Document]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
                 f"paths names {name!r}, whose line {number} is not JSON "
-                f"({getattr(error, 'msg', error)}); each line must be an object like "
-                '{"text": "..."}'
+                f"({getattr(error, 'msg', error)}); each line must be an object like {example}"
             ) from error
-        content = record.get("text") if isinstance(record, dict) else None
-        if not isinstance(content, str):
-            raise ValueError(
-                f'paths names {name!r}, whose line {number} has no string "text"; each line must '
-                'be an object like {"text": "..."}'
-            )
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-            raise ValueError(
-                f"paths names {name!r}, whose line {number} is no Unicode text ({error.reason}); "
-                "mend the line or leave it out"
-            ) from error
-        if content:
-            yield Document(f"{name}:{number}", content)
+        found = []
+        for field in fields:
+            content = record.get(field) if isinstance(record, dict) else None
+            if not isinstance(content, str):
+                raise ValueError(
+                    f'paths names {name!r}, whose line {number} has no string "{field}"; each line '
+                    f"must be an object like {example}"
+                )
+            try:
+                content.encode()
+            except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+                raise ValueError(
+                    f"paths names {name!r}, whose line {number} is no Unicode text "
+                    f"({error.reason}); mend the line or leave it out"
+                ) from error
+            found.append(content)
+        yield number, tuple(found)
 
 
 def _standard_library() -> Iterator[Document]:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    for file in _files(folder, without=_NOT_LIBRARY):
+    for file in _files(folder, _SUFFIXES, without=_NOT_LIBRARY):
         if file.suffix != ".py":
             continue
         # A few sources of some distributions declare another encoding; they are no loss.
@@ -206,27 +317,11 @@ def _standard_library() -> Iterator[Document]:
 
 
 def _hugging_face(path: str, *, streaming: bool) -> Iterator[Document]:
-    name, config, split = (*path.removeprefix(_HF).split(":"), "", "", "")[:3]
-    if not name or path.removeprefix(_HF).count(":") > 2:
+    parts = path.removeprefix(_HF).split(":")
+    if not parts[0] or len(parts) > 3:
         raise ValueError(f"paths names {path!r}; a dataset is written hf:NAME[:CONFIG][:SPLIT]")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ImportError(
-            f"paths names {path!r}, which needs the package datasets: pip install heedful[data]"
-        ) from error
-    try:
-        # Streaming fetches only what a limit lets through.
-        table = datasets.load_dataset(
-            name, config or None, split=split or "train", streaming=streaming
-        )
-    except Exception as error:
-        raise ValueError(
-            f"paths names {path!r}, which datasets could not load: {error}; check name, "
-            "configuration and split (hf:NAME::SPLIT for the default configuration) and the network"
-        ) from error
     empty = True
-    for number, row in enumerate(table):
+    for number, row in enumerate(_dataset(path, parts, streaming=streaming)):
         if not isinstance(row.get("text"), str):
             raise ValueError(
                 f'paths names {path!r}, whose row {number} has no string "text" but '
@@ -237,3 +332,50 @@ def _hugging_face(path: str, *, streaming: bool) -> Iterator[Document]:
             yield Document(f"{path}[{number}]", row["text"])
     if empty:
         raise ValueError(f"paths names {path!r}, which holds no text; take another split")
+
+
+def _paired_rows(path: str) -> Iterator[TextPair]:
+    parts = path.removeprefix(_HF).split(":")
+    if not parts[0] or len(parts) not in (1, 2, 3, 5):
+        raise ValueError(
+            f"paths names {path!r}; a dataset of pairs is written "
+            "hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]"
+        )
+    asked = tuple(parts[3:])
+    for number, row in enumerate(_dataset(path, parts[:3], streaming=False)):
+        if isinstance(row.get("translation"), dict):
+            row = row["translation"]
+            choices = (asked,) if asked else (tuple(row),)
+        else:
+            choices = (asked,) if asked else _COLUMNS
+        named = next((names for names in choices if all(x in row for x in names)), ())
+        columns = [row[name] for name in named]
+        if len(columns) != 2 or not all(isinstance(x, str) for x in columns):
+            raise ValueError(
+                f"paths names {path!r}, whose row {number} has no two texts "
+                f"{' and '.join(asked) or 'source and target'} but {', '.join(row)}; name the "
+                "columns: hf:NAME:CONFIG:SPLIT:SOURCE:TARGET"
+            )
+        columns = [column.strip() for column in columns]
+        yield _pair(f"{path!r}, whose row {number}", f"{path}[{number}]", *columns)
+
+
+def _dataset(path: str, parts: list[str], *, streaming: bool):
+    """The rows of `NAME`, `CONFIG` and `SPLIT`; what is empty or left out is the default."""
+    name, config, split = (*parts, "", "")[:3]
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            f"paths names {path!r}, which needs the package datasets: pip install heedful[data]"
+        ) from error
+    try:
+        # Streaming fetches only what a limit lets through.
+        return datasets.load_dataset(
+            name, config or None, split=split or "train", streaming=streaming
+        )
+    except Exception as error:
+        raise ValueError(
+            f"paths names {path!r}, which datasets could not load: {error}; check name, "
+            "configuration and split (hf:NAME::SPLIT for the default configuration) and the network"
+        ) from error

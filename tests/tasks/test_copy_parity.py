@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from heedful.tasks import Copy, Parity
+from heedful.tasks import Copy, Parity, SelectiveCopy
 
 
 @pytest.mark.parametrize("task", [Copy(), Copy(symbols=1), Copy(symbols=50, alphabet=2)], ids=str)
@@ -71,3 +71,34 @@ def test_bad_configurations():
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             build()
+
+
+@pytest.mark.parametrize(
+    "task", [SelectiveCopy(), SelectiveCopy(1, 1, 2), SelectiveCopy(9, 300, 26)], ids=str
+)
+def test_selective_copy_repeats_the_letters_among_the_noise(task):
+    samples = task.sample(300, seed=1)
+    assert samples.input_ids.shape == (300, task.length)
+    assert samples.input_ids.max() < task.vocab_size
+    places = torch.zeros(task.context)
+    for ids in samples.input_ids:
+        source, target = task.decode(ids).split("#")
+        assert re.sub("[-.,_]", "", source) == target and len(target) == task.symbols
+        assert len(source) == task.context
+        places[[i for i, x in enumerate(source) if x.isalpha()]] += 1
+    start = task.context + 2
+    assert samples.labels[:, :start].eq(-100).all()
+    assert samples.labels[:, start:].equal(samples.input_ids[:, start:])
+    expected = 300 * task.symbols / task.context
+    assert (places - expected).abs().max() <= 5 * expected**0.5  # letters lie anywhere
+
+
+def test_selective_copy_is_longer_where_it_is_asked():
+    task = SelectiveCopy().cut(200, "byte")
+    assert task.length == 200 and task.symbols == SelectiveCopy().symbols
+    assert SelectiveCopy().cut(None, "byte") == SelectiveCopy()
+    assert task.evaluations()["2x-context"].context == 2 * task.context
+    with pytest.raises(ValueError, match="length must be a whole number of at least 27, got 20"):
+        SelectiveCopy().cut(20, "byte")
+    with pytest.raises(ValueError, match="context must be a whole number of at least 12, got 11"):
+        SelectiveCopy(context=11)

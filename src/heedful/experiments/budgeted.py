@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from heedful.experiments.comparison import LEAST_TOKENS
-from heedful.experiments.train import Budget, score
+from heedful.experiments.scoring import score
+from heedful.experiments.scratch import Budget
 from heedful.hf.cache import attention_modules
 from heedful.hf.evicting import evicting
 from heedful.hf.eviction import H2O, TOVA, Eviction, MostHidden, Random, SnapKV, StreamingLLM

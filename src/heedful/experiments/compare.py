@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -17,15 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from heedful.experiments.budgeted import named, plans, scored_as, under_budget
 from heedful.experiments.checkpoints import differences, saved_step
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.scoring import write
+from heedful.experiments.scratch import described, from_scratch
 from heedful.experiments.setups import Setup, chosen_setups
-from heedful.experiments.train import (
-    Diverged,
-    Stopped,
-    check_device,
-    described,
-    from_scratch,
-    train,
-)
+from heedful.experiments.train import Diverged, Stopped, check_device, train
 from heedful.hf import load
 from heedful.hf.eviction import MostHidden
 from heedful.hf.look import LayerLook, held_over_time, look
@@ -35,6 +30,9 @@ from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
 
 _PICTURED = 320  # tokens of a row whose way through a cache is drawn
+_WRITTEN = 4  # held-out sources of which it is shown what a model writes
+
+Shown = TypeVar("Shown")
 
 
 class _Job(NamedTuple):
@@ -83,12 +81,21 @@ class HeldTokens(NamedTuple):
     layers: dict[int, Tensor]
 
 
+class Written(NamedTuple):
+    """What a trained model makes of some held-out sources: source, what was asked for, its text."""
+
+    task: str
+    mechanism: str
+    rows: list[tuple[str, str, str]]
+
+
 class Finished(NamedTuple):
     """What stands in a comparison's folder: what is to be shown of it.
 
     looked: the trained models' samples, each loaded when it is asked for.
     budgeted: scores under small caches, if any were asked for.
     held: what small caches held in the course of a row, each made when it is asked for.
+    written: what trained encoder-decoders write, each made when it is asked for.
     """
 
     folder: Path
@@ -97,6 +104,7 @@ class Finished(NamedTuple):
     looked: Iterator[Looked]
     budgeted: list[UnderBudget]
     held: Iterator[HeldTokens]
+    written: Iterator[Written]
 
 
 def compare(
@@ -224,7 +232,8 @@ def _show(
     if records:
         budgeted = read_budgeted(out / "budgets.jsonl")
         looked, seen = _looked(jobs, records, out), _held_over_time(jobs, budgeted, out)
-        show(Finished(out, config, records, looked, budgeted, seen))
+        written = _written(jobs, records, out)
+        show(Finished(out, config, records, looked, budgeted, seen, written))
     return records
 
 
@@ -253,8 +262,9 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
             )
             run.model.save_pretrained(job.model(out))
             if (tokens := setup.task.saved_tokenizer()) is not None:
-                bos = tokens.id_to_token(setup.task.vocab_size - 1)
-                fast = PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token=bos)
+                special = setup.task.special_tokens()
+                names = {name: tokens.id_to_token(index) for name, index in special.items()}
+                fast = PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
                 fast.save_pretrained(job.model(out))
         except SafetensorError as error:
             raise OSError(f"{job.model(out)} cannot be written: {error}") from error
@@ -282,14 +292,37 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
 
 
 def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Looked]:
+    def seen(job: _Job, folder: Path) -> Looked:
+        task = job.setup.task
+        ids = task.shown()
+        return Looked(job.name, job.mechanism, task.tokens(ids), look(load(folder), ids[None]))
+
+    decoders = [job for job in jobs if not job.setup.task.paired]
+    return _of_models(decoders, records, out, seen)
+
+
+def _written(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Written]:
+    def seen(job: _Job, folder: Path) -> Written:
+        task = job.setup.task
+        rows = task.held_out(_WRITTEN)
+        sources, asked = (task.references(ids) for ids in (rows.input_ids, rows.labels))
+        texts = write(load(folder).eval(), task, rows)
+        return Written(job.name, job.mechanism, list(zip(sources, asked, texts, strict=True)))
+
+    writing = [job for job in jobs if job.setup.task.paired]
+    return _of_models(writing, records, out, seen)
+
+
+def _of_models(
+    jobs: list[_Job], records: list[Record], out: Path, seen: Callable[[_Job, Path], Shown]
+) -> Iterator[Shown]:
+    """What is seen of the first seed's models, one after the other."""
     finished = {(r.task, r.mechanism, r.seed) for r in records}
     for job in jobs:
         folder = job.model(out)
         if job.seed == 0 and job.key in finished and folder.is_dir():
-            task = job.setup.task
             try:
-                ids = task.shown()
-                looks = look(load(folder), ids[None])
+                found = seen(job, folder)
             except Exception as error:  # no damaged model may cost the report of the others
                 warnings.warn(
                     f"{folder} cannot be shown, its numbers stay: {error}. If the model is "
@@ -297,7 +330,7 @@ def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Look
                     stacklevel=2,
                 )
             else:
-                yield Looked(job.name, job.mechanism, task.tokens(ids), looks)
+                yield found
 
 
 def _held_over_time(

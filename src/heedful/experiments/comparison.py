@@ -6,13 +6,18 @@ from typing import Literal
 
 from heedful.checks import check_literals, check_whole
 
-TaskName = Literal["blocks", "assignment", "copy", "parity", "text", "recall"]
+TaskName = Literal[
+    "blocks", "assignment", "copy", "parity", "text", "recall", "selective-copy", "translate",
+    "summarise", "spans",
+]  # fmt: skip
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
     "local-global",
 ]  # fmt: skip
 Device = Literal["auto", "cpu", "cuda"]
 
+TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")
+"""What reads texts, and what reads pairs of them."""
 LEAST_TOKENS = 13
 """The smallest budget of an eviction policy with its usual protection."""
 WITH_MEMORY_LOSS = " + memory loss"
@@ -35,7 +40,9 @@ class Comparison:
     seeds: int = 1
     """Seeds per task and mechanism; from two on, findings can be told from chance."""
     data: tuple[str, ...] = ()
-    """Text for the task text: files, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]."""
+    """For text and spans: files of text, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]. For
+    translate and summarise: files with a source, a tabulator and a target in each line, .jsonl
+    files with "source" and "target", or hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]."""
     steps: int | None = None
     """Optimiser steps per run, instead of each task's own."""
     batch: int | None = None
@@ -50,7 +57,7 @@ class Comparison:
     length: int | None = None
     """Tokens of a row, instead of each task's own."""
     tokenizer: Literal["byte", "bpe"] = "byte"
-    """What text is cut into: bytes, or byte pairs with a vocabulary of 2048."""
+    """What text, and pairs from --data, are cut into: bytes, or 2048 byte pairs."""
     hidden: int | None = None
     """Width of the models, instead of each task's own."""
     layers: int | None = None
@@ -81,12 +88,25 @@ class Comparison:
                 )
         if self.budgets and not {"text", "recall"} & set(self.tasks):
             raise ValueError("budgets are for the tasks text and recall: add one to the tasks")
-        if self.tokenizer != "byte" and "text" not in self.tasks:
-            raise ValueError("tokenizer is for the task 'text': add it to the tasks")
+        paired = [task for task in PAIR_TASKS if task in self.tasks]
+        reading = [task for task in TEXT_TASKS if task in self.tasks] + paired
+        if self.tokenizer != "byte" and not (reading if self.data else reading != paired):
+            raise ValueError(
+                "tokenizer is for the tasks text and spans, and for translate and summarise with "
+                "data: add one to the tasks"
+            )
+        if self.data and not reading:
+            raise ValueError(
+                f"data is read by the tasks {', '.join(TEXT_TASKS + PAIR_TASKS)}: add one to the "
+                "tasks"
+            )
+        if self.data and paired and reading != paired:
+            raise ValueError(
+                f"data are texts for {' and '.join(TEXT_TASKS)}, and pairs for "
+                f"{' and '.join(PAIR_TASKS)}: compare {', '.join(reading)} in two calls"
+            )
         check_whole("seeds", self.seeds, 1)
         check_memory_loss(self.memory_loss)
-        if self.data and "text" not in self.tasks:
-            raise ValueError("data is read by the task 'text': add it to the tasks")
 
 
 def check_memory_loss(factor: float) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from heedful.experiments.budgeted import evictable
 from heedful.experiments.comparison import WITH_MEMORY_LOSS, Comparison
-from heedful.experiments.train import Attention, Budget, Size, from_scratch, local_global
+from heedful.experiments.scratch import Attention, Budget, Size, from_scratch, local_global
 from heedful.nn import Layer, mechanism
 from heedful.tasks import TASKS, Task
 

@@ -1,110 +1,26 @@
-"""Train one model on one task: transformers' Trainer underneath, resumable, measured.
-
-A model from scratch is a Llama configuration plus `convert`; there is no own language model here.
-"""
+"""Train one model on one task: transformers' Trainer underneath, resumable, measured."""
 
 import dataclasses
 import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import check_choice
 from heedful.experiments.checkpoints import Checkpoints
 from heedful.experiments.comparison import Device, check_memory_loss
-from heedful.hf import conversion_of, convert
+from heedful.experiments.scoring import final_scores, score
+from heedful.experiments.scratch import Attention, Budget, Size, described, from_scratch
+from heedful.hf import conversion_of
 from heedful.hf.memory import MemoryLoss
-from heedful.nn import Mechanism, Standard, to_json
-from heedful.tasks import Task, token_losses
+from heedful.tasks import Task
 from heedful.testing import process_peak_mib
-
-
-@dataclass(frozen=True)
-class Size:
-    """Width, depth and heads of a model from scratch."""
-
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads"):
-            check_whole(name, getattr(self, name), 1)
-        if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise ValueError(
-                f"hidden must be an even multiple of heads (rotary embedding), got hidden="
-                f"{self.hidden} with heads={self.heads}"
-            )
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a run may spend, and how it learns.
-
-    Arguments:
-        steps, batch: optimiser steps and rows in each.
-        learning_rate: peak of a cosine with linear warm-up over `warmup` steps.
-        mechanism_rate: factor on the learning rate of the mechanism's own parameters. A kernel
-            starts as the identity, with zeros that must reach the size of one; at the rate of the
-            model's weights that alone takes Adam hundreds of steps.
-        evaluations: how often the held-out rows are scored in the course of a run.
-        held_out: how many rows are held out.
-    """
-
-    steps: int = 400
-    batch: int = 32
-    learning_rate: float = 3e-3
-    warmup: int = 50
-    mechanism_rate: float = 1.0
-    evaluations: int = 8
-    held_out: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "evaluations", "held_out"):
-            check_whole(name, getattr(self, name), 1)
-        check_whole("warmup", self.warmup, 0)
-        for name in ("learning_rate", "mechanism_rate"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-
-
-Attention = Mechanism | dict[Mechanism, tuple[int, ...]]
-"""The attention of a model's layers: of all, or by their indices."""
-
-
-def local_global(layers: int, length: int) -> Attention:
-    """Every fourth layer, the last of its four, sees everything; the others the newest sixteenth.
-
-    So the cache of four layers holds 0.3 times what four standard ones hold.
-    """
-    window = max(13, length // 16)
-    whole = [i for i in range(layers) if i % 4 == 3] or [layers - 1]
-    local = tuple(i for i in range(layers) if i not in whole)
-    parts = {Standard(window=window): local, Standard(): tuple(whole)}
-    return {part: those for part, those in parts.items() if those}
-
-
-def described(attention: Attention) -> dict:
-    """Attention as a JSON object, for configurations and records."""
-    if not isinstance(attention, dict):
-        return to_json(attention)
-    parts = [to_json(part) | {"layers": list(those)} for part, those in attention.items()]
-    return {"kind": "Hybrid", "parts": parts}
 
 
 class Run(NamedTuple):
@@ -143,28 +59,6 @@ class Diverged(ValueError):
 
 Progress = Callable[[int, float | None], None]
 """Told after each step: how many are done, and the newest held-out value if there is one."""
-
-
-def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> PreTrainedModel:
-    """A small Llama for the task, converted; the same seed gives all mechanisms the same start."""
-    torch.manual_seed(seed)
-    longest = max(other.length for other in (task, *task.evaluations().values()))
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=task.vocab_size,
-            hidden_size=size.hidden,
-            intermediate_size=8 * size.hidden // 3 // 16 * 16 or 16,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            max_position_embeddings=longest,
-            # At these widths the usual 0.02 would start the residual stream near zero.
-            initializer_range=size.hidden**-0.5,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
-    return convert(model, mechanism).model
 
 
 def train(
@@ -244,7 +138,7 @@ def train(
         curve=[(row["step"], row["held_out"]) for row in watch.history if "held_out" in row],
         loss_curve=[(row["step"], row["mean"]) for row in watch.history if "mean" in row],
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=step * budget.batch * task.length / watch.step_seconds,
+        tokens_per_second=step * budget.batch * task.row_tokens / watch.step_seconds,
         seconds=watch.seconds(),
         peak_memory_mib=_peak_mib(model.device),
     )
@@ -267,7 +161,8 @@ def _run_identity(
     """What makes a run this run and no other; rows of it too, which a changed text changes."""
     digest = hashlib.sha256()
     for step in {0, budget.steps - 1}:
-        digest.update(rows.of_step(step)["input_ids"].numpy().tobytes())
+        for tensor in rows.of_step(step).values():
+            digest.update(tensor.numpy().tobytes())
     return {
         "task": {"kind": type(task).__name__, **dataclasses.asdict(task)},
         "mechanism": described(mechanism),
@@ -276,31 +171,6 @@ def _run_identity(
         "seed": seed,
         "rows": digest.hexdigest(),
     }
-
-
-def final_scores(model: PreTrainedModel, task: Task, budget: Budget) -> tuple[str, dict]:
-    """The task's metric, and its value on every evaluation split, judged split first."""
-    splits = {name: score(model, other, budget) for name, other in task.evaluations().items()}
-    final = {name: scores[task.metric] for name, scores in splits.items()}
-    judged = next(iter(splits.values()))
-    return task.metric, final | {name: judged[name] for name in task.also}
-
-
-@torch.no_grad()
-def score(model: PreTrainedModel, task: Task, budget: Budget) -> dict[str, float]:
-    """The task's scores of a model on held-out rows, the same rows at every call."""
-    rows = task.held_out(budget.held_out)
-    training = model.training
-    model.eval()
-    values = []
-    for ids, labels in zip(
-        rows.input_ids.split(budget.batch), rows.labels.split(budget.batch), strict=True
-    ):
-        logits = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
-        predicted = task.scored_by == "predictions"
-        values.append(logits.argmax(-1) if predicted else token_losses(logits, labels))
-    model.train(training)
-    return task.score(torch.cat(values), rows.labels)
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -320,8 +190,7 @@ class _Rows(torch.utils.data.Dataset):
         return self.of_step(step)
 
     def of_step(self, step: int) -> dict:
-        samples = self.task.batch(self.budget.batch, self.seed, step)
-        return {"input_ids": samples.input_ids, "labels": samples.labels}
+        return self.task.batch(self.budget.batch, self.seed, step).inputs()
 
 
 class _Trainer(Trainer):

@@ -203,8 +203,10 @@ def prepare(cache: Cache, model: nn.Module) -> None:
 
 def end_past_recording(cache: Cache) -> None:
     """Let go again: assisted decoding leaves its cache waiting for what may be taken back."""
-    for layer in cache.layers:
-        if isinstance(layer, LayerCache):
+    own = getattr(cache, "self_attention_cache", cache)
+    sources = getattr(cache, "cross_attention_cache", None)
+    for layer in (*own.layers, *getattr(sources, "layers", ())):
+        if isinstance(layer, LayerCache | CrossLayerCache):
             layer.end_past_recording()
 
 

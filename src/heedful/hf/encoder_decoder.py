@@ -93,6 +93,12 @@ class CrossLayerCache(CacheLayerMixin):
         """From now on query rows are kept until `crop`."""
         self.record_past = True
 
+    def end_past_recording(self) -> None:
+        """From now on only the query rows are kept that the next token depends on."""
+        if self.record_past:
+            self.crop(0)
+            self.record_past = False
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the query rows of the target's newest `-tokens_to_remove` tokens."""
         count = -tokens_to_remove

@@ -16,8 +16,21 @@ METRICS = {
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
     "loss": "loss",
+    "fact_error": "fact error",
+    "fact_recall": "fact recall",
+    "fact_precision": "fact precision",
+    "bleu": "BLEU",
+    "rouge_l": "ROUGE-L",
 }
-"""What a run can be measured by, as written for a reader. Lower is better in all of them."""
+"""What a run can be measured by, as written for a reader."""
+
+HIGHER_IS_BETTER = frozenset({"fact_recall", "fact_precision", "bleu", "rouge_l"})
+"""Of all others lower is better."""
+
+SHARES = frozenset(
+    {"error", "token_error", "answer_error", "fact_error", "fact_recall", "fact_precision"}
+)
+"""Those that lie in 0..1 and are shown in percent."""
 
 Points = tuple[tuple[int, float], ...]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from heedful.records import METRICS
+from heedful.records import METRICS, SHARES
 from heedful.records.budgeted import WHOLE, UnderBudget
 from heedful.report import figures
 from heedful.report.summary import BASELINE, number
@@ -65,7 +65,7 @@ def _bytes_curves(
     everything: list[UnderBudget], own: list[UnderBudget], split: str, reach: tuple[float, float]
 ) -> "Figure":
     figure, axes = figures._axes(figures._WIDTH, 3.4)
-    percent = 100 if own[0].metric.endswith("error") else 1
+    percent = 100 if own[0].metric in SHARES else 1
     whole = _mean(own, WHOLE, split)
     for policy in dict.fromkeys(x.policy for x in own if x.policy != WHOLE):
         points = _mean(own, policy, split) | whole

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from heedful.records import METRICS, Record
+from heedful.records import METRICS, SHARES, Record
 from heedful.report.summary import BASELINE, number
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def curves(
     heights = [y for seeds in lines.values() for seed in seeds for _, y in seed]
     if not heights:
         return None
-    percent = 100 if metric in ("error", "token_error", "answer_error") else 1
+    percent = 100 if metric in SHARES else 1
     figure, axes = _axes(_WIDTH, 3.4)
     for name, seeds in lines.items():
         shade, dash = colour[name]
@@ -214,7 +214,7 @@ def splits(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
     if len(names) < 2:
         return None
     metric = records[0].metric
-    percent = 100 if metric in ("error", "token_error", "answer_error") else 1
+    percent = 100 if metric in SHARES else 1
     figure, axes = _axes(_WIDTH, 0.9 + 0.2 * len(names) * (len(mechanisms) + 1))
     tall = 0.8 / len(mechanisms)
     longest = max((v for r in records for v in r.splits.values() if math.isfinite(v)), default=1)

@@ -27,8 +27,10 @@ from heedful.report.summary import (
     BASELINE,
     RULE,
     Row,
+    better,
     configurations,
     findings,
+    further,
     memory_label,
     number,
     plain,
@@ -36,6 +38,7 @@ from heedful.report.summary import (
     table,
 )
 from heedful.report.template import PAGE
+from heedful.report.written import WrittenExhibit, written_tables
 
 _ORDER = (HidingExhibit, MapExhibit, KernelExhibit, MixExhibit)
 _STRONGEST = 12  # hidings listed below a sample
@@ -49,6 +52,7 @@ def write_report(
     config: Mapping | None = None,
     budgeted: Sequence[UnderBudget] = (),
     held: Sequence[HeldExhibit] = (),
+    written: Sequence[WrittenExhibit] = (),
 ) -> Path:
     """Write `report.html` into `folder` and return its path.
 
@@ -62,6 +66,7 @@ def write_report(
         config: the configuration of the comparison, shown as it is.
         budgeted: scores under small KV caches.
         held: what small caches held in the course of a row.
+        written: what encoder-decoders make of held-out sources.
 
     Raises:
         ValueError: without records, or if an exhibit's arrays do not fit each other.
@@ -77,14 +82,18 @@ def write_report(
                 f"{type(exhibit).__name__}"
             )
     small = _small_caches(budgeted, held)
-    page = _page(records, exhibits, config or {}, small)
+    page = _page(records, exhibits, config or {}, small, list(written))
     path = Path(folder) / "report.html"
     write_whole(path, page)
     return path
 
 
 def _page(
-    records: list[Record], exhibits: list[Exhibit], config: Mapping, small_caches: str
+    records: list[Record],
+    exhibits: list[Exhibit],
+    config: Mapping,
+    small_caches: str,
+    written: list[WrittenExhibit],
 ) -> str:
     rows = summarise(records)
     tasks = list(dict.fromkeys(r.task for r in records))
@@ -96,7 +105,7 @@ def _page(
     )
     sections = [
         ("What it shows", f"<ul>{sentences}</ul><p class='note'>{html.escape(RULE)}</p>"),
-        ("Results", _results(rows, configurations(records))),
+        ("Results", _results(rows, configurations(records)) + _further(records)),
         ("Learning curves", _learning_curves(records, tasks, colour)),
         ("Beyond the training distribution", _splits(records, tasks, colour)),
         ("Cost", _cost(rows, colour)),
@@ -104,6 +113,10 @@ def _page(
         *(
             (f"Inside: {task}", _gallery([e for e in exhibits if e.task == task], exhibits))
             for task in shown
+        ),
+        *(
+            (f"Written: {task}", written_tables([e for e in written if e.task == task]))
+            for task in dict.fromkeys(e.task for e in written)
         ),
         ("How it was run", _how(records, config)),
     ]
@@ -147,13 +160,19 @@ def _results(rows: list[Row], more: list[str]) -> str:
     kind = {"process peak MiB": process, "GPU peak MiB": "what torch had allocated on the GPU"}
     note = (
         "Mean ± sample standard deviation over seeds at the end of training, on held-out data; "
-        "lower is better. “× standard” is the ratio of the means. Tokens per second: median of "
+        f"{better(rows)}. “× standard” is the ratio of the means. Tokens per second: median of "
         f"the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
     )
     note = " ".join([note, *more])
     # Cost stands once more below, so a narrow screen leaves it out here.
     note = f"<p class='note'>{html.escape(note)}</p>"
     return f"<div class='wide results'>{table(rows, 'html')}</div>{note}"
+
+
+def _further(records: list[Record]) -> str:
+    tables = "".join(f"<div class='wide'>{made}</div>" for made in further(records, "html"))
+    note = "What was recorded beside it, of the same models on the same held-out rows."
+    return f"<p class='note'>{note}</p>{tables}" if tables else ""
 
 
 def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> str:

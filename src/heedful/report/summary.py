@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from heedful.records import METRICS, Record
+from heedful.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
 
 BASELINE = "standard"
 """The mechanism that every other one is held against."""
@@ -123,9 +123,19 @@ def number(metric: str, value: float) -> str:
     """A value of a metric as text: errors in percent, the rest with two or three decimals."""
     if not math.isfinite(value):
         return "diverged"
-    if metric in ("error", "token_error", "answer_error"):
+    if metric in SHARES:
         return f"{100 * value:.1f} %"
-    return f"{value:.2f}" if metric == "perplexity" else f"{value:.3f}"
+    decimals = {"perplexity": 2, "bleu": 1}.get(metric, 3)
+    return f"{value:.{decimals}f}"
+
+
+def better(rows: Sequence[Row]) -> str:
+    """In words, whether more or less is better of what these rows are judged by."""
+    higher = [row.task for row in rows if row.metric in HIGHER_IS_BETTER]
+    tasks = " and ".join(dict.fromkeys(higher))
+    if len(higher) == len(rows):
+        return "higher is better"
+    return "lower is better" + (f", on {tasks} higher" if tasks else "")
 
 
 def plain(value: float) -> str:
@@ -178,7 +188,49 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
     """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
-    head, body = _columns(rows), [cells(row) for row in rows]
+    return _laid_out(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
+
+
+def further(
+    records: Iterable[Record], format: Literal["text", "markdown", "html"] = "text"
+) -> list[str]:
+    """A table for each task of what its runs recorded beside what they are judged by.
+
+    Means over seeds, with the sample standard deviation where there are several.
+    """
+    tables = []
+    records = list(records)
+    for task in dict.fromkeys(record.task for record in records):
+        runs = [record for record in records if record.task == task]
+        names = [name for name in METRICS if any(name in record.final for record in runs)]
+        names = [name for name in names if name != runs[0].metric]
+        body = []
+        for mechanism in dict.fromkeys(record.mechanism for record in runs):
+            own = [record for record in runs if record.mechanism == mechanism]
+            body.append((task, mechanism, *(_spread_of(name, own) for name in names)))
+        if names:
+            head = ("task", "mechanism", *(_headed(name) for name in names))
+            tables.append(_laid_out(head, body, format, words=2))
+    return tables
+
+
+def _headed(metric: str) -> str:
+    """A measure as the head of a column: those of which more is better say so."""
+    return METRICS[metric] + " (more is better)" * (metric in HIGHER_IS_BETTER)
+
+
+def _spread_of(metric: str, runs: Sequence[Record]) -> str:
+    values = [record.final.get(metric, math.nan) for record in runs]
+    if not all(map(math.isfinite, values)):
+        return "–"
+    mean, _, unit = number(metric, statistics.fmean(values)).partition(" ")
+    if len(values) > 1:
+        mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
+    return f"{mean} {unit}".strip()
+
+
+def _laid_out(head: Sequence[str], body: list[Sequence[str]], format: str, words: int) -> str:
+    """A table whose first columns are words and the others numbers."""
     if format == "html":
 
         def whole(text: str) -> str:
@@ -188,7 +240,7 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
             return text
 
         def line(texts: Sequence[str], tag: str) -> str:
-            marks = ["", *[" class='n'" if i >= _LEFT else "" for i in range(1, len(texts))]]
+            marks = ["", *[" class='n'" if i >= words else "" for i in range(1, len(texts))]]
             inner = (
                 f"<{tag}{mark}>{html.escape(whole(text))}</{tag}>"
                 for text, mark in zip(texts, marks, strict=True)
@@ -206,12 +258,12 @@ def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "te
 
     def aligned(texts: Sequence[str]) -> list[str]:
         return [
-            text.ljust(width) if i < _LEFT else text.rjust(width)
+            text.ljust(width) if i < words else text.rjust(width)
             for i, (text, width) in enumerate(zip(texts, widths, strict=True))
         ]
 
     if format == "markdown":
-        rule = ["-" * w if i < _LEFT else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+        rule = ["-" * w if i < words else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
         lines = [aligned(head), rule, *map(aligned, body)]
         return "\n".join(f"| {' | '.join(texts)} |" for texts in lines)
     lines = [aligned(head), ["-" * w for w in widths], *map(aligned, body)]
@@ -222,7 +274,8 @@ def overview(records: Iterable[Record]) -> str:
     """The table and the findings, for a terminal."""
     records = list(records)
     rows = summarise(records)
-    return table(rows) + "\n\n" + "\n".join([*findings(rows), *configurations(records)])
+    tables = [table(rows), *further(records)]
+    return "\n\n".join([*tables, "\n".join([*findings(rows), *configurations(records)])])
 
 
 def findings(rows: Sequence[Row]) -> list[str]:
@@ -278,10 +331,12 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _beats(row: Row, other: Row) -> bool:
-    def worst(value: float) -> float:
-        return value if math.isfinite(value) else math.inf
+    sign = -1 if row.metric in HIGHER_IS_BETTER else 1
 
-    return max(map(worst, row.values)) < min(map(worst, other.values))
+    def loss(value: float) -> float:
+        return sign * value if math.isfinite(value) else math.inf
+
+    return max(map(loss, row.values)) < min(map(loss, other.values))
 
 
 def _solved(row: Row) -> bool:
@@ -294,7 +349,8 @@ def _ended(row: Row) -> str:
         return f"{row.mechanism} diverged"
     if "error" not in row.metric:
         return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    what = {"error": "rows", "answer_error": "answers"}.get(row.metric, "tokens")
+    names = {"error": "rows", "answer_error": "answers", "fact_error": "facts"}
+    what = names.get(row.metric, "tokens")
     share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
         row.mean, f"{number(row.metric, row.mean)} of {what}"
     )

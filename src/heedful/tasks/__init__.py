@@ -3,10 +3,15 @@
 from heedful.tasks.assignment import Assignment
 from heedful.tasks.blocks import Blocks
 from heedful.tasks.copy import Copy
+from heedful.tasks.pairs import Pairs
 from heedful.tasks.parity import Parity
 from heedful.tasks.recall import Recall
 from heedful.tasks.samples import Recipe, Samples, Task, sequence_error, token_error, token_losses
+from heedful.tasks.selective_copy import SelectiveCopy
+from heedful.tasks.spans import Spans
+from heedful.tasks.summarise import Summarise
 from heedful.tasks.text import Text
+from heedful.tasks.translate import Translate
 
 TASKS: dict[str, type[Task]] = {
     "blocks": Blocks,
@@ -15,6 +20,10 @@ TASKS: dict[str, type[Task]] = {
     "parity": Parity,
     "text": Text,
     "recall": Recall,
+    "selective-copy": SelectiveCopy,
+    "translate": Translate,
+    "summarise": Summarise,
+    "spans": Spans,
 }
 
 __all__ = [
@@ -22,12 +31,17 @@ __all__ = [
     "Assignment",
     "Blocks",
     "Copy",
+    "Pairs",
     "Parity",
     "Recall",
     "Recipe",
     "Samples",
+    "SelectiveCopy",
+    "Spans",
+    "Summarise",
     "Task",
     "Text",
+    "Translate",
     "sequence_error",
     "token_error",
     "token_losses",

@@ -35,6 +35,10 @@ class Samples(NamedTuple):
     labels: Int[Tensor, "N T"]
     attention_mask: Int[Tensor, "N T"]
 
+    def inputs(self) -> dict[str, Tensor]:
+        """What a model is called with; without the mask, as no row of these tasks is padded."""
+        return {"input_ids": self.input_ids, "labels": self.labels}
+
 
 class Recipe(NamedTuple):
     """How a small model learns a task within a minute or two on a CPU, and what is compared there.
@@ -65,17 +69,19 @@ class Recipe(NamedTuple):
 class Task(ABC):
     """What every task is: a frozen configuration that samples, shows and scores its own rows.
 
-    metric: what a run is judged by, a key of what `score` returns; lower is better.
+    metric: what a run is judged by, a key of what `score` returns.
     also: further keys of it that are recorded.
     scored_by: what `score` takes beside the labels: `"predictions"`, the argmax of the logits at
-        each position, or `"losses"`, what `token_losses` returns.
+        each position, `"losses"`, what `token_losses` returns, or `"texts"`, what the model writes.
+    paired: whether rows are `heedful.tasks.pairs.Pairs`, for encoder-decoders.
     recipe: the small model that learns it, and the training.
     end: how the end of a row is shown, which decodes to nothing.
     """
 
     metric: ClassVar[str] = "error"
     also: ClassVar[tuple[str, ...]] = ()
-    scored_by: ClassVar[Literal["predictions", "losses"]] = "predictions"
+    scored_by: ClassVar[Literal["predictions", "losses", "texts"]] = "predictions"
+    paired: ClassVar[bool] = False
     recipe: ClassVar[Recipe]
     end: ClassVar[str] = "EOS"
 
@@ -89,7 +95,7 @@ class Task(ABC):
         if length is not None:
             raise ValueError(
                 f"length: rows of {type(self).__name__} are as long as what they hold; leave it "
-                "out, or take the tasks text and recall"
+                "out, or take a task whose rows can be longer, such as text or recall"
             )
         return self
 
@@ -102,6 +108,11 @@ class Task(ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens of a row."""
+
+    @property
+    def row_tokens(self) -> float:
+        """Tokens of a row that are no padding, on average."""
+        return self.length
 
     @abstractmethod
     def sample(self, count: int, seed: int) -> Samples:
@@ -123,6 +134,10 @@ class Task(ABC):
         """What turns text into ids of this task, to be saved with its models; `None` for none."""
         return None
 
+    def special_tokens(self) -> dict[str, int]:
+        """Ids with a meaning, as transformers names them, such as `bos_token`."""
+        return {}
+
     def under_budgets(self) -> dict[str, Self]:
         """What a model under a small KV cache is scored on; nothing where that tells nothing."""
         return {}
@@ -135,8 +150,8 @@ class Task(ABC):
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
         """The text of one row."""
 
-    def shown(self) -> Int[Tensor, " T"]:
-        """A held-out row short enough to be read."""
+    def shown(self) -> Int[Tensor, " T"] | None:
+        """A held-out row short enough to be read; `None` where attention is not pictured."""
         return self.sample(1, 0).input_ids[0]
 
     def tokens(self, ids: Int[Tensor, " T"]) -> list[str]:

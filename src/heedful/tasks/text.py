@@ -21,11 +21,11 @@ from heedful.tasks.samples import (
     check_aligned,
     check_draw,
 )
+from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_BYTES = 256
 _VOCABULARY = 2048  # ids of a byte-pair vocabulary that a small model can learn
 _BOS = "<bos>"  # of a saved tokenizer; text that spells it becomes this token there
 _HELD_OUT = 0.1
@@ -94,9 +94,9 @@ class Text(Task):
         if self.limit_bytes is not None:
             check_whole("limit_bytes", self.limit_bytes, 1, way_out="use None for everything")
         if self.vocab_size is None:
-            size = _BYTES + 1 if self.tokenizer == "byte" else 4096
+            size = BYTES + 1 if self.tokenizer == "byte" else 4096
             object.__setattr__(self, "vocab_size", size)
-        if self.tokenizer == "byte" and self.vocab_size != _BYTES + 1:
+        if self.tokenizer == "byte" and self.vocab_size != BYTES + 1:
             raise ValueError(
                 f'vocab_size must be 257 (bytes and BOS) with tokenizer="byte", got '
                 f'{self.vocab_size!r}; leave it out, or use tokenizer="bpe"'
@@ -105,7 +105,7 @@ class Text(Task):
             check_whole(
                 "vocab_size",
                 self.vocab_size,
-                _BYTES + 2,
+                BYTES + 2,
                 1 << 16,
                 way_out='257 ids are bytes and BOS: use tokenizer="byte" for these alone',
             )
@@ -122,10 +122,10 @@ class Text(Task):
         sizes = np.zeros(self.vocab_size, dtype=np.int64)  # BOS stands for no byte
         if self.tokenizer == "byte":
             trained = None
-            sizes[:_BYTES] = 1
+            sizes[:BYTES] = 1
         else:
             # BOS is no token of the tokenizer: text that spells it cannot become one.
-            trained = _train(train, self.vocab_size - 1)
+            trained = byte_pairs(train, self.vocab_size - 1)
             # In a byte-level vocabulary one character of a token's name stands for one byte.
             for name, index in trained.get_vocab().items():
                 sizes[index] = len(name)
@@ -214,7 +214,7 @@ class Text(Task):
         """The tokens of a row: BOS, then bytes or byte pairs."""
         from tokenizers import Tokenizer, processors
 
-        made = _bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
+        made = bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
         made = Tokenizer.from_str(made.to_str())
         made.add_special_tokens([_BOS])
         if made.token_to_id(_BOS) != self.bos:
@@ -223,6 +223,10 @@ class Text(Task):
             single=f"{_BOS} $A", special_tokens=[(_BOS, self.bos)]
         )
         return made
+
+    def special_tokens(self) -> dict[str, int]:
+        """BOS."""
+        return {"bos_token": self.bos}
 
     def under_budgets(self) -> dict[str, Self]:
         """The held-out part."""
@@ -278,38 +282,6 @@ def _split(texts: list[str]) -> tuple[list[str], list[str]]:
     chosen = chosen or {min(range(len(texts)), key=lambda index: len(texts[index]))}
     train = [text for index, text in enumerate(texts) if index not in chosen]
     return train, [texts[index] for index in sorted(chosen)]
-
-
-def _train(texts: list[str], vocab_size: int) -> "Tokenizer":
-    """A byte-level byte-pair tokenizer: every byte is a token, so every text can be encoded."""
-    # Inside the function: bytes alone must not need the package.
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def _bytes_alone() -> "Tokenizer":
-    """A tokenizer of bytes whose ids are their values."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    # A byte-level vocabulary shows printable bytes as they are, the others from U+0100 on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(_BYTES) if byte not in plain]
-    names = {chr(byte): byte for byte in plain}
-    names |= {chr(_BYTES + i): byte for i, byte in enumerate(others)}
-    tokenizer = Tokenizer(models.BPE(vocab=names, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 def _stream(texts: list[str], tokenizer: "Tokenizer | None", bos: int) -> np.ndarray:

@@ -1,0 +1,146 @@
+"""A small model from scratch for a task, and what its training may spend.
+
+It is a configuration of transformers plus `convert`; there is no own language model here.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    LlamaConfig,
+    PreTrainedModel,
+)
+
+from heedful.checks import check_whole
+from heedful.hf import convert
+from heedful.nn import Mechanism, Standard, to_json
+from heedful.tasks import Task
+
+
+@dataclass(frozen=True)
+class Size:
+    """Width, depth and heads of a model from scratch."""
+
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads"):
+            check_whole(name, getattr(self, name), 1)
+        if self.hidden % self.heads or self.hidden // self.heads % 2:
+            raise ValueError(
+                f"hidden must be an even multiple of heads (rotary embedding), got hidden="
+                f"{self.hidden} with heads={self.heads}"
+            )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may spend, and how it learns.
+
+    Arguments:
+        steps, batch: optimiser steps and rows in each.
+        learning_rate: peak of a cosine with linear warm-up over `warmup` steps.
+        mechanism_rate: factor on the learning rate of the mechanism's own parameters. A kernel
+            starts as the identity, with zeros that must reach the size of one; at the rate of the
+            model's weights that alone takes Adam hundreds of steps.
+        evaluations: how often the held-out rows are scored in the course of a run.
+        held_out: how many rows are held out.
+    """
+
+    steps: int = 400
+    batch: int = 32
+    learning_rate: float = 3e-3
+    warmup: int = 50
+    mechanism_rate: float = 1.0
+    evaluations: int = 8
+    held_out: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "evaluations", "held_out"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("warmup", self.warmup, 0)
+        for name in ("learning_rate", "mechanism_rate"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+
+
+Attention = Mechanism | dict[Mechanism, tuple[int, ...]]
+"""The attention of a model's layers: of all, or by their indices."""
+
+
+def local_global(layers: int, length: int) -> Attention:
+    """Every fourth layer, the last of its four, sees everything; the others the newest sixteenth.
+
+    So the cache of four layers holds 0.3 times what four standard ones hold.
+    """
+    window = max(13, length // 16)
+    whole = [i for i in range(layers) if i % 4 == 3] or [layers - 1]
+    local = tuple(i for i in range(layers) if i not in whole)
+    parts = {Standard(window=window): local, Standard(): tuple(whole)}
+    return {part: those for part, those in parts.items() if those}
+
+
+def described(attention: Attention) -> dict:
+    """Attention as a JSON object, for configurations and records."""
+    if not isinstance(attention, dict):
+        return to_json(attention)
+    parts = [to_json(part) | {"layers": list(those)} for part, those in attention.items()]
+    return {"kind": "Hybrid", "parts": parts}
+
+
+def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> PreTrainedModel:
+    """A small model for the task, converted; the same seed gives all mechanisms the same start.
+
+    A Llama, or for tasks with a source and a target a BART with `size.layers` layers on each side.
+    """
+    torch.manual_seed(seed)
+    if task.paired:
+        return convert(_encoder_decoder(task, size), mechanism).model
+    longest = max(other.length for other in (task, *task.evaluations().values()))
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=task.vocab_size,
+            hidden_size=size.hidden,
+            intermediate_size=8 * size.hidden // 3 // 16 * 16 or 16,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            max_position_embeddings=longest,
+            # At these widths the usual 0.02 would start the residual stream near zero.
+            initializer_range=size.hidden**-0.5,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    return convert(model, mechanism).model
+
+
+def _encoder_decoder(task: Task, size: Size) -> BartForConditionalGeneration:
+    sizes = (task, *task.evaluations().values())
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=task.vocab_size,
+            d_model=size.hidden,
+            encoder_layers=size.layers,
+            decoder_layers=size.layers,
+            encoder_attention_heads=size.heads,
+            decoder_attention_heads=size.heads,
+            encoder_ffn_dim=4 * size.hidden,
+            decoder_ffn_dim=4 * size.hidden,
+            max_position_embeddings=max(max(x.length, x.target_length) for x in sizes),
+            init_std=size.hidden**-0.5,
+            dropout=0.0,
+            pad_token_id=task.pad,
+            bos_token_id=None,
+            eos_token_id=task.eos,
+            decoder_start_token_id=task.pad,
+            forced_eos_token_id=None,
+        )
+    )

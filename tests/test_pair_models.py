@@ -1,0 +1,275 @@
+"""Small encoder-decoders on tasks with a source and a target: trained, scored, shown, resumed."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+import heedful
+import heedful.experiments.compare as room
+from heedful.cli import main, write_page
+from heedful.experiments import setups as settings
+from heedful.experiments.comparison import Comparison
+from heedful.experiments.scoring import score, write
+from heedful.experiments.scratch import Budget, Size, from_scratch
+from heedful.experiments.train import Stopped
+from heedful.nn import Selective, Standard
+from heedful.records import Record, read_records
+from heedful.report import findings, summarise
+from heedful.report.summary import further
+from heedful.tasks import Spans, Summarise, Translate
+from heedful.tasks.translate import bleu, text_error
+
+compare = partial(room.compare, show=write_page)  # as the command does
+SIZE = Size(16, 2, 2)
+ASKED = Comparison(
+    tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=6,
+    batch=4, device="cpu",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    real = settings.setups
+
+    def small_setups(data=()):
+        return {
+            name: setup._replace(size=SIZE, budget=replace(setup.budget, held_out=6, evaluations=2))
+            for name, setup in real(data).items()
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "setups", small_setups)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("pairs") / "out"
+    return out, compare(ASKED, out)
+
+
+def text_model(mechanism=None, task=None):
+    """A model whose weights are far from zero, so that what it writes depends on what it reads."""
+    model = from_scratch(task or Translate(), mechanism or Standard(), SIZE, 3).double().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(0.1 * torch.randn_like(p) if "embed" in name or "shared" in name else
+                   0.6 * torch.randn_like(p))  # fmt: skip
+    return model
+
+
+def test_every_run_has_its_measures(finished):
+    _, records = finished
+    assert [(r.task, r.mechanism) for r in records] == [
+        (task, name) for task in ASKED.tasks for name in ASKED.mechanisms
+    ]
+    for record in records:
+        splits = {"translate": ["held-out", "2x-clauses"]}.get(record.task, ["held-out"])
+        assert list(record.splits) == splits
+        further = {"translate": {"bleu", "loss"}, "spans": {"loss"}}.get(
+            record.task, {"fact_recall", "fact_precision", "rouge_l", "loss"}
+        )
+        assert record.final.keys() - set(splits) == further
+        assert all(map(math.isfinite, record.final.values()))
+        assert len(record.curve) >= 2 and record.tokens_per_second > 0
+        if record.task == "spans":
+            assert record.value == pytest.approx(math.exp(record.final["loss"]), rel=1e-5)
+
+
+def test_both_mechanisms_start_alike_and_differ_in_the_decoder_alone():
+    models = [from_scratch(Translate(), one, SIZE, 0) for one in (Standard(), Selective())]
+    first, second = (model.state_dict() for model in models)
+    assert all(torch.equal(second[name], x) for name, x in first.items() if ".heedful." not in name)
+    kinds = {name: type(x.heedful).__name__ for name, x in models[1].named_modules()
+             if isinstance(getattr(x, "heedful", None), torch.nn.Module)}  # fmt: skip
+    selective = {name for name, kind in kinds.items() if kind == "SelectiveAttention"}
+    assert selective == {f"model.decoder.layers.{i}.self_attn" for i in range(2)}
+
+
+def test_the_page_shows_measures_and_what_was_written(finished):
+    out, records = finished
+    page = (out / "report.html").read_text()
+    for text in ("BLEU (more is better)", "ROUGE-L (more is better)", "fact recall", "fact error"):
+        assert text in page
+    for task in ASKED.tasks:
+        assert f"Written: {task}" in page
+    task = Translate()
+    source = task.decode(task.held_out(4).input_ids[0])
+    assert page.count(source) == 1 and page.count("<th>asked for</th>") == 3 * 4
+    assert len(re.findall("<th>selective [✓✗]</th>", page)) == 3 * 4
+    assert "translate: standard" not in "".join(findings(summarise(records[:0])))
+
+
+def test_saved_models_write_what_the_trained_ones_did(finished):
+    out, records = finished
+    model = heedful.load(out / "models" / "translate-selective-0").eval()
+    record = next(r for r in records if (r.task, r.mechanism) == ("translate", "selective"))
+    found = score(model, Translate(), Budget(batch=4, held_out=6))
+    assert found["loss"] == pytest.approx(record.final["loss"], rel=1e-5)
+    assert found["error"] == record.final["held-out"] and found["bleu"] == record.final["bleu"]
+    tokenizer = AutoTokenizer.from_pretrained(out / "models" / "translate-selective-0")
+    task = Translate()
+    (source, _), row = task.texts(1, 1)[0], task.sample(1, 1).input_ids[0]
+    assert tokenizer(source).input_ids == row.tolist()
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (task.pad, task.eos)
+
+
+@pytest.mark.parametrize("mechanism", [Standard(), Selective()], ids=str)
+def test_scores_of_padded_rows_are_those_of_the_rows_alone(mechanism):
+    """The masks are right: loss and texts of a ragged batch are those without padding."""
+    task = Translate()
+    model, rows = text_model(mechanism), task.held_out(6)
+    nats, texts = [], []
+    for ids, mask, labels, asked in zip(*rows, strict=True):
+        ids, labels = ids[mask.bool()][None], labels[asked.bool()][None]
+        with torch.no_grad():
+            logits = model(input_ids=ids, labels=labels, use_cache=False).logits
+            nats.append(cross_entropy(logits[0], labels[0], reduction="none"))
+        made = model.generate(ids, max_new_tokens=task.target_length, do_sample=False)
+        texts.append(task.decode(made[0, 1:]))
+    assert len({len(x) for x in nats}) > 1 and len(set(texts)) > 1
+    found = score(model, task, Budget(batch=4, held_out=6))
+    references = task.references(rows.labels)
+    assert found["loss"] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-6)
+    assert found["bleu"] == bleu(texts, references)
+    assert found["error"] == text_error(texts, references)
+    assert write(model, task, rows) == texts
+
+
+def test_padding_teaches_nothing():
+    """The gradient of a ragged batch is that of its rows, weighted by their targets' tokens."""
+    task, model = Translate(), text_model(Selective())
+    rows = task.sample(4, 1)
+    model(**rows.inputs()).loss.backward()
+    together = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    for ids, mask, labels, asked in zip(*rows, strict=True):
+        ids, labels = ids[mask.bool()][None], labels[asked.bool()][None]
+        loss = model(input_ids=ids, labels=labels).loss
+        (loss * asked.sum() / rows.decoder_attention_mask.sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, together[name], rtol=1e-8, atol=1e-10)
+
+
+def test_a_stopped_comparison_goes_on(finished, tmp_path):
+    """Within a run of a selective model, and between two runs; everything ends as without."""
+    _, whole = finished
+    for steps, there in ((9, 1), (13, 3)):  # each run has 6; 3 are left of the second
+        asked = iter(range(1000))
+
+        def stop(asked=asked, steps=steps) -> bool:
+            return next(asked) + 1 >= steps
+
+        with pytest.raises(Stopped):
+            compare(ASKED, tmp_path, stop)
+        assert len(read_records(tmp_path / "results.jsonl")) == there
+    records = compare(ASKED, tmp_path)
+    assert len(records) == len(whole) == 6
+    for found, expected in zip(records, whole, strict=True):
+        assert (found.final, found.curve, found.loss_curve) == (
+            expected.final, expected.curve, expected.loss_curve,
+        )  # fmt: skip
+
+
+def test_with_the_memory_loss_the_decoder_keeps_less():
+    records = settings.chosen_setups(replace(ASKED, memory_loss=0.1))
+    assert records["translate"].mechanisms == ("standard", "selective", "selective + memory loss")
+
+
+def test_pairs_of_a_file_are_learnt_from_and_their_texts_scored(tmp_path, capsys):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"this is {i}\tand {i * i} it is\n" for i in range(60)))
+    out = tmp_path / "out"
+    command = ["compare", "--tasks", "translate", "summarise", "--data", str(path), "--steps", "2"]
+    command += ["--batch", "2", "--tokenizer", "bpe", "--length", "40", "--device", "cpu"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--mechanisms", "standard", "--out", str(out)])
+    assert stop.value.code == 0
+    records = {r.task: r for r in read_records(out / "results.jsonl")}
+    assert records["translate"].metric == "bleu" and records["summarise"].metric == "rouge_l"
+    assert 0 <= records["translate"].value <= 100
+    said = capsys.readouterr().out
+    assert "translate: only standard (BLEU " in said and "solved" not in said
+    page = (out / "report.html").read_text()
+    assert "higher is better" in page and "lower is better" not in page
+
+
+@pytest.mark.parametrize("line", ["only a source", "a\tb\tc", "a source\t"])
+def test_a_bad_line_of_pairs_is_one_clean_line(line, tmp_path, capsys):
+    path = tmp_path / "pairs.tsv"
+    path.write_text(f"a\tb\n{line}\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", "--tasks", "translate", "--data", str(path), "--out", str(tmp_path / "o")])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and "pairs.tsv', whose line 2 has" in said
+    assert said.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+WRONG = {
+    "data is read by the tasks text, spans, translate, summarise: add one": {
+        "tasks": ("copy",), "data": ("x",)},
+    "data are texts for text and spans, and pairs for translate and summarise: compare spans, "
+    "translate in two calls": {"tasks": ("spans", "translate"), "data": ("x",)},
+    "tokenizer is for the tasks text and spans, and for translate and summarise with data": {
+        "tasks": ("translate",), "tokenizer": "bpe"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        Comparison(**WRONG[message])
+
+
+def test_options_that_fit_are_taken():
+    for options in (
+        {"tasks": ("spans", "text"), "tokenizer": "bpe", "data": ("x",)},
+        {"tasks": ("summarise", "copy"), "tokenizer": "bpe", "data": ("x",)},
+        {"tasks": ("spans", "translate"), "tokenizer": "bpe"},
+    ):
+        assert Comparison(**options)
+
+
+def run(mechanism: str, seed: int, value: float) -> Record:
+    final = {"held-out": value, "error": 1 - value / 100, "loss": 2.0}
+    return Record("translate", mechanism, seed, "bleu", 1, 1, 1, final)
+
+
+def test_of_bleu_more_is_better():
+    records = [run("standard", seed, 40.0 + seed) for seed in (0, 1)]
+    records += [run("selective", seed, 50.0 + seed) for seed in (0, 1)]
+    (found,) = findings(summarise(records))
+    assert "every seed of selective (BLEU 50.5) did better than any of standard" in found
+    (table,) = further(records)
+    assert "error" in table and "59.5 % ± 0.7" not in table and "59.5 ± 0.7 %" in table
+    assert "BLEU" not in table  # what they are judged by stands in the first table
+
+
+def test_a_diverged_encoder_decoder_is_a_result(tmp_path, monkeypatch):
+    real = settings.setups
+
+    def hot(data=()):
+        setup = real(data)["translate"]
+        return {"translate": setup._replace(budget=replace(setup.budget, learning_rate=1e30))}
+
+    monkeypatch.setattr(settings, "setups", hot)
+    asked = replace(ASKED, tasks=("translate",), mechanisms=("standard",), steps=8)
+    with pytest.warns(UserWarning, match=r"translate · standard · seed 0: the model diverged"):
+        (record,) = compare(asked, tmp_path)
+    assert math.isnan(record.value) and json.loads(record.to_json())["final"]["bleu"] is None
+
+
+def test_tasks_of_both_kinds_fit_their_models():
+    for task in (Translate(clauses=1), Summarise(facts=2, salient=1), Spans(length=20)):
+        model = from_scratch(task, Standard(), SIZE, 0)
+        rows = task.sample(2, 0)
+        assert model(**rows.inputs()).logits.shape == (*rows.labels.shape, task.vocab_size)
+        longest = max(max(x.length, x.target_length) for x in task.evaluations().values())
+        assert model.config.max_position_embeddings == longest
