@@ -30,8 +30,11 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 TOKENS = 37
 SEEN = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",
-    "ragged, both ways", "documents in a window",
+    "ragged, both ways", "documents in a window", "both ways in a window",
 ]  # fmt: skip
+VISIBILITIES = VISIBILITIES | {
+    "both ways in a window": lambda keys: Visibility(causal=False, window=11)
+}
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 
@@ -122,7 +125,8 @@ def by_loops(x, groups, case, drawn, visibility, window, asking) -> Tensor:
                     if same and out_of_reach:
                         away.append(j)
                         reach = visibility.window if visibility is not None else None
-                        if reach is None or first > t - reach:
+                        ends = two_sided and reach is not None and last >= t + reach
+                        if reach is None or (first > t - reach and not ends):
                             far.append(j)
                 ask = q[b, h, t]
                 if asking:
@@ -555,6 +559,8 @@ def test_a_row_of_padding_has_no_groups():
         ({"visibility": Visibility(causal=True, queries=Queries(positions=torch.zeros(1, TOKENS)
           .long()))}, r"visibility with queries of their own must be Visibility\(causal=False"),
         ({"groups": replace(fixed_groups(4, TOKENS), longest=3)}, r"groups have one of 4 tokens"),
+        ({"bias": torch.zeros(1, 1, TOKENS, TOKENS), "zoom": 1}, r"bias must be None where"),
+        ({"bias": torch.zeros(TOKENS, TOKENS)}, r"bias must be \[1 or 2, 1 or 4, 37, 37\]"),
         ({"impl": "fused"}, r"impl='fused' cannot serve this grouped_attention call: there are no"),
     ],
 )  # fmt: skip
@@ -586,3 +592,37 @@ def test_calls_that_cannot_be(change, message):
 def test_groups_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@each_case
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (1, 1)])
+@pytest.mark.parametrize("visible", ["causal", "ragged, both ways"])
+def test_a_bias_and_its_gradient(case, shape, visible):
+    """A summary's is the mean of its members', by their shares."""
+    visibility, drawn = VISIBILITIES[visible](300), case.draw(2, 300)
+    groups = case.make(drawn, 300, visibility)
+    x = tensors(300) | {"bias": draw(*shape, 300, 300)}
+
+    def run(impl):
+        return lambda y: attend(y, groups, impl, window=20, visibility=visibility, bias=y["bias"])
+
+    actual, expected = (with_grads(run(impl), x) for impl in ("tiled", "reference"))
+    for name, y in actual.items():
+        size = expected[name].abs().max().item()
+        torch.testing.assert_close(y, expected[name], rtol=0, atol=1e-12 * (1 + size), msg=name)
+
+
+def test_a_bias_is_added_to_the_logits_of_tokens_and_to_the_means_of_summaries():
+    x, groups, bias = tensors(), fixed_groups(4, TOKENS), draw(1, 4, TOKENS, TOKENS)
+    found = attend(x, groups, "tiled", window=1, bias=bias)
+    sums = summarise(x["k"], x["v"], groups, logits=x["logits"])
+    token = torch.arange(TOKENS)
+    far = torch.arange(groups.count) < (token // 4)[:, None]
+    near = (token[:, None] // 4 == token // 4) & (token <= token[:, None])
+    mean = torch.stack([bias[..., token // 4 == j].mean(-1) for j in range(groups.count)], -1)
+    size = groups.mass.log() * x["beta"][:, None, None]
+    of_groups = x["q"] @ sums.k.repeat_interleave(2, 1).mT / 6**0.5 + size + mean
+    of_tokens = x["q"] @ x["k"].repeat_interleave(2, 1).mT / 6**0.5 + bias
+    logits = [of_groups.masked_fill(~far, -torch.inf), of_tokens.masked_fill(~near, -torch.inf)]
+    values = torch.cat([sums.v, x["v"]], 2).repeat_interleave(2, 1)
+    torch.testing.assert_close(found, torch.cat(logits, -1).softmax(-1) @ values, **EXACT)

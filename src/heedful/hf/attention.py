@@ -9,7 +9,7 @@ from transformers.utils.generic import TransformersKwargs
 from heedful.hf.cache import layer_cache
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import CrossLayerCache, of_source
-from heedful.hf.families import adds_bias
+from heedful.hf.families import SOURCES, adds_bias
 from heedful.hf.mask import Seen, seen
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
@@ -60,6 +60,7 @@ def attention(
     output_attentions: bool | None = None,
     position_bias: Tensor | None = None,
     heedful_input: Tensor | None = None,
+    heedful_source: Tensor | None = None,
     heedful_cache: object | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -100,6 +101,7 @@ def attention(
     visibility, ids, positions, _, target, shared = attention_mask or (None,) * 6
     given = Given(
         input=heedful_input,
+        source=heedful_source,
         token_ids=_needed(module, layer, "token_ids", ids),
         positions=_needed(module, layer, "positions", positions),
         cache=heedful_cache if "cache" in layer.needs else None,
@@ -220,6 +222,9 @@ class ConvertedAttention:
             hidden_states = hidden_states * layer.input_factor
         if "input" in layer.needs:
             kwargs["heedful_input"] = hidden_states
+        if "source" in layer.needs:
+            sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
+            kwargs["heedful_source"] = next(sources, None)
         names = ("past_key_values", "layer_past")
         cache = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
         if cache is not None:

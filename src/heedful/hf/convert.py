@@ -35,6 +35,7 @@ from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_setti
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     Attention,
+    adds_bias,
     find_attention,
     find_mlp,
     head_shape,
@@ -425,12 +426,16 @@ def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanis
             if one.place not in part.places or one.index not in part.layers:
                 continue
             layer = config.build(shape)
-            if one.place in layer.places:
+            unbiased = one.place == "cross" or layer.takes_bias or not adds_bias(one.module)
+            if one.place in layer.places and unbiased:
                 return layer, config
             if part.asked:
+                reason = f"but in {' and '.join(sorted(layer.places))} attention only"
+                if not unbiased:
+                    reason = "where the family adds a position bias that it does not take"
                 raise ValueError(
-                    f"where={one.place!r}: {config} is not defined there, but in "
-                    f"{' and '.join(sorted(layer.places))} attention only; leave that place out"
+                    f"where={one.place!r}: {config} is not defined there, {reason}; leave that "
+                    "place out"
                 )
         return Standard().build(shape), None
 

@@ -22,7 +22,7 @@ _PASSED = frozenset(
     }
 )
 # How a family calls what attention takes its keys from, where that is another row.
-_SOURCES = ("key_value_states", "encoder_hidden_states")
+SOURCES = ("key_value_states", "encoder_hidden_states")
 
 
 class Attention(NamedTuple):
@@ -72,7 +72,7 @@ def place_of(module: nn.Module) -> Place:
         return "decoder"
     config = getattr(module, "config", None)
     decodes = getattr(module, "is_decoder", getattr(config, "is_decoder", False))
-    takes = any(x in inspect.signature(module.forward).parameters for x in _SOURCES)
+    takes = any(x in inspect.signature(module.forward).parameters for x in SOURCES)
     return "cross" if crosses or (decodes and takes) else "encoder"
 
 
@@ -110,6 +110,7 @@ def head_shape(attention: Attention) -> HeadShape:
         hidden=_input_width(module) or config.hidden_size,
         layer=attention.index,
         place=attention.place,
+        source=_source_width(module) if attention.place == "cross" else None,
     )
 
 
@@ -162,6 +163,14 @@ def parameter_device(module: nn.Module) -> torch.device:
 def _input_width(module: nn.Module) -> int | None:
     """How wide the module's input is, where its projections say so: some join two streams."""
     for name in ("q_proj", "qkv_proj", "query_key_value"):
+        if isinstance(projection := getattr(module, name, None), nn.Linear):
+            return projection.in_features
+    return None
+
+
+def _source_width(module: nn.Module) -> int | None:
+    """How wide what cross-attention takes its keys from is."""
+    for name in ("k_proj", "k"):
         if isinstance(projection := getattr(module, name, None), nn.Linear):
             return projection.in_features
     return None

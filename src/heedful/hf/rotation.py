@@ -55,7 +55,7 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
     source = inspect.getmodule(type(module))
     takes = inspect.signature(type(module).forward).parameters
     if "position_embeddings" not in takes:
-        if "rotary" in inspect.getsource(type(module)):
+        if "rotary" in inspect.getsource(type(module).forward):
             raise _refused(module, "it makes its rotary embedding inside its attention")
         return None
     apply = getattr(source, "apply_rotary_pos_emb", None)

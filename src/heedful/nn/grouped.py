@@ -1,6 +1,6 @@
 """Grouped attention as a layer: how tokens are grouped, and what stands for a group."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from heedful.checks import check_choice, check_whole
 from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, reach_of
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
 from heedful.nn.layer import parameter as empty_parameter
-from heedful.nn.shape import HeadShape, WideLinear
-from heedful.ops import Visibility
+from heedful.nn.shape import PLACES, HeadShape, Place, WideLinear
+from heedful.ops import Queries, Visibility
 from heedful.ops.grouped import Groups, Summaries, grouped_attention, member_attention
 from heedful.ops.grouped.groups import places_of
 from heedful.ops.grouped.summaries import gather_members, member_weights, pooled
@@ -138,6 +138,12 @@ class GroupedAttention(Layer):
     def __init__(self, config: Grouped, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
+        self.places = frozenset(_places(config))
+        # A decoder's cache has no bias for tokens that are away; in cross-attention there is none.
+        self.takes_bias = (
+            shape.place == "encoder" and config.queries == "tokens" and not config.zoom
+        )
+        shape = replace(shape, hidden=shape.source or shape.hidden)  # what groups are made of
         stride = config.stride
         if stride is None:
             stride = 4 if config.grouping == "slots" else max(1, config.size // 2)
@@ -153,7 +159,7 @@ class GroupedAttention(Layer):
         self.learns_groups = self.learns and config.grouping != "slots"
         needs = {"rotation"}
         if config.refine != "mean" or config.grouping in LEARNED:
-            needs.add("input")
+            needs.add("source" if shape.place == "cross" else "input")
         if config.grouping == "sentence":
             needs.add("token_ids")
         self.needs = frozenset(needs)
@@ -195,10 +201,19 @@ class GroupedAttention(Layer):
         given: Given = NOTHING,
     ) -> LayerOutput:
         """Attention over groups of whole rows; a cache goes on from parts, see `summaries`."""
+        visibility = self._seen(visibility)
         groups, features, report = self._made(q, k, visibility, given)
         summaries = self.summaries(q, k, v, groups, features.pooling, given)
-        out = self.attend(q, k, v, groups, summaries, visibility=visibility, scale=scale)
+        out = self.attend(
+            q, k, v, groups, summaries, visibility=visibility, scale=scale, bias=given.bias
+        )
         return LayerOutput(out, grouping=report)
+
+    def _seen(self, visibility: Visibility | None) -> Visibility | None:
+        """In cross-attention, that the queries are another row's is told by the visibility."""
+        if self.shape.place != "cross" or (visibility and visibility.queries is not None):
+            return visibility
+        return replace(visibility or Visibility(causal=False), queries=Queries())
 
     def attend(
         self,
@@ -210,6 +225,7 @@ class GroupedAttention(Layer):
         *,
         visibility: Visibility | None,
         scale: float | None,
+        bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     ) -> Float[Tensor, "B H Tq D"]:
         """The operator with this layer's options."""
         beta = 0.0 if self.config.size_bias == "none" else 1.0
@@ -222,6 +238,7 @@ class GroupedAttention(Layer):
             window=self.config.window,
             beta=beta if self.beta is None else self.beta,
             zoom=self.config.zoom,
+            bias=bias,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
@@ -230,12 +247,14 @@ class GroupedAttention(Layer):
     def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, given: Given):
         """Groups of whole rows, made once for all layers that have the same; features; report."""
         check_given(self, given)
-        if q.shape[2] != k.shape[2]:
+        if q.shape[2] != k.shape[2] and self.shape.place != "cross":
             raise ValueError(
                 f"grouped attention goes on from a cache of its own, and was given {q.shape[2]} "
                 f"queries of {k.shape[2]} tokens; call the model with use_cache=False, or with "
                 "heedful.new_cache(model)"
             )
+        if self.shape.place == "cross":
+            given = given._replace(input=given.source)
         places = places_of(k.shape[2], visibility, k.device)
         features = Features(pooling=self.pooling_features(given.input))
 
@@ -251,8 +270,10 @@ class GroupedAttention(Layer):
         """What the first layer of those with the same groups has made in this forward pass."""
         config = self.config
         number = self.shape.layer // config.share if config.grouping in LEARNED else 0
-        key = (what, config.grouping, config.size, config.stride, config.shortest, config.longest,
-               config.closing, number)  # fmt: skip
+        key = (
+            what, self.shape.place, config.grouping, config.size, config.stride, config.shortest,
+            config.longest, config.closing, number,
+        )  # fmt: skip
         kept = {} if given.shared is None else given.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
         if key not in kept or self.learns:
@@ -337,6 +358,7 @@ class GroupedAttention(Layer):
 
         What attention inside a group moves between its members is not counted.
         """
+        visibility = self._seen(visibility)
         groups, features, _ = self._made(q, k, visibility, given)
         tokens = k.shape[2]
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
@@ -346,7 +368,14 @@ class GroupedAttention(Layer):
         rows = eye.transpose(1, 2).flatten(2)
         spread = gather_members(rows, groups).unflatten(-1, (k.shape[1], tokens))
         found = found._replace(v=pooled(spread, weights))
-        return Maps(self.attend(q, k, eye, groups, found, visibility=visibility, scale=scale))
+        options = {"visibility": visibility, "scale": scale, "bias": given.bias}
+        return Maps(self.attend(q, k, eye, groups, found, **options))
+
+
+def _places(config: Grouped) -> tuple[Place, ...]:
+    """Where it is defined: a decoder is not given a source's ids; groups ask of their own row."""
+    crosses = config.grouping != "sentence" and config.queries == "tokens"
+    return PLACES if crosses else ("decoder", "encoder")
 
 
 def _rotated_back(

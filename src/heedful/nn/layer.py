@@ -10,7 +10,7 @@ from heedful.nn.shape import HeadShape, Place
 from heedful.ops import Visibility
 from heedful.ops.impl import Impl
 
-Need = Literal["input", "token_ids", "positions", "cache", "unrotated", "rotation"]
+Need = Literal["input", "source", "token_ids", "positions", "cache", "unrotated", "rotation"]
 
 
 class Rotation(Protocol):
@@ -31,6 +31,7 @@ class Given(NamedTuple):
     """What a layer gets beside queries, keys and values: what its `needs` name, else `None`.
 
     input: the attention module's input, `[B, T, E]`; of the new tokens, where a cache holds others.
+    source: in cross-attention what keys and values are made of, `[B, Tk, Es]`.
     token_ids: ids of the same tokens, `[B, T]`.
     positions: their positions, `[B or 1, T]`.
     cache: what holds this layer's keys and values between calls.
@@ -46,6 +47,7 @@ class Given(NamedTuple):
     """
 
     input: Float[Tensor, "B T E"] | None = None
+    source: Float[Tensor, "B Tk Es"] | None = None
     token_ids: Int[Tensor, "B T"] | None = None
     positions: Int[Tensor, "#B T"] | None = None
     cache: object | None = None

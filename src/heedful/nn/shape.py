@@ -24,6 +24,7 @@ class HeadShape:
         layer: index of the layer, from 0, among those of its place.
         place: `"decoder"` (causal self-attention), `"encoder"` (two-sided self-attention) or
             `"cross"` (queries of a decoder, keys of an encoder's row).
+        source: width of what keys and values are made of; `None` is `hidden`.
     """
 
     heads: int
@@ -32,6 +33,7 @@ class HeadShape:
     hidden: int
     layer: int
     place: Place = field(default="decoder", repr=False)
+    source: int | None = field(default=None, repr=False)
 
     @property
     def depth_factor(self) -> float:

@@ -4,7 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common.checks import check_dense, check_flag, check_qkv, check_scale, shown
+from heedful.ops.common.checks import (
+    check_bias,
+    check_dense,
+    check_flag,
+    check_qkv,
+    check_scale,
+    shown,
+)
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.grouped.groups import Groups, check_length
 from heedful.ops.grouped.reference import grouped_attention_reference
@@ -28,6 +35,7 @@ def grouped_attention(
     beta: Float[Tensor, " H"] | float = 1.0,
     zoom: int = 0,
     local: bool = True,
+    bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -57,6 +65,8 @@ def grouped_attention(
             same for all heads of a key head.
         local: `False` sees no token but the query's own (an ablation: earlier ones of open groups
             and of the window are lost).
+        bias: what is added to the logits of tokens, `[1 or B, 1 or H, Tq, Tk]`; a summary's is the
+            mean of its members', by their shares. Where tokens ask, and nothing is zoomed into.
         visibility: who sees whom; `None` is causal. Documents and padding must be those of the
             groups. Under a window of the model's, a summary is seen while all its tokens are.
         scale: factor on the logits; default `D ** -0.5`.
@@ -119,11 +129,17 @@ def grouped_attention(
                 "query_groups must be given where groups ask in a cross-attention: those of the "
                 "target's tokens"
             )
+    check_bias(bias, q, keys)
+    if bias is not None and (summaries.q is not None or zoom or groups.first):
+        raise ValueError(
+            "bias must be None where groups ask, where they are zoomed into, and where earlier "
+            "tokens are away: it is one number per token that asks and token that is there"
+        )
     run = choose(
         "grouped_attention",
         impl,
         lambda: "there are no kernels of its own for it yet",
-        (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None),
+        (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None, bias),
     )
     function = grouped_attention_tiled if run == "tiled" else grouped_attention_reference
     return without_autocast(function)(
@@ -135,6 +151,8 @@ def grouped_attention(
         query_groups=query_groups,
         window=window,
         log_size=_log_size(groups, beta, q),
+        bias=bias,
+        group_bias=None if bias is None else _group_bias(groups, bias),
         zoom=zoom,
         local=local,
         visibility=visibility,
@@ -156,6 +174,17 @@ def _log_size(
         raise ValueError(f"beta must be a number or a tensor [{heads}], got {shown(beta)}")
     size = groups.mass.to(wide).clamp(min=_NO_MASS).log()[:, None]
     return (beta * size).expand(q.shape[0], heads, -1)
+
+
+def _group_bias(groups: Groups, bias: Float[Tensor, "#B #H Tq Tk"]) -> Float[Tensor, "#B #H Tq M"]:
+    """The mean of the members' biases, by their shares."""
+    at, share = groups.members
+    mean = share / share.sum(-1, keepdim=True).clamp(min=_NO_MASS)
+    rows = max(len(bias), len(at))
+    spread = bias.expand(rows, -1, -1, -1)
+    index = at.expand(rows, -1, -1).flatten(1)[:, None, None].expand(*spread.shape[:3], -1)
+    held = spread.gather(3, index).unflatten(3, at.shape[1:])
+    return (held * mean.to(bias.dtype)[:, None, None]).sum(-1)
 
 
 def _check_summaries(summaries: Summaries, groups: Groups, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -79,6 +79,9 @@ def reach_of(
         # A summary holds all of its tokens: it goes when the first of them leaves the window.
         oldest = token - visibility.window + 1
         first, start = torch.maximum(first, _below(groups.start, oldest)), start.maximum(oldest)
+        if not visibility.causal:
+            newest = token + visibility.window
+            last, stop = torch.minimum(last, _below(groups.end, newest)), stop.minimum(newest)
     start, stop = start - groups.first, stop - groups.first
     if visibility.causal:
         asks = _newest(asking, visibility, token, keys)

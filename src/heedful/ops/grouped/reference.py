@@ -19,6 +19,8 @@ def grouped_attention_reference(
     query_groups: Groups | None,
     window: int,
     log_size: Float[Tensor, "B H M"],
+    bias: Float[Tensor, "#B #H Tq Tk"] | None,
+    group_bias: Float[Tensor, "#B #H Tq M"] | None,
     zoom: int,
     local: bool,
     visibility: Visibility,
@@ -38,6 +40,7 @@ def grouped_attention_reference(
         asking = torch.where((newest >= 0)[:, None, :, None], summaries.q.gather(2, at), q)
     spread_k, spread_v = (x.repeat_interleave(shared, dim=1) for x in (summaries.k, summaries.v))
     s = (asking @ spread_k.mT * scale).to(log_size.dtype) + log_size[:, :, None]
+    s = s if group_bias is None else s + group_bias
     s = s.masked_fill(~seen, float("-inf"))
     if zoom:
         # The best of a key head's queries as one: their mean.
@@ -60,6 +63,7 @@ def grouped_attention_reference(
         token = torch.arange(keys, device=q.device)
         near = near & (token == token[keys - queries :, None])
     t = (q @ k.repeat_interleave(shared, dim=1).mT * scale).to(log_size.dtype)
+    t = t if bias is None else t + bias
     t = (t + left.where(near, 1).log()).masked_fill(~near, float("-inf"))
 
     logits = torch.cat([s, t], dim=-1)
@@ -105,7 +109,10 @@ def visible_groups(
     far = far & there & real
     if visibility.window is None:
         return far, far
-    return far & (start > token - visibility.window), far
+    held = start > token - visibility.window
+    if not visibility.causal:
+        held = held & (end < token + visibility.window)
+    return far & held, far
 
 
 def asking_group(

@@ -9,7 +9,6 @@ The file goes from the outside in: the function that is called, the loop over bl
 parts of a block with their gradients, and at the end the custom operator around all of it.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,13 +17,13 @@ from torch import Tensor
 
 from heedful.ops.common.precision import operand, product, widen, without_autocast
 from heedful.ops.common.tiles import Hidden
+from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
 from heedful.ops.grouped.groups import Groups
 from heedful.ops.grouped.reach import reach_of
 from heedful.ops.grouped.summaries import Summaries
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.visibility import Visibility
 
-ROWS = 128
 _LOG2_E = 1.4426950408889634
 
 
@@ -38,6 +37,8 @@ def grouped_attention_tiled(
     query_groups: Groups | None,
     window: int,
     log_size: Float[Tensor, "B H M"],
+    bias: Float[Tensor, "#B #H Tq Tk"] | None,
+    group_bias: Float[Tensor, "#B #H Tq M"] | None,
     zoom: int,
     local: bool,
     visibility: Visibility,
@@ -52,96 +53,13 @@ def grouped_attention_tiled(
         reach = reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
     asking, unit = q, None
     if summaries.q is not None:
-        asking, unit = _units(q, summaries.q, reach.stacked())
+        asking, unit = units_of(q, summaries.q, reach.stacked())
     weight = groups.weight.to(log_size.dtype)
     ends = torch.stack(torch.broadcast_tensors(groups.start, groups.end), 1) - groups.first
     return _tiled(
-        q, k, v, asking, summaries.k, summaries.v, log_size, weight, groups.index,
-        reach.stacked(), ends, unit, groups.hard, zoom, groups.longest, scale,
+        q, k, v, asking, summaries.k, summaries.v, log_size, weight, bias, group_bias,
+        groups.index, reach.stacked(), ends, unit, groups.hard, zoom, groups.longest, scale,
     )[0]  # fmt: skip
-
-
-def _units(
-    q: Float[Tensor, "B H Tq D"], queries: Float[Tensor, "B H M D"], reach: Int[Tensor, "B 7 Tq"]
-) -> tuple[Float[Tensor, "B H U D"], Int[Tensor, " Tq"]]:
-    """The queries of the groups that ask, one for every run of rows that see the same summaries.
-
-    A row asks for itself while no group of its own is complete.
-    """
-    of_summaries = torch.cat([reach[:, :4], reach[:, 6:]], dim=1)
-    changes = (of_summaries.diff(dim=2) != 0).any(1).any(0)
-    first, near, after, last, _, _, asks = reach.unbind(1)
-    alone = ((asks < 0) & ((near > first) | (last > after))).any(0)
-    changes = torch.nn.functional.pad(changes, (1, 0), value=True) | alone
-    rows = changes.nonzero()[:, 0]
-    asks = asks[:, rows].expand(len(q), -1)[:, None, :, None]
-    of_groups = queries.gather(2, asks.clamp(min=0).expand(-1, q.shape[1], -1, q.shape[3]))
-    return of_groups.where(asks >= 0, q[:, :, rows]), changes.long().cumsum(0) - 1
-
-
-class Operands(NamedTuple):
-    """A call's tensors as its blocks take them.
-
-    asking: the queries of the summaries' part: those of the tokens, or of units of rows.
-    unit: to which of them each row belongs; `None` where every row asks for itself.
-    hard: every token belongs wholly to one group.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    asking: Tensor
-    group_k: Tensor
-    group_v: Tensor
-    log_size: Float[Tensor, "B H M"]
-    weight: Float[Tensor, "B Tk S"]
-    index: Int[Tensor, "B Tk S"]
-    reach: Int[Tensor, "B 7 Tq"]
-    ends: Int[Tensor, "B 2 M"]
-    unit: Int[Tensor, " Tq"] | None
-    hard: bool
-    zoom: int
-    longest: int
-    scale: float
-
-
-class Block(NamedTuple):
-    """Some rows with the summaries and tokens that any of them reaches.
-
-    clear: so many of the first summaries are seen by all rows.
-    units: the rows of the summaries' part.
-    """
-
-    rows: range
-    groups: range
-    clear: int
-    tokens: range
-    units: range
-
-
-def blocks_of(x: Operands) -> Iterator[Block]:
-    """All blocks, from the last one on: the widest comes first, and its memory serves the rest."""
-    queries = x.q.shape[2]
-    starts = list(range(0, queries, ROWS))
-    fill = x.reach[..., -1:].expand(-1, -1, -queries % ROWS)
-    at = torch.cat([x.reach, fill], dim=2).unflatten(2, (-1, ROWS))
-    first, near, after, last, start, stop, _ = at.unbind(1)
-    # A row that reaches nothing of a kind must not widen the block.
-    none = x.log_size.shape[2] + x.k.shape[2]
-    one, two, some = near > first, last > after, stop > start
-    low = torch.minimum(first.where(one, none), after.where(two, none)).amin((0, 2))
-    high = torch.maximum(near.where(one, 0), last.where(two, 0)).amax((0, 2))
-    shared = torch.where(first.amax((0, 2)) <= low, near.amin((0, 2)), 0)
-    begin, end = start.where(some, none).amin((0, 2)), stop.where(some, 0).amax((0, 2))
-    bounds = torch.stack([low, high, shared, begin, end]).tolist()
-    unit = list(range(queries)) if x.unit is None else x.unit.tolist()
-    for number in reversed(range(len(starts))):
-        rows = range(starts[number], min(starts[number] + ROWS, queries))
-        low, high, shared, begin, end = (row[number] for row in bounds)
-        groups = range(low, max(low, high))
-        clear = min(max(0, shared - groups.start), len(groups))
-        units = range(unit[rows.start], unit[rows.stop - 1] + 1)
-        yield Block(rows, groups, clear, range(begin, max(begin, end)), units)
 
 
 class Part(NamedTuple):
@@ -236,6 +154,8 @@ def _group_logits(x: Operands, block: Block) -> tuple[Float[Tensor, "B H U G"], 
     asking = x.asking[:, :, block.units.start : block.units.stop]
     logits = _scores(asking, x.group_k[:, :, cut], x.scale)
     logits.add_(x.log_size[:, :, None, cut])
+    if x.group_bias is not None:
+        logits.add_(x.group_bias[:, :, block.rows.start : block.rows.stop, cut])
     rows = torch.arange(block.rows.start, block.rows.stop, device=logits.device)
     if x.unit is not None:  # any row of a unit, as all see the same
         rows = torch.searchsorted(x.unit, torch.arange(block.units.start, block.units.stop,
@@ -287,6 +207,8 @@ def _token_logits(
     """Logits of the tokens, and what no visible summary holds of each, if that is not all."""
     rows, cut = (slice(r.start, r.stop) for r in (block.rows, block.tokens))
     logits = _scores(x.q[:, :, rows], x.k[:, :, cut], x.scale)
+    if x.bias is not None:
+        logits.add_(x.bias[:, :, rows, cut])
     at = torch.arange(cut.start, cut.stop, device=logits.device)
     start, stop = (y[..., None] for y in x.reach[:, 4:6, rows].unbind(1))
     inside = (at >= start) & (at < stop)
@@ -328,6 +250,8 @@ class Gradients(NamedTuple):
     group_v: Tensor
     log_size: Tensor
     weight: Tensor
+    bias: Tensor | None
+    group_bias: Tensor | None
 
 
 def attend_backward(
@@ -392,6 +316,9 @@ def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> Z
     weights, dlogits = back.of(logits, values)
     _add_to(to.group_v[:, :, cut], weights, back.grad)
     to.log_size[:, :, cut] += dlogits.sum(2)
+    if to.group_bias is not None:
+        part = to.group_bias[:, :, block.rows.start : block.rows.stop, cut]
+        part += dlogits.sum_to_size(part.shape)
     dlogits.mul_(x.scale)
     asking = x.asking[:, :, units]
     to.asking[:, :, units] += _by_key_head(dlogits, keys)
@@ -425,6 +352,9 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
         dleft = dleft.masked_fill(left == 1, 0)
         dweight = (_uncovered(x, rows, cut) * dleft[..., None]).sum(1)
         to.weight[:, cut] += dweight if len(to.weight) > 1 else dweight.sum(0, keepdim=True)
+    if to.bias is not None:
+        part = to.bias[:, :, rows, cut]
+        part += dlogits.sum_to_size(part.shape)
     dlogits.mul_(x.scale)
     to.q[:, :, rows] += _by_key_head(dlogits, x.k[:, :, cut])
     _add_to(to.k[:, :, cut], dlogits, x.q[:, :, rows])
@@ -433,11 +363,12 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
 @torch.library.custom_op("heedful::grouped_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, asking: Tensor, group_k: Tensor, group_v: Tensor,
-    log_size: Tensor, weight: Tensor, index: Tensor, reach: Tensor, ends: Tensor,
-    unit: Tensor | None, hard: bool, zoom: int, longest: int, scale: float,
+    log_size: Tensor, weight: Tensor, bias: Tensor | None, group_bias: Tensor | None,
+    index: Tensor, reach: Tensor, ends: Tensor, unit: Tensor | None, hard: bool, zoom: int,
+    longest: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
-                  hard, zoom, longest, scale)  # fmt: skip
+    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias, index,
+                  reach, ends, unit, hard, zoom, longest, scale)  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = log_size.new_empty(q.shape[:3])
     attend(x, out, lse)
@@ -458,23 +389,25 @@ def _(q, k, v, asking, group_k, group_v, log_size, *_):
 @torch.library.custom_op("heedful::grouped_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, asking: Tensor,
-    group_k: Tensor, group_v: Tensor, log_size: Tensor, weight: Tensor, index: Tensor,
-    reach: Tensor, ends: Tensor, unit: Tensor | None, hard: bool, zoom: int, longest: int,
-    scale: float,
+    group_k: Tensor, group_v: Tensor, log_size: Tensor, weight: Tensor, bias: Tensor | None,
+    group_bias: Tensor | None, index: Tensor, reach: Tensor, ends: Tensor, unit: Tensor | None,
+    hard: bool, zoom: int, longest: int, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, index, reach, ends, unit,
-                  hard, zoom, longest, scale)  # fmt: skip
-    inputs = (q, k, v, asking, group_k, group_v, log_size, weight)
-    to = Gradients(*(torch.zeros(y.shape, dtype=lse.dtype, device=q.device) for y in inputs))
+    x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias, index,
+                  reach, ends, unit, hard, zoom, longest, scale)  # fmt: skip
+    inputs = (q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias)
+    to = Gradients(*(None if y is None else torch.zeros(y.shape, dtype=lse.dtype, device=q.device)
+                     for y in inputs))  # fmt: skip
     delta = (widen(grad) * widen(out)).sum(-1)
     attend_backward(operand(grad), x, delta, lse, to)
-    return [gradient.to(y.dtype) for gradient, y in zip(to, inputs, strict=True)]
+    pairs = zip(to, inputs, strict=True)
+    return [gradient.to(y.dtype) for gradient, y in pairs if y is not None]
 
 
 @_tiled_backward.register_fake
-def _(grad, out, lse, q, k, v, asking, group_k, group_v, log_size, weight, *_):
-    inputs = (q, k, v, asking, group_k, group_v, log_size, weight)
-    return [y.new_empty(y.shape) for y in inputs]
+def _(grad, out, lse, q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias, *_):
+    inputs = (q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias)
+    return [y.new_empty(y.shape) for y in inputs if y is not None]
 
 
 refuse_second_derivative(_tiled_backward, "grouped_attention")
@@ -484,12 +417,13 @@ def _save(ctx, inputs, output) -> None:
     *tensors, hard, zoom, longest, scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors)
+    ctx.biased = tensors[8] is not None
     ctx.options = (hard, zoom, longest, scale)
 
 
 def _backward(ctx, grad, _):
     grads = without_autocast(_tiled_backward)(grad, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * 8
+    return *grads, *(None,) * (8 if ctx.biased else 10)
 
 
 _tiled.register_autograd(_backward, setup_context=_save)
