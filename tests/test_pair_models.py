@@ -158,7 +158,7 @@ def test_padding_teaches_nothing():
         torch.testing.assert_close(p.grad, together[name], rtol=1e-8, atol=1e-10)
 
 
-def test_a_stopped_comparison_goes_on(finished, tmp_path):
+def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
     """Within a run of a selective model, and between two runs; everything ends as without."""
     _, whole = finished
     for steps, there in ((9, 1), (13, 3)):  # each run has 6; 3 are left of the second
@@ -171,6 +171,7 @@ def test_a_stopped_comparison_goes_on(finished, tmp_path):
             compare(ASKED, tmp_path, stop)
         assert len(read_records(tmp_path / "results.jsonl")) == there
     records = compare(ASKED, tmp_path)
+    assert "missing keys" not in caplog.text, "tied weights are there under one of their names"
     assert len(records) == len(whole) == 6
     for found, expected in zip(records, whole, strict=True):
         assert (found.final, found.curve, found.loss_curve) == (

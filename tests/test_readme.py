@@ -121,6 +121,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
     for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
+    lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
+    (tmp_path / "pairs.tsv").write_text("".join(lines))
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     for folder in {x for x in arguments if x == "my-model" or x.startswith("runs/study")}:

@@ -99,9 +99,9 @@ def test_longer_reports_have_as_many_facts():
 
 WRONG = {
     "facts must be a whole number from 1 to 192, got 0": {"facts": 0},
-    "salient must be a whole number from 1 to 8, got 13; they are among the facts": {
+    "salient must be a whole number from 1 to 5, got 13; they are among the facts": {
         "salient": 13},
-    "length must be at least 59 for reports of 8 facts, got 58": {"length": 58},
+    "length must be at least 39 for reports of 5 facts, got 38": {"length": 38},
 }  # fmt: skip
 
 

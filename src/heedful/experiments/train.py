@@ -205,6 +205,14 @@ class _Trainer(Trainer):
         self.watch.losses.append(loss.item())
         return loss if self.memory is None else loss + self.memory_factor * self.memory()
 
+    def _issue_warnings_after_load(self, load_result) -> None:
+        """As Trainer's, but tied weights are there, though saved under one of their names."""
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(p) for name, p in weights.items() if name not in missing}
+        left = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
+
     def _save_checkpoint(self, *args, **kwargs) -> None:
         try:
             super()._save_checkpoint(*args, **kwargs)

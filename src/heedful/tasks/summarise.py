@@ -57,10 +57,10 @@ class Summarise(TextPairTask):
 
         heading notably . fugelo tadira bugo . formerly sipabu lemipe 47 . notably nuko dasi 12 .
 
-    A fact is a mark, an entity, a relation and a number; noise is any words. The heading names the
-    mark of the facts that *matter* in this report: they are the summary, in their order and without
-    the mark. Facts with other marks look the same, so the heading must be remembered, and no fact
-    can be told from its own sentence alone.
+    A fact is a mark, an entity, a relation and a number; noise is other words. The heading names
+    the mark of the facts that *matter* in this report: they are the summary, in their order and
+    without the mark. Facts with other marks look the same, so the heading must be remembered, and
+    no fact can be told from its own sentence alone.
 
     Generated summaries are judged by `fact_error`, which is one less F1 of the facts, summed over
     all reports; recorded are also `fact_recall`, `fact_precision` and `rouge_l`. Given pairs are
@@ -68,7 +68,8 @@ class Summarise(TextPairTask):
     rows. Summaries are written by greedy decoding; `loss` is that of their tokens in nats.
 
     Arguments:
-        facts: facts of a generated report.
+        facts: facts of a generated report; a small model learns few of them in a short report
+            within minutes, and longer reports (thousands of tokens) hold more.
         salient: the most of them that matter; at least one does.
         length: the most tokens of a report; generated ones have three quarters of it at least.
         paths, target_length, tokenizer, vocab_size, part: see `TextPairTask`.
@@ -78,8 +79,8 @@ class Summarise(TextPairTask):
             use, if the pairs cannot be read or one is too long.
     """
 
-    facts: int = 8
-    salient: int = 4
+    facts: int = 5
+    salient: int = 3
 
     recipe: ClassVar[Recipe] = Recipe(
         64, 2, 4, 2500, 32, 2e-3, ("standard", "selective"), held_out=64
@@ -98,7 +99,7 @@ class Summarise(TextPairTask):
 
     def _lengths(self) -> tuple[int, int]:
         if not self.paths:
-            return 128, self.salient * _TOLD + 1
+            return 64, self.salient * _TOLD + 1
         length = 1024 if self.length is None else self.length
         return length, max(2, length // 4)
 
