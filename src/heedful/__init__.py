@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, revert
     from heedful.hf.cache import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
-    from heedful.hf.memory import MemoryLoss
+    from heedful.hf.losses import GroupingLoss, MemoryLoss
     from heedful.nn import Differential, Grouped, MultiToken, Selective, Standard, TalkingHeads
     from heedful.ops import (
         Groups,
@@ -46,7 +46,7 @@ _ROOMS = {
     "heedful.hf": ("Conversion", "convert", "load", "revert"),
     "heedful.hf.cache": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
-    "heedful.hf.memory": ("MemoryLoss",),
+    "heedful.hf.losses": ("GroupingLoss", "MemoryLoss"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -54,6 +54,7 @@ __all__ = [
     "Conversion",
     "Differential",
     "Grouped",
+    "GroupingLoss",
     "Groups",
     "KVCache",
     "LayerLook",

@@ -18,7 +18,8 @@ from heedful.experiments.comparison import Device, check_memory_loss
 from heedful.experiments.scoring import final_scores, score
 from heedful.experiments.scratch import Attention, Budget, Size, described, from_scratch
 from heedful.hf import conversion_of
-from heedful.hf.memory import MemoryLoss
+from heedful.hf.losses import GroupingLoss, MemoryLoss
+from heedful.nn import Layer
 from heedful.tasks import Task
 from heedful.testing import process_peak_mib
 
@@ -87,7 +88,7 @@ def train(
         seed: of the initialisation and the training rows; held-out rows are the same for all.
         folder: for this run's state while training; gone again after the run.
         memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
-            are told without it.
+            are told without it. That of learned groups (`heedful.GroupingLoss`) is always added.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
         progress: told after each step.
         should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
@@ -104,6 +105,8 @@ def train(
     rows = _Rows(task, budget, seed)
     model = from_scratch(task, mechanism, size, seed)
     memory = MemoryLoss(model) if memory_loss else None
+    learns = any(x.learns_groups for x in model.modules() if isinstance(x, Layer))
+    grouping = GroupingLoss(model) if learns else None
     identity = _run_identity(task, mechanism, size, budget, seed, rows)
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
     checkpoints = Checkpoints(Path(folder), identity)
@@ -118,6 +121,7 @@ def train(
         callbacks=[watch],
     )
     trainer.watch, trainer.memory, trainer.memory_factor = watch, memory, memory_loss
+    trainer.grouping = grouping
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
             trainer.remove_callback(callback)
@@ -126,8 +130,9 @@ def train(
     step = trainer.state.global_step
     if step < budget.steps and not watch.diverged:
         raise Stopped
-    if memory is not None:
-        memory.remove()
+    for added in (memory, grouping):
+        if added is not None:
+            added.remove()
     metric, final = final_scores(model, task, budget)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
     diverged = watch.diverged or not all(map(math.isfinite, numbers))
@@ -194,8 +199,8 @@ class _Rows(torch.utils.data.Dataset):
 
 
 class _Trainer(Trainer):
-    """Takes the rows in order, adds the memory loss, and tells the watch every step's loss without
-    it: Trainer's own means forget, when a run goes on, what they had summed up before."""
+    """Takes the rows in order, adds the losses of what layers report, and tells the watch every
+    step's loss without: Trainer's own means forget what a run that goes on had summed up before."""
 
     def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)
@@ -203,7 +208,9 @@ class _Trainer(Trainer):
     def compute_loss(self, *args, **kwargs):
         loss = super().compute_loss(*args, **kwargs)
         self.watch.losses.append(loss.item())
-        return loss if self.memory is None else loss + self.memory_factor * self.memory()
+        if self.memory is not None:
+            loss = loss + self.memory_factor * self.memory()
+        return loss if self.grouping is None else loss + self.grouping()
 
     def _issue_warnings_after_load(self, load_result) -> None:
         """As Trainer's, but tied weights are there, though saved under one of their names."""

@@ -1,0 +1,96 @@
+"""The loss that holds learned groups at their size, and its alarm."""
+
+import logging
+
+import pytest
+import torch
+from families import tiny, tokens
+
+import heedful
+from heedful import Grouped, GroupingLoss
+
+
+def converted(grouping: str = "cif", **options):
+    model = tiny("llama", max_position_embeddings=256).train()
+    heedful.convert(model, Grouped(grouping, size=4, window=2, **options))
+    return model
+
+
+@pytest.mark.parametrize("grouping", ["cif", "boundary"])
+def test_it_is_the_mean_over_the_layers_that_make_groups(grouping):
+    model, ids = converted(grouping, share=2), tokens(2, 40)
+    heard = []
+    layers = [m.heedful for m in model.modules() if isinstance(getattr(m, "heedful", None),
+              torch.nn.Module)]  # fmt: skip
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, out: heard.append(out.grouping))
+    with GroupingLoss(model) as grouping_loss:
+        model(input_ids=ids, use_cache=False)
+        found = grouping_loss()
+        made = [report for report in heard if report is not None]
+        assert len(made) == 2 and len(heard) == 3, "layers 0 and 2 make groups, 1 takes those of 0"
+        expected = torch.stack([report.loss for report in made]).mean()
+        assert torch.equal(found, expected)
+        assert grouping_loss.sizes == [report.size.item() for report in made]
+        found.backward()
+        for layer in (layers[0], layers[2]):
+            grads = [p.grad for p in layer.grouping.parameters()]
+            assert all(g is not None and bool(g.isfinite().all()) for g in grads)
+            assert any(bool(g.any()) for g in grads)
+
+
+def test_training_holds_the_size(caplog):
+    """Away from its size a grouping is called collapsed once; the loss brings it back."""
+    torch.manual_seed(0)
+    model, ids = converted("cif"), tokens(4, 120)
+    leads = [m.heedful.grouping for m in model.modules() if hasattr(m, "heedful")]
+    with torch.no_grad():
+        for grouping in leads:
+            grouping.outer.bias.add_(6.0)  # nearly every token fills a group
+    own = [p for grouping in leads for p in grouping.parameters()]
+    optimizer = torch.optim.Adam(own, lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="heedful"), GroupingLoss(model) as grouping:
+        first = None
+        for _ in range(200):
+            model(input_ids=ids, use_cache=False)
+            loss = grouping()
+            first = grouping.sizes if first is None else first
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert max(first) < 1.3 and all(2 <= size <= 8 for size in grouping.sizes)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and all("has collapsed, or is about to" in line for line in said)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    grads = []
+    for checkpointing in (False, True):
+        torch.manual_seed(3)
+        model = converted("cif", share=2)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with GroupingLoss(model) as grouping:
+            ids = torch.arange(80).view(2, 40) % 30 + 2
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            (loss + grouping()).backward()
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("grouping", ["fixed", "slots"])
+def test_groups_that_keep_their_size_have_none(grouping):
+    with pytest.raises(ValueError, match=r"must have layers that report groups, and .* has none"):
+        GroupingLoss(converted(grouping))
+
+
+def test_a_call_without_a_forward_pass_says_so():
+    model = converted()
+    grouping = GroupingLoss(model)
+    with pytest.raises(ValueError, match="no layer has reported groups since the last call"):
+        grouping()
+    grouping.remove()
+    with pytest.raises(ValueError, match=r"this GroupingLoss was removed; make a new one"):
+        grouping()
