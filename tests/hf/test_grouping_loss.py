@@ -39,28 +39,48 @@ def test_it_is_the_mean_over_the_layers_that_make_groups(grouping):
             assert any(bool(g.any()) for g in grads)
 
 
-def test_training_holds_the_size(caplog):
-    """Away from its size a grouping is called collapsed once; the loss brings it back."""
+def push(model, by: float) -> list[torch.nn.Module]:
+    """Fill groups faster in every layer; returns what makes the groups."""
+    found = [m.heedful.grouping for m in model.modules() if hasattr(m, "heedful")]
+    with torch.no_grad():
+        for grouping in found:
+            grouping.outer.bias.add_(by)
+    return found
+
+
+def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
+    model, ids = converted("cif"), tokens(4, 120)
+
+    def said() -> int:
+        caplog.clear()
+        model(input_ids=ids, use_cache=False)
+        grouping()
+        return sum("has collapsed, or is about to" in x.getMessage() for x in caplog.records)
+
+    with caplog.at_level(logging.WARNING, logger="heedful"), GroupingLoss(model) as grouping:
+        assert said() == 0
+        push(model, 6.0)  # nearly every token fills a group
+        assert (said(), said()) == (3, 0) and max(grouping.sizes) < 1.3
+        push(model, -6.0)
+        assert said() == 0 and min(grouping.sizes) > 3
+        push(model, -9.0)  # none does before the longest
+        assert (said(), said()) == (3, 0) and min(grouping.sizes) > 12
+
+
+def test_training_brings_the_size_back():
     torch.manual_seed(0)
     model, ids = converted("cif"), tokens(4, 120)
-    leads = [m.heedful.grouping for m in model.modules() if hasattr(m, "heedful")]
-    with torch.no_grad():
-        for grouping in leads:
-            grouping.outer.bias.add_(6.0)  # nearly every token fills a group
-    own = [p for grouping in leads for p in grouping.parameters()]
-    optimizer = torch.optim.Adam(own, lr=0.1)
-    with caplog.at_level(logging.WARNING, logger="heedful"), GroupingLoss(model) as grouping:
-        first = None
+    own = [p for grouping in push(model, 6.0) for p in grouping.parameters()]
+    optimizer, losses = torch.optim.Adam(own, lr=0.1), []
+    with GroupingLoss(model) as grouping:
         for _ in range(200):
             model(input_ids=ids, use_cache=False)
-            loss = grouping()
-            first = grouping.sizes if first is None else first
+            losses.append(grouping())
             optimizer.zero_grad()
-            loss.backward()
+            losses[-1].backward()
             optimizer.step()
-        assert max(first) < 1.3 and all(2 <= size <= 8 for size in grouping.sizes)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3 and all("has collapsed, or is about to" in line for line in said)
+        assert losses[0] > 8 and losses[-1] < 0.1
+        assert all(2 <= size <= 8 for size in grouping.sizes)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
