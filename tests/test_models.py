@@ -32,13 +32,24 @@ def models():
         ("gemma3_text", "served"),
         ("lfm2_moe", "served"),  # convolutions beside attention: no packed documents
         ("doge", "refused"),
-        ("inkling_text", "refused"),
+        ("inkling_text", "served"),  # a position bias
+        ("inkling2_text", "refused"),
+        ("bart", "served"),  # a decoder with cross-attention
+        ("bigbird_pegasus", "refused"),
     ],
 )
 def test_a_type_comes_out_as_the_page_says(models, kind, outcome):
     row = models.attempt(kind)
     assert row.outcome == outcome, row.note
     assert models.rows_of((DOCS / "models.md").read_text())[kind] == row
+
+
+def test_an_encoder_of_sound_beside_a_decoder_is_left_alone(models):
+    model = models.tiny("moss_transcribe_diarize")
+    before = [type(module) for module in model.model.audio_tower.modules()]
+    conversion = convert(model, "mta")
+    assert list(conversion.where.values()) == [("decoder",)]
+    assert [type(module) for module in model.model.audio_tower.modules()] == before
 
 
 def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadShape, Place
+from heedful.nn.shape import HeadShape, Role
 from heedful.ops import Visibility
 from heedful.ops.impl import Impl
 
@@ -95,7 +95,7 @@ class Layer(nn.Module):
     A built layer is initialised: its constructor sets every parameter. Whatever holds it (the door
     to transformers, a model of one's own) serves what the attributes declare and guesses nothing.
 
-    places: where the mechanism is defined; in others the door refuses it.
+    roles: where the mechanism is defined; in others the door refuses it.
     takes_bias: whether `forward` adds `given.bias` to its logits.
     needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
     past_queries: how many earlier query rows the newest output depends on.
@@ -111,7 +111,7 @@ class Layer(nn.Module):
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     """
 
-    places: frozenset[Place] = frozenset({"decoder"})
+    roles: frozenset[Role] = frozenset({"decoder"})
     takes_bias: bool = False
     needs: frozenset[Need] = frozenset()
     past_queries: int = 0
