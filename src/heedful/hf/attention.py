@@ -9,7 +9,6 @@ from transformers.utils.generic import TransformersKwargs
 from heedful.hf.cache import layer_cache
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import CrossLayerCache, of_source
-from heedful.hf.families import adds_bias
 from heedful.hf.mask import Seen, seen
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
@@ -164,7 +163,7 @@ def _bias(module: nn.Module, layer: Layer, bias: Tensor | None) -> Tensor | None
     """What the family adds to the logits, if it does."""
     if layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True):
         return None  # T5 makes zeros there, for want of a table
-    if bias is not None and not adds_bias(module):
+    if bias is not None and not layer.biased:
         raise ValueError(_UNKNOWN.format(type(module).__name__, "position_bias"))
     if bias is not None and not layer.takes_bias:
         raise ValueError(

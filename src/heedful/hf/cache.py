@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import BiasedLayerCache, CrossLayerCache
 from heedful.hf.eviction import Eviction
-from heedful.hf.families import adds_bias, attends_twice
+from heedful.hf.families import attends_twice
 from heedful.hf.slots import Meter
 from heedful.nn import Layer, Role
 
@@ -169,7 +169,7 @@ def stock_layers(model: nn.Module) -> list:
 
 
 def _kind_for(module: nn.Module) -> type[LayerCache]:
-    return BiasedLayerCache if adds_bias(module) else LayerCache
+    return BiasedLayerCache if module.heedful.biased else LayerCache
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:

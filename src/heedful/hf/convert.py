@@ -32,6 +32,7 @@ from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_setti
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     Attention,
+    adds_bias,
     find_attention,
     find_mlp,
     head_shape,
@@ -246,7 +247,7 @@ def convert(
     roles: dict[Mechanism, set[Role]] = {config: set() for config in plan}
     for path, one in placed.items():
         built[path], config = _build(one, plan)
-        built[path].impl = impl
+        built[path].impl, built[path].biased = impl, adds_bias(one.module)
         if config is not None:
             roles[config].add(one.role)
     stands = settled(plan, roles, type(model).__name__)

@@ -107,6 +107,8 @@ class Layer(nn.Module):
     impl: which implementation runs; a choice for a machine, not of the mechanism.
     any_shape: whether other heads than those of `shape` will do as well.
     own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
+    biased: whether the family of the module that holds it adds a bias to the logits, as the door
+        says.
     reports_memory: whether `forward` returns memory while `tau` is set.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     """
@@ -122,6 +124,7 @@ class Layer(nn.Module):
     impl: Impl = "auto"
     any_shape: bool = False
     own_cache: bool = True
+    biased: bool = False
     reports_memory: bool = False
     tau: float | None = None
 
