@@ -67,8 +67,8 @@ def attention(
     if dropout:
         raise ValueError(
             f"attention dropout must be 0 in a converted model, got {dropout}; set "
-            "config.attention_dropout (attn_pdrop; of T5 dropout_rate) to 0 before building it, or "
-            "call model.eval()"
+            "config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
+            "dropout_rate) to 0 before building it, or call model.eval()"
         )
     if softcap is not None:
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
