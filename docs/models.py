@@ -353,11 +353,16 @@ def page(rows: list[Row]) -> str:
     count = Counter(row.outcome for row in rows)
     counts = ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
     lines = [INTRODUCTION.format(version=transformers.__version__, types=len(rows), counts=counts)]
-    lines += ["| type | outcome | note |", "|---|---|---|"]
+    return "\n".join([*lines, *table(rows)]) + "\n"
+
+
+def table(rows: list[Row]) -> list[str]:
+    """The lines of a table."""
+    lines = ["| type | outcome | note |", "|---|---|---|"]
     for row in rows:
         note = row.note.replace("|", r"\|")
         lines.append(f"| `{row.kind}` | {row.outcome} | {note} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def rows_of(text: str) -> dict[str, Row]:

@@ -16,9 +16,11 @@ import heedful.experiments.compare as room
 from heedful.cli import main, write_page
 from heedful.experiments import setups as settings
 from heedful.experiments.comparison import Comparison
+from heedful.experiments.models import open_model
 from heedful.experiments.scoring import score, write
 from heedful.experiments.scratch import Budget, Size, from_scratch
 from heedful.experiments.train import Stopped
+from heedful.hf.losses import MemoryLoss
 from heedful.nn import Selective, Standard
 from heedful.records import Record, read_records
 from heedful.report import findings, summarise
@@ -179,9 +181,59 @@ def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
         )  # fmt: skip
 
 
-def test_with_the_memory_loss_the_decoder_keeps_less():
-    records = settings.chosen_setups(replace(ASKED, memory_loss=0.1))
-    assert records["translate"].mechanisms == ("standard", "selective", "selective + memory loss")
+def test_the_memory_loss_of_padded_targets_is_that_of_the_rows_alone():
+    """Per token of the targets, as `heedful.MemoryLoss` says; and compare trains with it."""
+    model, rows, needs = text_model(Selective()), Translate().sample(4, 1), 0.0
+    with torch.no_grad(), MemoryLoss(model) as memory:
+        model(**rows.inputs())
+        together = memory().item()
+        for ids, mask, labels, asked in zip(*rows, strict=True):
+            model(input_ids=ids[mask.bool()][None], labels=labels[asked.bool()][None])
+            needs += memory().item() * int(asked.sum())
+    tokens = int(rows.decoder_attention_mask.sum())
+    assert together == pytest.approx(needs / tokens, rel=1e-9) and together > 0
+    chosen = settings.chosen_setups(replace(ASKED, memory_loss=0.1))["translate"]
+    assert chosen.mechanisms == ("standard", "selective", "selective + memory loss")
+
+
+@pytest.mark.parametrize("options", [[], ["--budget", "14"]], ids=str)
+def test_generate_makes_a_target_of_a_source(finished, capsys, options):
+    """By the command: what the model writes by itself; under a budget its cache stays small."""
+    folder = finished[0] / "models" / "translate-selective-0"
+    task = Translate()
+    (source, _) = task.texts(1, 1)[0]
+    model = heedful.load(folder).eval()
+    expected = write(model, task, task.sample(1, 1))[0]
+    command = ["generate", str(folder), "--prompt", source, "--max-new-tokens"]
+    with pytest.raises(SystemExit) as stop:
+        main([*command, str(task.target_length), *options])
+    said = capsys.readouterr()
+    assert stop.value.code == 0, said.err
+    if not options:
+        assert said.out.strip() == expected
+    assert f"{len(task.sample(1, 1).input_ids[0])} tokens read" in said.err
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "9999"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and "max_new_tokens asks for 9999 tokens, and the model" in said
+
+
+def test_budgets_are_not_searched_for_encoder_decoders(finished, capsys, tmp_path):
+    (tmp_path / "a.txt").write_text("word " * 3000)
+    folder = finished[0] / "models" / "translate-selective-0"
+    with pytest.raises(SystemExit) as stop:
+        main(["budget", str(folder), "--data", str(tmp_path / "a.txt"), "--length", "40"])
+    assert stop.value.code == 1
+    assert "has an encoder, and budgets are searched for decoders" in capsys.readouterr().err
+
+
+def test_an_ordinary_encoder_decoder_is_opened_as_one(tmp_path):
+    task = Translate()
+    model = heedful.revert(text_model(Standard(), task)).float()
+    model.save_pretrained(tmp_path)
+    opened = open_model(str(tmp_path))
+    assert type(opened).__mro__[1].__name__ != "BartForCausalLM" and opened.model.encoder
+    assert write(opened, task, task.sample(3, 1)) == write(model, task, task.sample(3, 1))
 
 
 def test_pairs_of_a_file_are_learnt_from_and_their_texts_scored(tmp_path, capsys):

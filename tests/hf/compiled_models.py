@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 
+import encoder_families
 import torch
 from families import stir, tiny, tokens
 from torch._dynamo.utils import counters
@@ -61,6 +62,23 @@ def check(name: str, way: str, use_cache: bool) -> None:
     assert graphs == 2, f"{graphs} graphs for {len(LENGTHS)} lengths"
 
 
+@torch.no_grad()
+def two_rows(family: str) -> None:
+    """One graph for the logits of an encoder-decoder, or of an encoder."""
+    torch._dynamo.reset()
+    model = encoder_families.tiny(family)
+    heedful.convert(model, MECHANISMS["mta"])
+    stir(model, 0.1, only=".heedful.")
+    ids, target = tokens(2, 11), {}
+    if model.config.is_encoder_decoder:
+        target = {"decoder_input_ids": tokens(2, 7), "use_cache": False}
+    mask = calls(ids)["padded"]
+    expected = model(input_ids=ids, **mask, **target).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    found = compiled(input_ids=ids, **mask, **target).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
 def refused_when_it_runs() -> None:
     """What eager mode refuses for its values, a compiled model refuses when it runs."""
     torch._dynamo.reset()
@@ -105,6 +123,9 @@ CHECKS = {
     "selective, padded": (check, "selective", "padded", False),
     "memory loss": (memory_loss,),
     "differential, padded with a cache": (check, "differential", "padded", True),
+    "T5, padded": (two_rows, "t5"),
+    "BART, padded": (two_rows, "bart"),
+    "windows to both sides, padded": (two_rows, "modernbert"),
     "refused when it runs": (refused_when_it_runs,),
 }
 

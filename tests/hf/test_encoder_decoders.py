@@ -327,8 +327,8 @@ def test_mechanisms_by_place():
 def test_where_a_mechanism_stands():
     for name, config in MECHANISMS.items():
         conversion = heedful.convert(tiny("bart"), config)
-        places = ("decoder",) if name == "selective" else EVERYWHERE
-        assert conversion.where == {config: places}
+        roles = ("decoder",) if name == "selective" else EVERYWHERE
+        assert conversion.where == {config: roles}
     assert heedful.convert(tiny("bart"), "mta", where=["cross", "encoder"]).where == {
         MultiToken(): ("encoder", "cross")
     }
@@ -348,7 +348,7 @@ def test_an_encoders_kernels_are_centred_over_queries():
         assert attention.heedful.past_queries == 10
 
 
-WRONG_PLACES = {
+WRONG_ROLES = {
     "where='encoder': Selective.* is not defined there, but in decoder attention only": {
         "mechanism": "selective",
         "where": "encoder",
@@ -362,20 +362,20 @@ WRONG_PLACES = {
     "where must be one or several of .* got 3": {"where": 3},
     r"where must be one or several of .* got \[\]": {"where": []},
     r"layers must be among 0 to 1, got \[2\]": {"where": "encoder", "layers": [2]},
-    "where must be a place or several where mechanism is a single one": {"where": {"mta": "cross"}},
-    r"where must name the places of the same mechanisms, got \['mta'\] for \['standard'\]": {
+    "where must be a role or several where mechanism is a single one": {"where": {"mta": "cross"}},
+    r"where must name the roles of the same mechanisms, got \['mta'\] for \['standard'\]": {
         "mechanism": {"standard": [0]},
         "where": {"mta": "cross"},
     },
 }
 
 
-@pytest.mark.parametrize("message", WRONG_PLACES)
+@pytest.mark.parametrize("message", WRONG_ROLES)
 def test_wrong_places(message):
     model = tiny("t5")
     before = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match=message):
-        heedful.convert(model, **({"mechanism": "mta"} | WRONG_PLACES[message]))
+        heedful.convert(model, **({"mechanism": "mta"} | WRONG_ROLES[message]))
     assert [type(m) for m in model.modules()] == before
 
 

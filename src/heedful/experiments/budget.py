@@ -89,6 +89,11 @@ def search(asked: BudgetSearch) -> Found:
             f"model must be a folder, as budgets.json is written into it, got {asked.model!r}"
         )
     model = open_model(asked.model, asked.device, budgets=False)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model {asked.model!r} has an encoder, and budgets are searched for decoders alone; "
+            "give heedful generate a number of tokens with --budget"
+        )
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
     _check_rows_fit(asked, model, asked.model)
     rows = rows_of(asked.data, tokenizer, asked.length, asked.rows)

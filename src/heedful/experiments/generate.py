@@ -48,7 +48,7 @@ class Generated(NamedTuple):
 
 
 def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
-    """Generate as `heedful generate` does.
+    """Generate as `heedful generate` does: go on from the prompt, or make a target of a source.
 
     Arguments:
         asked: the model, the prompt and the budget.
@@ -61,7 +61,8 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
     model = open_model(asked.model, asked.device, budgets=_takes_budgets(asked))
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
     ids = _prompt(text, tokenizer, asked.chat)
-    _check_fits(ids.shape[1], asked, longest(model))
+    paired = model.config.is_encoder_decoder
+    _check_fits(ids.shape[1], asked, longest(model), paired)
     cache = new_cache(model, _eviction(asked, model))
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(asked.seed)
@@ -69,7 +70,7 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         past_key_values=cache,
-        prefill_chunk_size=asked.chunk or _chunk(cache),
+        prefill_chunk_size=None if paired else asked.chunk or _chunk(cache),
         max_new_tokens=asked.max_new_tokens,
         num_beams=1,
         do_sample=asked.temperature > 0,
@@ -79,7 +80,7 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
         streamer=streamer,
         pad_token_id=model.generation_config.pad_token_id or 0,
     )
-    new = found[0, ids.shape[1] :].tolist()
+    new = found[0, 1 if paired else ids.shape[1] :].tolist()
     return Generated(
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt=ids.shape[1],
@@ -128,7 +129,17 @@ def _chunk(cache: KVCache) -> int | None:
     return None if whole else CHUNK
 
 
-def _check_fits(prompt: int, asked: Generation, most: int | None) -> None:
+def _check_fits(prompt: int, asked: Generation, most: int | None, paired: bool) -> None:
+    if paired and most is not None:  # a source and its target have positions of their own
+        for what, tokens in (
+            ("prompt has", prompt),
+            ("max_new_tokens asks for", asked.max_new_tokens),
+        ):
+            if tokens > most:
+                raise ValueError(
+                    f"{what} {tokens} tokens, and the model has {most} positions; give fewer"
+                )
+        return
     if most is None or prompt + asked.max_new_tokens <= most:
         return
     way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"

@@ -6,7 +6,13 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from heedful.checks import check_choice
 from heedful.data import corpus
@@ -67,7 +73,9 @@ def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTr
 
 def _ordinary(name: str) -> PreTrainedModel:
     """A model of transformers, converted to standard attention."""
-    model, found = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True)
+    paired = AutoConfig.from_pretrained(name).is_encoder_decoder
+    kind = AutoModelForSeq2SeqLM if paired else AutoModelForCausalLM
+    model, found = kind.from_pretrained(name, output_loading_info=True)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
     convert(model, "standard")

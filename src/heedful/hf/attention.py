@@ -9,7 +9,7 @@ from transformers.utils.generic import TransformersKwargs
 from heedful.hf.cache import layer_cache
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import CrossLayerCache, of_source
-from heedful.hf.families import SOURCES, adds_bias
+from heedful.hf.families import SOURCES
 from heedful.hf.mask import Seen, seen
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
@@ -72,8 +72,8 @@ def attention(
     if dropout:
         raise ValueError(
             f"attention dropout must be 0 in a converted model, got {dropout}; set "
-            "config.attention_dropout (attn_pdrop; of T5 dropout_rate) to 0 before building it, or "
-            "call model.eval()"
+            "config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
+            "dropout_rate) to 0 before building it, or call model.eval()"
         )
     if softcap is not None:
         raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
@@ -115,7 +115,7 @@ def attention(
                 "and groups of tokens have none; give the model text alone"
             )
         given = given._replace(positions=positions, rotation=rotation)
-    if layer.shape.place != "decoder":
+    if layer.shape.role != "decoder":
         visibility = _both_ways(module, attention_mask, key)
         held = heedful_cache if isinstance(heedful_cache, CrossLayerCache) else None
         options = {"scale": scaling, "given": given}
@@ -124,7 +124,7 @@ def attention(
                 layer, query, key, value, visibility=visibility, target=target, **options
             )
         else:
-            if layer.shape.place == "cross":
+            if layer.shape.role == "cross":
                 visibility = of_source(visibility, target, query.shape[2])
             out = layer(query, key, value, visibility=visibility, **options).output
         return out.transpose(1, 2).contiguous(), None
@@ -156,18 +156,18 @@ def _both_ways(module: nn.Module, seen: Seen | None, key: Tensor) -> Visibility:
     """Who sees whom in an encoder, or of a source: no mask shows everything."""
     if seen is None:
         return Visibility(causal=False)
-    place, visibility = getattr(module, NAME).shape.place, seen.visibility
+    role, visibility = getattr(module, NAME).shape.role, seen.visibility
     if visibility.causal:
         raise ValueError(
             f"{type(module).__name__} was called with a causal mask, and it was converted as "
-            f"{place!r} attention, which sees later tokens; call heedful.revert(model) first"
+            f"{role!r} attention, which sees later tokens; call heedful.revert(model) first"
         )
     batch, tokens = key.shape[0], key.shape[2]
     rows = batch if visibility.padding is None else len(visibility.padding)
     if seen.keys != tokens or rows not in (1, batch):
         name = "encoder_attention_mask (attention_mask of the whole model)"
         raise ValueError(
-            f"{name if place == 'cross' else 'attention_mask'} must be [{batch}, {tokens}], one "
+            f"{name if role == 'cross' else 'attention_mask'} must be [{batch}, {tokens}], one "
             f"entry per token of the source, got {(rows, seen.keys)}"
         )
     return visibility
@@ -175,9 +175,9 @@ def _both_ways(module: nn.Module, seen: Seen | None, key: Tensor) -> Visibility:
 
 def _bias(module: nn.Module, layer: Layer, bias: Tensor | None) -> Tensor | None:
     """What the family adds to the logits, if it does."""
-    if layer.shape.place == "cross" and not getattr(module, "has_relative_attention_bias", True):
+    if layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True):
         return None  # T5 makes zeros there, for want of a table
-    if bias is not None and not adds_bias(module):
+    if bias is not None and not layer.biased:
         raise ValueError(_UNKNOWN.format(type(module).__name__, "position_bias"))
     if bias is not None and not layer.takes_bias:
         raise ValueError(

@@ -14,10 +14,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import BiasedLayerCache, CrossLayerCache
 from heedful.hf.eviction import Eviction
-from heedful.hf.families import adds_bias, attends_twice
+from heedful.hf.families import attends_twice
 from heedful.hf.slots import Meter
 from heedful.hf.summary_cache import SummaryCache
-from heedful.nn import Layer, Place
+from heedful.nn import Layer, Role
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -155,10 +155,10 @@ def new_cache(
     return EncoderDecoderKVCache(own, KVCache(sources, meter))
 
 
-def attention_modules(model: nn.Module, place: Place = "decoder") -> list[nn.Module]:
+def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
     """The attention modules of a converted model that stand there, in order."""
     found = [m for m in model.modules() if isinstance(getattr(m, "heedful", None), Layer)]
-    return [module for module in found if module.heedful.shape.place == place]
+    return [module for module in found if module.heedful.shape.role == role]
 
 
 def stock_layers(model: nn.Module) -> list:
@@ -173,7 +173,7 @@ def _kind_for(module: nn.Module) -> type[LayerCache]:
     """The kind of cache that a module's mechanism goes on from."""
     if module.heedful.summarises:
         return SummaryCache
-    return BiasedLayerCache if adds_bias(module) else LayerCache
+    return BiasedLayerCache if module.heedful.biased else LayerCache
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
@@ -216,7 +216,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | CrossLayerCach
     `None` where a stock layer does as well: a mechanism that needs keys and values alone, or the
     first call of a compiled model.
     """
-    if module.heedful.shape.place == "cross":
+    if module.heedful.shape.role == "cross":
         return _of_source(cache, module)
     cache = getattr(cache, "self_attention_cache", cache)
     index, layer, layers = module.layer_idx, module.heedful, cache.layers

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from heedful.hf import budgets as beside
-from heedful.nn import Place, to_json
+from heedful.nn import Role, to_json
 from heedful.ops.impl import Impl
 
 FORMAT = 2
@@ -99,9 +99,9 @@ def save_converted(
                 path.unlink()
 
 
-def _where(places: tuple[Place, ...]) -> dict:
+def _where(roles: tuple[Role, ...]) -> dict:
     """In which attention a mechanism stands; a decoder's self-attention goes without saying."""
-    return {} if places == ("decoder",) else {"where": list(places)}
+    return {} if roles == ("decoder",) else {"where": list(roles)}
 
 
 def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bool) -> None:

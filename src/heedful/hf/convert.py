@@ -46,7 +46,7 @@ from heedful.hf.families import (
 from heedful.hf.mask import ForgetCall, ReadCall
 from heedful.hf.plan import Part, make_plan, settled
 from heedful.hf.rotation import rotation_of
-from heedful.nn import Layer, Mechanism, Place, Standard, from_json
+from heedful.nn import Layer, Mechanism, Role, Standard, from_json
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -63,7 +63,7 @@ class Conversion:
 
     model: PreTrainedModel = field(repr=False)
     mechanisms: dict[Mechanism, tuple[int, ...]]
-    where: dict[Mechanism, tuple[Place, ...]]
+    where: dict[Mechanism, tuple[Role, ...]]
     _before: dict = field(repr=False)
     eviction: Eviction | None = None
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
@@ -199,7 +199,7 @@ def convert(
     mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
     layers: Iterable[int] | None = None,
     *,
-    where: Place | Iterable[Place] | Mapping | None = None,
+    where: Role | Iterable[Role] | Mapping | None = None,
     impl: Impl = "auto",
 ) -> Conversion:
     """Replace the attention of a transformers model, in place.
@@ -250,13 +250,13 @@ def convert(
     placed = find_attention(model)
     plan = make_plan(mechanism, layers, where, placed.values(), type(model).__name__)
     built: dict[str, Layer] = {}
-    places: dict[Mechanism, set[Place]] = {config: set() for config in plan}
+    roles: dict[Mechanism, set[Role]] = {config: set() for config in plan}
     for path, one in placed.items():
         built[path], config = _build(one, plan)
-        built[path].impl = impl
+        built[path].impl, built[path].biased = impl, adds_bias(one.module)
         if config is not None:
-            places[config].add(one.place)
-    stands = settled(plan, places, type(model).__name__)
+            roles[config].add(one.role)
+    stands = settled(plan, roles, type(model).__name__)
     found = {path: one.module for path, one in placed.items()}
     early = [path for path, layer in built.items() if "unrotated" in layer.needs]
     unrotated = {path: projections(found[path]) for path in early}
@@ -423,19 +423,19 @@ def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanis
     shape = head_shape(one)
     with parameter_device(one.module):
         for config, part in plan.items():
-            if one.place not in part.places or one.index not in part.layers:
+            if one.role not in part.roles or one.index not in part.layers:
                 continue
             layer = config.build(shape)
-            unbiased = one.place == "cross" or layer.takes_bias or not adds_bias(one.module)
-            if one.place in layer.places and unbiased:
+            unbiased = one.role == "cross" or layer.takes_bias or not adds_bias(one.module)
+            if one.role in layer.roles and unbiased:
                 return layer, config
             if part.asked:
-                reason = f"but in {' and '.join(sorted(layer.places))} attention only"
+                reason = f"but in {' and '.join(sorted(layer.roles))} attention only"
                 if not unbiased:
                     reason = "where the family adds a position bias that it does not take"
                 raise ValueError(
-                    f"where={one.place!r}: {config} is not defined there, {reason}; leave that "
-                    "place out"
+                    f"where={one.role!r}: {config} is not defined there, {reason}; leave it out of "
+                    "where"
                 )
         return Standard().build(shape), None
 
@@ -446,7 +446,7 @@ def _read_calls(model: PreTrainedModel, found: Iterable[Attention]) -> list:
     But for a head, which hands them on to the model below it, where masks are made.
     """
     hooks, found = [], list(found)
-    crosses = model.config.is_encoder_decoder and any(one.place == "cross" for one in found)
+    crosses = model.config.is_encoder_decoder and any(one.role == "cross" for one in found)
     apart = not crosses and only_attention_mixes(model, [one.module for one in found])
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) or module.base_model is not module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heedful.nn import HeadShape, Place
+from heedful.nn import HeadShape, Role
 
 # What a family may pass to its attention function by name: without a say in the weights, or read.
 _PASSED = frozenset(
@@ -26,31 +26,40 @@ SOURCES = ("key_value_states", "encoder_hidden_states")
 
 
 class Attention(NamedTuple):
-    """An attention module, where it stands, and its number among those of its place."""
+    """An attention module, where it stands, and its number among those of its role."""
 
     module: nn.Module
-    place: Place
+    role: Role
     index: int
 
 
 def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
-    """The model's attention modules by path; raises where one cannot be converted."""
+    """The model's attention modules by path; raises where one cannot be converted.
+
+    But for encoders of images and sound beside a decoder, which are left alone.
+    """
+    placed = {
+        name: (module, role_of(module))
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
+    }
+    decodes = any(role == "decoder" for _, role in placed.values())
     found: dict[str, Attention] = {}
     encoders = 0
-    for name, module in model.named_modules():
-        kind = type(module)
-        if not kind.__name__.endswith("Attention") or not hasattr(module, "layer_idx"):
+    for name, (module, role) in placed.items():
+        if role == "encoder" and decodes and not model.config.is_encoder_decoder:
             continue
-        reason = _obstacle(module)
+        reason = _obstacle(module, role)
+        if role == "cross" and not decodes:
+            reason = "it does not tell causal self-attention from cross-attention"
         if reason is not None:
             raise ValueError(
-                f"model: {type(model).__name__} cannot be converted: its {kind.__name__} ({name}) "
-                f"does not fit because {reason}"
+                f"model: {type(model).__name__} cannot be converted: its {type(module).__name__} "
+                f"({name}) does not fit because {reason}"
             )
-        place = place_of(module)
         index = encoders if module.layer_idx is None else module.layer_idx
-        encoders += place == "encoder"
-        found[name] = Attention(module, place, index)
+        encoders += role == "encoder"
+        found[name] = Attention(module, role, index)
     if not found:
         raise ValueError(
             f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
@@ -61,7 +70,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
     return found
 
 
-def place_of(module: nn.Module) -> Place:
+def role_of(module: nn.Module) -> Role:
     """Where an attention module of a family stands.
 
     Causal is a decoder's self-attention. What is not, and can be handed another row's states in a
@@ -109,8 +118,8 @@ def head_shape(attention: Attention) -> HeadShape:
         dim=dim or config.hidden_size // heads,
         hidden=_input_width(module) or config.hidden_size,
         layer=attention.index,
-        place=attention.place,
-        source=_source_width(module) if attention.place == "cross" else None,
+        role=attention.role,
+        source=_source_width(module) if attention.role == "cross" else None,
     )
 
 
@@ -181,7 +190,7 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _obstacle(module: nn.Module, role: Role) -> str | None:
     """Why this attention module cannot be converted, as a clause, or `None`."""
     source = inspect.getmodule(type(module))
     config = getattr(module, "config", None)
@@ -196,7 +205,7 @@ def _obstacle(module: nn.Module) -> str | None:
         )
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks as parameters"
-    if not isinstance(module.layer_idx, int) and place_of(module) != "encoder":
+    if not isinstance(module.layer_idx, int) and role != "encoder":
         return "its layer index is not set"
     return _obstacle_in_source(type(module))
 

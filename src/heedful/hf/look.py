@@ -53,7 +53,7 @@ def look(model: PreTrainedModel, input_ids: Int[Tensor, "1 T"]) -> dict[int, Lay
     layers = {layer.shape.layer: layer for layer in found}
     if not layers:
         raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
-    if len({layer.shape.place for layer in found}) > 1:
+    if len({layer.shape.role for layer in found}) > 1:
         raise ValueError(
             f"model must be one stack of layers, and {type(model).__name__} has an encoder or "
             "cross-attention beside its decoder, which look at two rows: look at its encoder alone"

@@ -4,27 +4,27 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from heedful.hf.families import Attention
-from heedful.nn import Mechanism, Place, mechanism
-from heedful.nn.shape import PLACES
+from heedful.nn import Mechanism, Role, mechanism
+from heedful.nn.shape import ROLES
 
 
 class Part(NamedTuple):
     """What one mechanism is asked for.
 
     layers: indices, of layers that have such attention.
-    places: where it is to stand.
-    asked: whether these places were named; else it stands in those where it is defined.
+    roles: where it is to stand.
+    asked: whether these roles were named; else it stands in those where it is defined.
     """
 
     layers: tuple[int, ...]
-    places: tuple[Place, ...]
+    roles: tuple[Role, ...]
     asked: bool
 
 
 def make_plan(
     given: Mechanism | str | Mapping,
     layers: Iterable[int] | None,
-    where: Place | Iterable[Place] | Mapping | None,
+    where: Role | Iterable[Role] | Mapping | None,
     found: Iterable[Attention],
     model: str,
 ) -> dict[Mechanism, Part]:
@@ -32,77 +32,76 @@ def make_plan(
 
     `found` is the attention of the model, whose class is called `model`.
     """
-    known: dict[Place, set[int]] = {}
+    known: dict[Role, set[int]] = {}
     for one in found:
-        known.setdefault(one.place, set()).add(one.index)
+        known.setdefault(one.role, set()).add(one.index)
     if not isinstance(given, Mapping):
         if isinstance(where, Mapping):
-            raise ValueError("where must be a place or several where mechanism is a single one")
-        config, (places, asked) = _mechanism(given), _places(where, known, model)
-        return {config: Part(_layers(layers, _union(known, places)), places, asked)}
+            raise ValueError("where must be a role or several where mechanism is a single one")
+        config, (roles, asked) = _mechanism(given), _roles(where, known, model)
+        return {config: Part(_layers(layers, _union(known, roles)), roles, asked)}
     if layers is not None:
         raise ValueError("layers must be None where mechanism names the layers of each mechanism")
     if not given:
         raise ValueError("mechanism must name at least one mechanism with its layers, got {}")
-    places_of = _where_each(where, given)
+    roles_of = _where_each(where, given)
     plan: dict[Mechanism, Part] = {}
     for one, those in given.items():
-        config, (places, asked) = _mechanism(one), _places(places_of[one], known, model)
-        chosen = _layers(those, _union(known, places))
-        others = [part.layers for part in plan.values() if {*part.places} & {*places}]
+        config, (roles, asked) = _mechanism(one), _roles(roles_of[one], known, model)
+        chosen = _layers(those, _union(known, roles))
+        others = [part.layers for part in plan.values() if {*part.roles} & {*roles}]
         if twice := sorted({i for taken in others for i in taken} & set(chosen)):
             raise ValueError(f"layers must have one mechanism each, got several for {twice}")
         if config in plan:
             raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
-        plan[config] = Part(chosen, places, asked)
+        plan[config] = Part(chosen, roles, asked)
     return plan
 
 
 def settled(
-    plan: dict[Mechanism, Part], places: dict[Mechanism, set[Place]], model: str
-) -> dict[Mechanism, tuple[Place, ...]]:
-    """The places in which mechanisms stand now, in order; raises where one stands nowhere."""
+    plan: dict[Mechanism, Part], roles: dict[Mechanism, set[Role]], model: str
+) -> dict[Mechanism, tuple[Role, ...]]:
+    """The roles in which mechanisms stand now, in order; raises where one stands nowhere."""
     for config, part in plan.items():
-        if not places[config]:
+        if not roles[config]:
             raise ValueError(
-                f"mechanism {config} is not defined in {' or '.join(part.places)} attention, which "
+                f"mechanism {config} is not defined in {' or '.join(part.roles)} attention, which "
                 f"is all that {model} has in these layers; take another mechanism"
             )
-    return {config: tuple(x for x in PLACES if x in places[config]) for config in plan}
+    return {config: tuple(x for x in ROLES if x in roles[config]) for config in plan}
 
 
-def _places(
-    where: Place | Iterable[Place] | None, known: dict[Place, set[int]], model: str
-) -> tuple[tuple[Place, ...], bool]:
-    """The places that are meant, in order, and whether they were named."""
+def _roles(
+    where: Role | Iterable[Role] | None, known: dict[Role, set[int]], model: str
+) -> tuple[tuple[Role, ...], bool]:
+    """The roles that are meant, in order, and whether they were named."""
     if where is None:
-        return tuple(place for place in PLACES if place in known), False
+        return tuple(role for role in ROLES if role in known), False
     several = isinstance(where, Iterable) and not isinstance(where, str)
     named = list(where) if several else [where]
-    if not named or not all(isinstance(x, str) and x in PLACES for x in named):
-        raise ValueError(f"where must be one or several of {', '.join(PLACES)}, got {where!r}")
-    if missing := [place for place in named if place not in known]:
+    if not named or not all(isinstance(x, str) and x in ROLES for x in named):
+        raise ValueError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
+    if missing := [role for role in named if role not in known]:
         raise ValueError(
             f"where={missing[0]!r}: {model} has no such attention, but {' and '.join(known)}"
         )
-    return tuple(place for place in PLACES if place in named), True
+    return tuple(role for role in ROLES if role in named), True
 
 
 def _where_each(where: object, given: Mapping) -> dict:
     """Places by mechanism, as it is named in `given`."""
     if not isinstance(where, Mapping):
         return dict.fromkeys(given, where)
-    named = {_mechanism(one): places for one, places in where.items()}
+    named = {_mechanism(one): roles for one, roles in where.items()}
     if named.keys() != {_mechanism(one) for one in given}:
         raise ValueError(
-            f"where must name the places of the same mechanisms, got {list(where)} for "
-            f"{list(given)}"
+            f"where must name the roles of the same mechanisms, got {list(where)} for {list(given)}"
         )
     return {one: named[_mechanism(one)] for one in given}
 
 
-def _union(known: dict[Place, set[int]], places: Iterable[Place]) -> set[int]:
-    return set().union(*(known[place] for place in places))
+def _union(known: dict[Role, set[int]], roles: Iterable[Role]) -> set[int]:
+    return set().union(*(known[role] for role in roles))
 
 
 def _mechanism(given: Mechanism | str) -> Mechanism:

@@ -14,7 +14,7 @@ from heedful.nn.mechanisms import (
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.selective import Selective, SelectiveAttention
-from heedful.nn.shape import HeadShape, Place
+from heedful.nn.shape import HeadShape, Role
 from heedful.nn.standard import Standard, StandardAttention
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "MechanismRow",
     "MultiToken",
     "MultiTokenAttention",
-    "Place",
+    "Role",
     "Selective",
     "SelectiveAttention",
     "Standard",

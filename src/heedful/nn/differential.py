@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
-from heedful.nn.shape import PLACES, HeadNorm, HeadShape
+from heedful.nn.shape import ROLES, HeadNorm, HeadShape
 from heedful.ops import Visibility, differential_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -30,7 +30,7 @@ class Differential:
 class DifferentialAttention(Layer):
     """Lambda vectors and norm of one differential layer."""
 
-    places = frozenset(PLACES)
+    roles = frozenset(ROLES)
     takes_bias = True
 
     def __init__(self, shape: HeadShape) -> None:

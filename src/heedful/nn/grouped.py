@@ -11,7 +11,7 @@ from heedful.checks import check_choice, check_whole
 from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, reach_of
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
 from heedful.nn.layer import parameter as empty_parameter
-from heedful.nn.shape import PLACES, HeadShape, Place, WideLinear
+from heedful.nn.shape import ROLES, HeadShape, Role, WideLinear
 from heedful.ops import Queries, Visibility
 from heedful.ops.grouped import Groups, Summaries, grouped_attention, member_attention
 from heedful.ops.grouped.groups import places_of
@@ -138,11 +138,9 @@ class GroupedAttention(Layer):
     def __init__(self, config: Grouped, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
-        self.places = frozenset(_places(config))
+        self.roles = frozenset(_roles(config))
         # A decoder's cache has no bias for tokens that are away; in cross-attention there is none.
-        self.takes_bias = (
-            shape.place == "encoder" and config.queries == "tokens" and not config.zoom
-        )
+        self.takes_bias = shape.role == "encoder" and config.queries == "tokens" and not config.zoom
         shape = replace(shape, hidden=shape.source or shape.hidden)  # what groups are made of
         stride = config.stride
         if stride is None:
@@ -159,7 +157,7 @@ class GroupedAttention(Layer):
         self.learns_groups = self.learns and config.grouping != "slots"
         needs = {"rotation"}
         if config.refine != "mean" or config.grouping in LEARNED:
-            needs.add("source" if shape.place == "cross" else "input")
+            needs.add("source" if shape.role == "cross" else "input")
         if config.grouping == "sentence":
             needs.add("token_ids")
         self.needs = frozenset(needs)
@@ -211,7 +209,7 @@ class GroupedAttention(Layer):
 
     def _seen(self, visibility: Visibility | None) -> Visibility | None:
         """In cross-attention, that the queries are another row's is told by the visibility."""
-        if self.shape.place != "cross" or (visibility and visibility.queries is not None):
+        if self.shape.role != "cross" or (visibility and visibility.queries is not None):
             return visibility
         return replace(visibility or Visibility(causal=False), queries=Queries())
 
@@ -247,13 +245,13 @@ class GroupedAttention(Layer):
     def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, given: Given):
         """Groups of whole rows, made once for all layers that have the same; features; report."""
         check_given(self, given)
-        if q.shape[2] != k.shape[2] and self.shape.place != "cross":
+        if q.shape[2] != k.shape[2] and self.shape.role != "cross":
             raise ValueError(
                 f"grouped attention goes on from a cache of its own, and was given {q.shape[2]} "
                 f"queries of {k.shape[2]} tokens; call the model with use_cache=False, or with "
                 "heedful.new_cache(model)"
             )
-        if self.shape.place == "cross":
+        if self.shape.role == "cross":
             given = given._replace(input=given.source)
         places = places_of(k.shape[2], visibility, k.device)
         features = Features(pooling=self.pooling_features(given.input))
@@ -271,7 +269,7 @@ class GroupedAttention(Layer):
         config = self.config
         number = self.shape.layer // config.share if config.grouping in LEARNED else 0
         key = (
-            what, self.shape.place, config.grouping, config.size, config.stride, config.shortest,
+            what, self.shape.role, config.grouping, config.size, config.stride, config.shortest,
             config.longest, config.closing, number,
         )  # fmt: skip
         kept = {} if given.shared is None else given.shared
@@ -372,10 +370,10 @@ class GroupedAttention(Layer):
         return Maps(self.attend(q, k, eye, groups, found, **options))
 
 
-def _places(config: Grouped) -> tuple[Place, ...]:
+def _roles(config: Grouped) -> tuple[Role, ...]:
     """Where it is defined: a decoder is not given a source's ids; groups ask of their own row."""
     crosses = config.grouping != "sentence" and config.queries == "tokens"
-    return PLACES if crosses else ("decoder", "encoder")
+    return ROLES if crosses else ("decoder", "encoder")
 
 
 def _rotated_back(

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heedful.nn.shape import HeadShape, Place
+from heedful.nn.shape import HeadShape, Role
 from heedful.ops import Visibility
 from heedful.ops.impl import Impl
 
@@ -130,7 +130,7 @@ class Layer(nn.Module):
     A built layer is initialised: its constructor sets every parameter. Whatever holds it (the door
     to transformers, a model of one's own) serves what the attributes declare and guesses nothing.
 
-    places: where the mechanism is defined; in others the door refuses it.
+    roles: where the mechanism is defined; in others the door refuses it.
     takes_bias: whether `forward` adds `given.bias` to its logits.
     needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
     past_queries: how many earlier query rows the newest output depends on.
@@ -142,13 +142,15 @@ class Layer(nn.Module):
     impl: which implementation runs; a choice for a machine, not of the mechanism.
     any_shape: whether other heads than those of `shape` will do as well.
     own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
+    biased: whether the family of the module that holds it adds a bias to the logits, as the door
+        says.
     reports_memory: whether `forward` returns memory while `tau` is set.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
     """
 
-    places: frozenset[Place] = frozenset({"decoder"})
+    roles: frozenset[Role] = frozenset({"decoder"})
     takes_bias: bool = False
     needs: frozenset[Need] = frozenset()
     past_queries: int = 0
@@ -159,6 +161,7 @@ class Layer(nn.Module):
     impl: Impl = "auto"
     any_shape: bool = False
     own_cache: bool = True
+    biased: bool = False
     reports_memory: bool = False
     tau: float | None = None
     summarises: bool = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, parameter
-from heedful.nn.shape import PLACES, HeadNorm, HeadShape, WideLinear
+from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -160,21 +160,21 @@ class MultiTokenAttention(Layer):
     centred over the source's keys.
     """
 
-    places = frozenset(PLACES)
+    roles = frozenset(ROLES)
     takes_bias = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
         convolves = config.convolves(shape.layer)
-        self.two_sided = shape.place == "encoder"
+        self.two_sided = shape.role == "encoder"
         sizes = [
             _size(x, self.two_sided) if convolves else None for x in (config.conv, config.post_conv)
         ]
         self.conv, self.post_conv = (_kernels(shape.heads, size) for size in sizes)
         self.mix = _mixing("mix", shape.heads, config.mix)
         self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
-        if config.input_scaling == "depth" and shape.place != "cross":
+        if config.input_scaling == "depth" and shape.role != "cross":
             self.input_factor = 1 - shape.depth_factor
         # A convolved row reads the rows above it; convolved twice, those above these too.
         kernels = (self.conv, self.post_conv)

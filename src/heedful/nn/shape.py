@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Place = Literal["decoder", "encoder", "cross"]
-PLACES = ("decoder", "encoder", "cross")
+Role = Literal["decoder", "encoder", "cross"]
+ROLES = ("decoder", "encoder", "cross")
 """Where an attention module stands: causal self-attention, two-sided, or over another row."""
 
 
@@ -21,8 +21,8 @@ class HeadShape:
         key_heads: key and value heads; divides `heads`.
         dim: head dim of queries and keys (and values).
         hidden: width of the layer's input.
-        layer: index of the layer, from 0, among those of its place.
-        place: `"decoder"` (causal self-attention), `"encoder"` (two-sided self-attention) or
+        layer: index of the layer, from 0, among those of its role.
+        role: `"decoder"` (causal self-attention), `"encoder"` (two-sided self-attention) or
             `"cross"` (queries of a decoder, keys of an encoder's row).
         source: width of what keys and values are made of; `None` is `hidden`.
     """
@@ -32,7 +32,7 @@ class HeadShape:
     dim: int
     hidden: int
     layer: int
-    place: Place = field(default="decoder", repr=False)
+    role: Role = field(default="decoder", repr=False)
     source: int | None = field(default=None, repr=False)
 
     @property

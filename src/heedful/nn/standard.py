@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heedful.checks import is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
-from heedful.nn.shape import PLACES, HeadShape
+from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.mta.reference import multi_token_attention_map
@@ -52,7 +52,7 @@ class StandardAttention(Layer):
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config, self.window = config, config.window
-        self.places = frozenset(PLACES) - ({"cross"} if config.window else set())
+        self.roles = frozenset(ROLES) - ({"cross"} if config.window else set())
 
     def forward(
         self,

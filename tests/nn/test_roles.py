@@ -28,22 +28,22 @@ CONFIGS = {
     "differential": Differential(),
 }
 CASES = [
-    (name, place)
+    (name, role)
     for name, config in CONFIGS.items()
-    for place in ("decoder", "encoder", "cross")
-    if place in config.build(HeadShape(4, 2, 6, 20, 0, place)).places
+    for role in ("decoder", "encoder", "cross")
+    if role in config.build(HeadShape(4, 2, 6, 20, 0, role)).roles
 ]
 SEEN = {
     "decoder": Visibility(),
     "encoder": Visibility(causal=False),
     "cross": Visibility(causal=False, queries=Queries()),
 }
-every = pytest.mark.parametrize(("name", "place"), CASES)
+every = pytest.mark.parametrize(("name", "role"), CASES)
 
 
-def built(name: str, place: str) -> Layer:
+def built(name: str, role: str) -> Layer:
     """With parameters that are no identities."""
-    layer = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, place)).double()
+    layer = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)).double()
     with torch.no_grad():
         for p in layer.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -56,21 +56,21 @@ def draw(queries: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def test_where_mechanisms_are_defined():
-    places = {name: {p for n, p in CASES if n == name} for name in CONFIGS}
+    roles = {name: {p for n, p in CASES if n == name} for name in CONFIGS}
     everywhere = {"decoder", "encoder", "cross"}
     selective = {"selective": {"decoder"}, "selective per head": {"decoder"}}
     expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
-    assert places == expected
-    assert Layer.places == {"decoder"} and Layer.takes_bias is False
+    assert roles == expected
+    assert Layer.roles == {"decoder"} and Layer.takes_bias is False
 
 
 @every
 @pytest.mark.parametrize("biased", [False, True])
-def test_maps_are_what_multiplies_the_values(name, place, biased):
-    layer, (q, k, v, bias) = built(name, place), draw(5 if place == "cross" else 9)
+def test_maps_are_what_multiplies_the_values(name, role, biased):
+    layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
     given = Given(bias=bias if biased else None)
-    out = layer(q, k, v, visibility=SEEN[place], scale=0.7, given=given).output
-    weights = layer.maps(q, k, visibility=SEEN[place], scale=0.7, given=given).weights
+    out = layer(q, k, v, visibility=SEEN[role], scale=0.7, given=given).output
+    weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, given=given).weights
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
         expected = layer.norm(weights @ joined).unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
@@ -80,11 +80,11 @@ def test_maps_are_what_multiplies_the_values(name, place, biased):
 
 
 @every
-def test_a_bias_changes_outputs_and_gets_a_gradient(name, place):
-    layer, (q, k, v, bias) = built(name, place), draw()
-    plain = layer(q, k, v, visibility=SEEN[place]).output
+def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
+    layer, (q, k, v, bias) = built(name, role), draw()
+    plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = bias.requires_grad_()
-    found = layer(q, k, v, visibility=SEEN[place], given=Given(bias=leaf)).output
+    found = layer(q, k, v, visibility=SEEN[role], given=Given(bias=leaf)).output
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.square().sum(), leaf)
     assert bool((grad != 0).any())
@@ -101,7 +101,7 @@ def test_standard_attention_with_a_bias(impl):
 
 
 def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
-    encoder, decoder = (built("mta", place) for place in ("encoder", "decoder"))
+    encoder, decoder = (built("mta", role) for role in ("encoder", "decoder"))
     assert encoder.conv.shape == (4, 5, 3) and decoder.conv.shape == (4, 4, 3)
     assert encoder.post_conv.shape == decoder.post_conv.shape == (4, 3, 5)
     assert (encoder.past_queries, decoder.past_queries) == (0, 5)
@@ -110,11 +110,11 @@ def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
 
 
 @pytest.mark.parametrize("name", ["mta", "talking heads"])
-@pytest.mark.parametrize("place", ["encoder", "cross"])
-def test_identity_at_initialisation(name, place):
-    layer, (q, k, v, _) = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, place)), draw()
+@pytest.mark.parametrize("role", ["encoder", "cross"])
+def test_identity_at_initialisation(name, role):
+    layer, (q, k, v, _) = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)), draw()
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    found = layer.double()(q, k, v, visibility=SEEN[place]).output
+    found = layer.double()(q, k, v, visibility=SEEN[role]).output
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -127,8 +127,8 @@ def test_what_is_given_is_cut_with_its_tokens():
 def test_depth_scaling_is_of_self_attention():
     config = MultiToken(input_scaling="depth")
     factors = {
-        place: config.build(HeadShape(4, 2, 6, 20, 1, place)).input_factor
-        for place in ("decoder", "encoder", "cross")
+        role: config.build(HeadShape(4, 2, 6, 20, 1, role)).input_factor
+        for role in ("decoder", "encoder", "cross")
     }
     assert factors["decoder"] == factors["encoder"] < 1 == factors["cross"]
     assert isinstance(built("mta", "cross")(*draw()[:3]), LayerOutput)

@@ -1,0 +1,205 @@
+"""Try `convert` on every encoder-decoder and encoder type; writes or checks `docs/encoders.md`.
+
+As models.py does for causal types: each is built with random weights from a small configuration,
+converted to `standard`, `mta` and, in the decoder, to selective attention with an extra selector,
+and its logits must be what they were.
+
+    python docs/encoders.py [--check] [TYPE ...]
+"""
+
+import argparse
+import copy
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, small, table, told
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+
+import heedful
+
+PAGE = Path(__file__).with_suffix(".md")
+INTRODUCTION = """# Encoder-decoder and encoder types
+
+What `heedful.convert` does with the encoder-decoders (for `AutoModelForSeq2SeqLM`) and encoders (for `AutoModelForMaskedLM`) of transformers {version}: {counts}.
+
+**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, where there is a decoder, to `Selective(selector="extra")`, the logits are those of the unconverted model without a mask, with padding of the source on either side, with padding of the target, and in training mode; `generate` writes the same with a cache and without. Where the note says that the mechanisms stand in less than the model has, its other attention does not go through transformers' interface, and stays as it is.
+
+```sh
+python docs/encoders.py --check
+```
+
+"""  # noqa: E501
+FIXES: dict[str, dict] = {
+    "data2vec-text": {"pad_token_id": 1},
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+}
+PAIRED = {"decoder_start_token_id": 1, "forced_eos_token_id": None, "forced_bos_token_id": None}
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    """A small random model of a type, in eval mode; T5Gemma's own masks overflow in fp64."""
+    paired = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    auto = AutoModelForSeq2SeqLM if paired else AutoModelForMaskedLM
+    fixes = copy.deepcopy(FIXES.get(kind, {})) | (PAIRED if paired else {"is_decoder": False})
+    known = CONFIG_MAPPING[kind]().to_dict()
+    fixes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("layerdrop")}
+    fixes |= {"attn_logit_softcapping": None} if "attn_logit_softcapping" in known else {}
+    sub = CONFIG_MAPPING[kind].sub_configs
+    fixes |= {name: {"attn_logit_softcapping": None, "dropout_rate": 0.0} for name in sub}
+    config = small(CONFIG_MAPPING[kind], **fixes)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its configuration has parts that stay large ({size / 1e6:,.0f} M)")
+    model = auto.from_config(copy.deepcopy(config)).eval()
+    model = model if kind.startswith("t5gemma") else model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return model
+
+
+def ways(model: PreTrainedModel, ids: Tensor, target: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Logits of the real tokens in each way of calling a model."""
+    left, right, ended = torch.ones_like(ids), torch.ones_like(ids), torch.ones_like(target)
+    left[1, :5], right[1, -5:], ended[1, -4:] = 0, 0, 0
+    paired = model.config.is_encoder_decoder
+
+    def called(mask: Tensor | None, of_target: Tensor | None = None) -> Tensor:
+        rows = {"decoder_input_ids": target, "decoder_attention_mask": of_target} if paired else {}
+        rows |= {"use_cache": False} if paired else {}
+        out = model(input_ids=ids, attention_mask=mask, **rows).logits
+        real = of_target if paired else mask
+        return out if real is None else out[real.bool()]
+
+    def trained() -> Tensor:
+        model.train()
+        try:
+            return called(right)
+        finally:
+            model.eval()
+
+    def generated(cache: bool) -> Tensor:
+        options = {"max_new_tokens": 5, "do_sample": False, "use_cache": cache}
+        return model.generate(ids, attention_mask=right, **options)
+
+    found = {
+        "no mask": lambda: called(None),
+        "left padding": lambda: called(left),
+        "right padding": lambda: called(right),
+        "training": trained,
+    }
+    if paired:
+        found |= {
+            "padding of the target": lambda: called(right, ended),
+            "generate": lambda: generated(True),
+            "generate without a cache": lambda: generated(False),
+        }
+    return found
+
+
+@torch.no_grad()
+def attempt(kind: str) -> Row:
+    """What comes of a type."""
+    torch.manual_seed(0)
+    try:
+        model = tiny(kind)
+        ids, target = torch.randint(3, 64, (2, 17)), torch.randint(3, 64, (2, 13))
+        every = ways(model, ids, target)
+        every["no mask"]()
+    except Exception as error:  # whatever keeps a stranger's model from being built
+        return Row(kind, "not tried", clause(error))
+    expected, cannot = {}, []
+    for name, way in every.items():
+        try:
+            expected[name] = way()
+        except Exception:  # what the model itself cannot do is not compared
+            cannot.append(name)
+    expected = {name: x for name, x in expected.items() if bool(x.isfinite().all())}
+    selective = heedful.Selective(selector="extra")
+    notes, where = [], ()
+    for mechanism in ("standard", "mta", selective):
+        try:
+            conversion = heedful.convert(model, mechanism)
+        except ValueError as error:
+            if mechanism is selective and "decoder" not in where:
+                continue
+            return Row(kind, "refused", clause(error))
+        except Exception as error:
+            return Row(kind, "wrong", f"convert: {told(error)}")
+        where = where or next(iter(conversion.where.values()))
+        try:
+            for name, before in expected.items():
+                found = every[name]()
+                least = EXACT[model.dtype]
+                if found.shape != before.shape or not (found - before).abs().max() < least:
+                    raise Differs(f"{name}: other logits")
+        except ValueError as error:
+            return Row(kind, "refused", clause(error))
+        except Exception as error:  # a difference, or a traceback: both must be seen
+            return Row(kind, "wrong", f"{mechanism}: {told(error)}")
+        finally:
+            conversion.revert()
+    if model.config.is_encoder_decoder and len(where) < 3:
+        notes.append(f"but its {' and '.join(where)} attention only")
+    missing = cannot + [name for name in every if name not in expected and name not in cannot]
+    if missing:
+        notes.append(f"the unconverted model cannot: {', '.join(missing)}")
+    return Row(kind, "served", "; ".join(notes))
+
+
+def page(pairs: list[Row], encoders: list[Row]) -> str:
+    """The text of `docs/encoders.md`."""
+    count = Counter(row.outcome for row in (*pairs, *encoders))
+    counts = ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
+    lines = [INTRODUCTION.format(version=transformers.__version__, counts=counts)]
+    lines += ["## Encoder-decoders", "", *table(pairs), "", "## Encoders", "", *table(encoders)]
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
+    parser.add_argument("types", nargs="*", help="only these, printed and not written")
+    options = parser.parse_args()
+    pairs = sorted(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    encoders = sorted(set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) - set(pairs))
+    if unknown := sorted(set(options.types) - {*pairs, *encoders}):
+        parser.error(f"no such types of transformers: {', '.join(unknown)}")
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    rows: dict[str, Row] = {}
+    for kind in options.types or (*pairs, *encoders):
+        rows[kind] = attempt(kind)
+        print(" | ".join(rows[kind]), flush=True)
+    wrong = [kind for kind, row in rows.items() if row.outcome == "wrong"]
+    if wrong:
+        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
+    if not options.types:
+        text = page([rows[kind] for kind in pairs], [rows[kind] for kind in encoders])
+        if not options.check:
+            PAGE.write_text(text)
+        elif text != PAGE.read_text():
+            print(f"{PAGE} is not what comes out now: run python {__file__}", file=sys.stderr)
+            return 1
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
