@@ -29,6 +29,7 @@ from heedful.report import (
     write_report,
 )
 from heedful.report.figures import visible
+from heedful.report.written import WrittenExhibit, written_tables
 
 
 def run(mechanism="standard", value=0.5, seed=0, **fields) -> Record:
@@ -458,3 +459,13 @@ def test_import_is_light_and_pyplot_stays_out(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (Path(tmp_path) / "report.html").stat().st_size > 1000
+
+
+def test_what_models_wrote_stands_by_its_source():
+    rows = [("a <source>", "right", "right"), ("x" * 700, "asked", "other & more")]
+    other = [(source, asked, "no") for source, asked, _ in rows]
+    page = written_tables([WrittenExhibit("t", "one", rows), WrittenExhibit("t", "two", other)])
+    assert page.count("<table>") == 2 and page.count("a &lt;source&gt;") == 1
+    assert "<th>one ✓</th><td>right</td>" in page and "<th>two ✗</th><td>no</td>" in page
+    assert "<th>one ✗</th><td>other &amp; more</td>" in page
+    assert "x" * 600 + " …" in page and "x" * 601 not in page

@@ -26,6 +26,8 @@ p { margin: .4rem 0; }
 ul, ol { margin: .4rem 0; padding-left: 1.4rem; }
 .note, figcaption { color: var(--dim); font-size: .85rem; }
 .wide { overflow-x: auto; }
+.written td { white-space: normal; }
+.written table { margin-bottom: 1.2rem; }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: left; white-space: nowrap;
   border-bottom: 1px solid var(--rule); }

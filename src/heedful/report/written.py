@@ -33,7 +33,7 @@ def written_tables(exhibits: Sequence[WrittenExhibit]) -> str:
         )
         parts.append(f"<table>{body}</table>")
     note = "Held-out sources; ✓: to the letter what was asked for. Written by greedy decoding."
-    return f"<p class='note'>{note}</p><div class='wide'>{''.join(parts)}</div>"
+    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
 
 
 def _cut(text: str) -> str:
