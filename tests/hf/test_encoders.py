@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from encoder_families import ENCODERS, tiny
+from encoder_families import ENCODER_DECODERS, ENCODERS, tiny
 from families import ragged_mask, stir, tokens
 from torch import Tensor
+from transformers import T5EncoderModel
 
 import heedful
 from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
@@ -118,3 +119,15 @@ def test_what_encoders_refuse(family):
         heedful.new_cache(model)
     with pytest.raises(ValueError, match=r"attention_mask must be \[2, 11\], one .* \(2, 9\)"):
         logits(model, ids, torch.ones(2, 9, dtype=torch.long))
+
+
+def test_the_encoder_of_t5_alone():
+    """Two-sided, with its position bias."""
+    model = T5EncoderModel(ENCODER_DECODERS["t5"]()).double().eval()
+    stir(model, 0.3)
+    ids, mask = tokens(), ragged_mask(left=False)
+    before = model(input_ids=ids, attention_mask=mask)[0]
+    assert heedful.convert(model, "mta").where == {MultiToken(): ("encoder",)}
+    after = model(input_ids=ids, attention_mask=mask)[0]
+    real = mask.bool()
+    torch.testing.assert_close(after[real], before[real], rtol=0, atol=1e-12)
