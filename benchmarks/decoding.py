@@ -21,7 +21,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 
-MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta")
+MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta", "grouped")
 BUDGETS = (0.25, 0.1)
 CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 
