@@ -25,6 +25,7 @@ from heedful.ops.grouped import tiled as tiled_form
 from heedful.ops.grouped.groups import NEVER
 from heedful.ops.grouped.reach import score_pairs
 from heedful.ops.grouped.reference import memberships
+from heedful.testing import assert_matches_oracle
 
 EXACT = {"rtol": 0, "atol": 1e-12}
 TOKENS = 37
@@ -527,6 +528,32 @@ def test_attention_inside_a_group_of_one_takes_nothing():
 
 
 # Shapes, cost, and what cannot be.
+
+
+@each_case
+@pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
+@pytest.mark.parametrize("visible", ["causal", "window 40", "ragged documents", "both ways"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_few_queries_are_rows_of_the_whole(case, asking, visible, dtype):
+    """The form for decoding: of one query, of two, of thirty."""
+    visibility = VISIBILITIES[visible](150)
+    groups = case.make(case.draw(2, 150), 150, visibility)
+    x = tensors(150)
+    sums = summarise(x["k"], x["v"], groups)
+    sums = sums._replace(q=summarise(x["q"], x["q"], groups).k if asking else None)
+
+    def run(count: int, impl: str, kind: torch.dtype) -> Tensor:
+        q, k, v = (x[name].to(kind) for name in "qkv")
+        own = Summaries(*(None if y is None else y.to(kind) for y in sums))
+        return grouped_attention(
+            q[:, :, -count:], k, v, groups=groups, summaries=own, window=9, impl=impl,
+            visibility=visibility,
+        )  # fmt: skip
+
+    for count in (1, 2, 30):
+        found, plain = (run(count, impl, dtype) for impl in ("tiled", "reference"))
+        exact = run(count, "reference", torch.float64)
+        assert_matches_oracle(f"{case}", found, plain, exact, 150)
 
 
 @each_case

@@ -2,7 +2,7 @@
 
 Of far tokens nothing is left but their groups' summaries. Kept beside these are the keys and values
 of the tokens that some summary does not cover yet, and, of groups that may still grow, what their
-summary will be made of. The newest group of a row counts as open until the next one has begun.
+summary will be made of. Who is in which group is told by the ledger.
 """
 
 import weakref
@@ -10,16 +10,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
+from heedful.hf.ledger import Entry, Ledger, entered
 from heedful.hf.slots import LEAST, SLACK, Meter, nbytes_of
 from heedful.nn import Given, Layer
 from heedful.ops import Groups, Summaries, Visibility
-from heedful.ops.grouped.groups import NEVER, NOBODY, Places
+from heedful.ops.grouped.groups import Places
 
 
 class Arrived(NamedTuple):
@@ -49,6 +50,10 @@ class Arrived(NamedTuple):
         return Arrived(*(None if x is None else torch.cat([x, y], dim=self._dim(name))
                          for (name, x), y in pairs))  # fmt: skip
 
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "Arrived":
+        """The same with its rows changed."""
+        return Arrived(*(None if x is None else change(x) for x in self))
+
     @property
     def tokens(self) -> int:
         return self.keys.shape[2]
@@ -61,34 +66,52 @@ class Arrived(NamedTuple):
 class State(NamedTuple):
     """What is kept between calls; every tensor is of all rows.
 
-    near: the tokens from `first` on, of which some share is in no summary that the next token sees.
-    open: the features of those from `opened` on, which belong to a group that may still grow.
-    index, weight: the memberships of the near tokens, `[B, n, S]`.
-    start, end, complete, mass: of all groups, `[B, M]`; those from `count` on may still grow.
-    count: how many groups of each row do not change any more, `[B]`.
-    begins: where each row's open groups begin, `[B]`.
-    fill: how full its open group is before that, `[B, 1]`.
+    ledger: which groups there are, and who is in which.
+    keys, values: of the near tokens, those from `ledger.first` on.
+    open: the features of those from `ledger.opened` on, and their keys and values, as views.
     group_keys, group_values: summaries, with room for more.
     asking: the query of the newest complete group of each row, `[B, H, 1, D]`, where groups ask.
     """
 
+    ledger: Ledger
     keys: Float[Tensor, "B Hk n D"]
     values: Float[Tensor, "B Hk n D"]
     open: Arrived
-    index: Int[Tensor, "B n S"]
-    weight: Float[Tensor, "B n S"]
-    start: Int[Tensor, "B M"]
-    end: Int[Tensor, "B M"]
-    complete: Bool[Tensor, "B M"]
-    mass: Float[Tensor, "B M"]
-    count: Int[Tensor, " B"]
-    begins: Int[Tensor, " B"]
-    fill: Float[Tensor, "B 1"]
     group_keys: Float[Tensor, "B Hk room D"]
     group_values: Float[Tensor, "B Hk room D"]
     asking: Float[Tensor, "B H 1 D"] | None
-    first: int
-    opened: int
+
+    @classmethod
+    def before(cls, new: Arrived) -> "State":
+        """Before the first token."""
+        asking = None if new.queries is None else torch.zeros_like(new.queries[:, :, :1])
+        none = new.cut(0, 0)
+        ledger = Ledger.empty(len(new.keys), new.keys.device)
+        return cls(ledger, none.keys, none.values, none, none.keys, none.values, asking)
+
+    def tensors(self) -> list[Tensor]:
+        """All of them; several may look at one storage."""
+        parts = (*self, *self.ledger, *self.open)
+        return [x for x in parts if isinstance(x, Tensor)]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "State":
+        """The same with its rows changed."""
+        moved = State(*(change(x) if isinstance(x, Tensor) else x for x in self))
+        ledger = Ledger(*(change(x) if isinstance(x, Tensor) else x for x in self.ledger))
+        near = self.open.changed(change)
+        return moved._replace(ledger=ledger, open=near)._with_views()
+
+    def moved(self, device: torch.device) -> "State":
+        """With keys and values, of groups and of tokens, on another device."""
+        names = ("keys", "values", "group_keys", "group_values")
+        there = {x: getattr(self, x).to(device, non_blocking=True) for x in names}
+        return self._replace(**there)._with_views()
+
+    def _with_views(self) -> "State":
+        """The open tokens' keys and values as views of the near ones'."""
+        start = self.ledger.opened - self.ledger.first
+        near = {x: getattr(self, x)[:, :, start:] for x in ("keys", "values")}
+        return self._replace(open=self.open._replace(**near))
 
 
 class Recent(NamedTuple):
@@ -157,7 +180,7 @@ class SummaryCache(LayerCache):
         """Where the tokens that are held one by one stand in their rows, ascending."""
         if self._held is None:
             return torch.empty(0, 0, dtype=torch.int64)
-        at = torch.arange(self._held.first, self.seen, device=self.device)
+        at = torch.arange(self._held.ledger.first, self.seen, device=self.device)
         return at.expand(len(self._held.keys), -1)
 
     @property
@@ -165,7 +188,7 @@ class SummaryCache(LayerCache):
         """Bytes of keys and values, if every token were kept."""
         if self._held is None:
             return 0
-        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._held[:2])
+        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._held[1:3])
         return per_token * self.seen
 
     # Attention over what is held.
@@ -191,14 +214,14 @@ class SummaryCache(LayerCache):
         grown, groups, summaries = self._grown(layer, before, new, visibility, given)
         out = layer.attend(
             q, grown.keys, grown.values, groups, summaries,
-            visibility=visibility.part(grown.first, self.seen), scale=scale,
+            visibility=visibility.part(groups.first, self.seen), scale=scale,
         )  # fmt: skip
         if self.record_past:
             old = self._recent
             recent = new if old is None else old.arrived.followed_by(new)
             start = before if old is None else old.before
             self._recent = Recent(start, recent, visibility, given._replace(shared=None))
-        self._held = self._without_far(layer, grown)
+        self._held = _without_far(grown, groups.first)
         self.arrived = 0
         self._measure(copied=nbytes_of([grown.keys, grown.values]))
         return out
@@ -227,94 +250,48 @@ class SummaryCache(LayerCache):
     def _grown(
         self, layer: Layer, held: State | None, new: Arrived, visibility: Visibility, given: Given
     ) -> tuple[State, Groups, Summaries]:
-        """What is held, with new tokens: they join open groups, close them and begin others."""
-        if held is None:
-            held = _nothing(new, layer)
-        region = held.open.followed_by(new)
-        stop = held.opened + region.tokens
-        keys = torch.cat([held.keys, new.keys], dim=2)
-        values = torch.cat([held.values, new.values], dim=2)
-        places = _places(visibility, held.opened, stop, keys, held.begins)
-        begun = held.fill if layer.config.grouping == "cif" else held.count[:, None]
+        """What is held with new tokens, none let go yet; its groups and summaries."""
+        held = State.before(new) if held is None else held
+        ledger, region = held.ledger, held.open.followed_by(new)
+        stop, config = ledger.opened + region.tokens, layer.config
 
-        def make():
-            return self._grouping().groups(region.grouping, places, begun)
+        def make() -> Entry:
+            places = _places(visibility, ledger.opened, stop, new.keys, ledger.begins)
+            window = None if config.zoom else config.window
+            return entered(ledger, region.tokens, region.grouping, places, self._grouping(), window)
 
         if given.shared is None:  # undoing, of one layer alone
-            made = make()
+            entry = make()
         else:
-            made = layer.shared(given, f"groups from {held.opened} to {stop}", make)
-        positions = given._replace(positions=region.positions)
+            what = f"groups from {ledger.opened} to {stop} in a window of {config.window}"
+            entry = layer.shared(given, f"{what}, {config.zoom}", make)
         sums = layer.summaries(
-            region.queries, region.keys, region.values, made, region.pooling, positions
-        )
-
-        rows, device = len(keys), keys.device
-        local = torch.arange(made.count, device=device)
-        there = made.there.expand(rows, -1)
-        count = int((held.count + there.sum(1)).max())
-        to = (held.count[:, None] + local).where(there, count)
-
-        def joined(old: Shaped[Tensor, "B M"], more: Shaped[Tensor, "B m"], away) -> Tensor:
-            known = torch.arange(old.shape[1], device=device) < held.count[:, None]
-            base = pad(old.where(known, away)[:, :count], (0, max(0, count - old.shape[1]) + 1),
-                       value=away)  # fmt: skip
-            return base.scatter(1, to, more.expand(rows, -1).to(base.dtype))[:, :count]
-
-        start = joined(held.start, made.start + held.opened, NEVER)
-        end = joined(held.end, made.end + held.opened, NEVER)
-        complete = joined(held.complete, made.complete, False)
-        mass = joined(held.mass, made.mass, 0.0)
-        member = made.weight > 0
-        index = (made.index + held.count[:, None, None]).where(member, NOBODY)
-        index, weight = torch.broadcast_tensors(index, made.weight)
-        index, weight = _since(held, index, weight)
-        at = to[:, None, :, None]
-        group_keys = _with(held.group_keys, sums.k, at, count)
-        group_values = _with(held.group_values, sums.v, at, count)
-
-        final = (end < stop - 1).sum(1)
-        begins = _at(start, final).clamp(max=stop)
+            region.queries, region.keys, region.values, entry.made, region.pooling,
+            given._replace(positions=region.positions),
+        )  # fmt: skip
+        at, count = entry.to[:, None, :, None], entry.groups.count
+        group_keys = _placed(held.group_keys, sums.k, at, count)
+        group_values = _placed(held.group_values, sums.v, at, count)
         asking = queries = None
         if sums.q is not None:
             queries = sums.q.new_zeros(*sums.q.shape[:2], count + 1, sums.q.shape[3])
-            newest = (held.count - 1).clamp(min=0)[:, None, None, None]
+            newest = (ledger.count - 1).clamp(min=0)[:, None, None, None]
             queries = queries.scatter(2, newest.expand_as(held.asking), held.asking)
             queries = queries.scatter(2, at.expand_as(sums.q), sums.q)
-            newest = (final - 1).clamp(min=0)[:, None, None, None]
+            newest = (entry.after.count - 1).clamp(min=0)[:, None, None, None]
             asking = queries.gather(2, newest.expand_as(held.asking))
             queries = queries[:, :, :count]
-        opened = int(begins.min())
         state = State(
-            keys, values, region.cut(opened - held.opened), index, weight, start, end, complete,
-            mass, final, begins, _fill(layer, held, region, made, begins, final), group_keys,
-            group_values, asking, held.first, opened,
-        )  # fmt: skip
-        groups = Groups(
-            index, weight, start, end, complete, layer.reach, mass, held.first, made.hard
+            entry.after,
+            torch.cat([held.keys, new.keys], dim=2),
+            torch.cat([held.values, new.values], dim=2),
+            region.cut(entry.after.opened - ledger.opened),
+            group_keys,
+            group_values,
+            asking,
         )
-        shown = (group_keys[:, :, :count], group_values[:, :, :count])
-        return state, groups, Summaries(*(x.to(keys.dtype) for x in shown), queries)
-
-    def _without_far(self, layer: Layer, grown: State) -> State:
-        """Without the tokens that the next query sees in summaries alone."""
-        stop = grown.opened + grown.open.tokens
-        if layer.config.zoom:
-            return grown  # any group may be looked into
-        seen = (grown.end <= stop - layer.config.window).sum(1).minimum(grown.count)
-        first = min(int(_at(grown.start, seen).min()), grown.opened)
-        drop = max(0, first - grown.first)
-        if not drop:
-            return grown
-        keys, values = (_only(x[:, :, drop:]) for x in grown[:2])
-        opened = grown.open.tokens
-        near = grown.open._replace(
-            keys=keys[:, :, keys.shape[2] - opened :], values=values[:, :, -opened:]
-        )
-        return grown._replace(
-            keys=keys, values=values, open=near, index=grown.index[:, drop:].clone(),
-            weight=grown.weight[:, drop:].clone(), first=grown.first + drop,
-        )  # fmt: skip
+        shown = Summaries(group_keys[:, :, :count], group_values[:, :, :count], queries)
+        return state, entry.groups, shown
 
     # Undoing, and rows.
 
@@ -338,18 +315,18 @@ class SummaryCache(LayerCache):
             if known > count:
                 visibility = recent.visibility.part(0, self.seen)
                 left = recent.arrived.cut(0, known - count)
-                grown, _, _ = self._grown(layer, recent.before, left, visibility, recent.given)
-                self._held = self._without_far(layer, grown)
+                grown, groups, _ = self._grown(layer, recent.before, left, visibility, recent.given)
+                self._held = _without_far(grown, groups.first)
         self._measure()
 
     def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._held is not None:
-            self._held = _changed(self._held, change)
+            self._held = self._held.changed(change)
         if self._recent is not None:
             before = self._recent.before
             self._recent = self._recent._replace(
-                before=None if before is None else _changed(before, change),
-                arrived=Arrived(*(None if x is None else change(x) for x in self._recent.arrived)),
+                before=None if before is None else before.changed(change),
+                arrived=self._recent.arrived.changed(change),
             )
         self._measure()
 
@@ -362,12 +339,7 @@ class SummaryCache(LayerCache):
 
     def _move(self, device: torch.device) -> None:
         if self._held is not None:
-            names = ("keys", "values", "group_keys", "group_values")
-            moved = {x: getattr(self._held, x).to(device, non_blocking=True) for x in names}
-            held = self._held._replace(**moved)
-            tokens = held.open.tokens
-            near = {x: moved[x][:, :, moved[x].shape[2] - tokens :] for x in ("keys", "values")}
-            self._held = held._replace(open=held.open._replace(**near))
+            self._held = self._held.moved(device)
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {"_grouping": None}
@@ -376,7 +348,7 @@ class SummaryCache(LayerCache):
         tensors: list[Tensor | None] = []
         for state in (self._held, self._recent and self._recent.before):
             if state is not None:
-                tensors += [x for x in (*state, *state.open) if isinstance(x, Tensor)]
+                tensors += state.tensors()
         if self._recent is not None:
             tensors += list(self._recent.arrived)
         now = nbytes_of(tensors)
@@ -408,53 +380,20 @@ def _places(
     )
 
 
-def _nothing(new: Arrived, layer: Layer) -> State:
-    """Before the first token."""
-    rows, device = len(new.keys), new.keys.device
-    none = torch.zeros(rows, 0, device=device)
-    whole = torch.zeros(rows, device=device, dtype=torch.int64)
-    return State(
-        new.keys[:, :, :0], new.values[:, :, :0], new.cut(0, 0), none[..., None].long(),
-        none[..., None], none.long(), none.long(), none.bool(), none.double(), whole, whole,
-        torch.zeros(rows, 1, device=device, dtype=torch.float64),
-        new.keys[:, :, :0], new.values[:, :, :0],
-        None if new.queries is None else torch.zeros_like(new.queries[:, :, :1]), 0, 0,
-    )  # fmt: skip
+def _without_far(grown: State, first: int) -> State:
+    """Without the tokens, `first` and on, that the next query sees in summaries alone."""
+    drop = grown.ledger.first - first
+    keys, values = (x if not drop else _only(x[:, :, drop:]) for x in grown[1:3])
+    features = {
+        name: _only(x)
+        for name in ("queries", "grouping", "pooling", "positions")
+        if (x := getattr(grown.open, name)) is not None
+    }
+    near = grown.open._replace(**features)
+    return grown._replace(keys=keys, values=values, open=near)._with_views()
 
 
-def _since(
-    held: State, index: Int[Tensor, "B n S"], weight: Float[Tensor, "B n S"]
-) -> tuple[Int[Tensor, "B m S"], Float[Tensor, "B m S"]]:
-    """Memberships of all near tokens: those of complete groups as they were found before."""
-    if not held.index.shape[1]:
-        return index, weight
-    old = held.opened - held.first
-    known = torch.arange(held.opened, held.opened + index.shape[1], device=index.device)
-    known = (known < held.begins[:, None])[..., None]
-    fill = index.shape[1] - (held.index.shape[1] - old)
-    parts = []
-    for before, now in ((held.index, index), (held.weight, weight.to(held.weight.dtype))):
-        same = pad(before[:, old:], (0, 0, 0, fill))
-        parts.append(torch.cat([before[:, :old], same.where(known, now)], dim=1))
-    return parts[0], parts[1]
-
-
-def _fill(
-    layer: Layer, held: State, region: Arrived, made: Groups, begins: Tensor, final: Tensor
-) -> Float[Tensor, "B 1"]:
-    """How full each row's open group is before its first token begins (cif)."""
-    if layer.config.grouping != "cif":
-        return held.fill
-    rows = len(begins)
-    at = (begins - held.opened).clamp(max=region.tokens - 1)[:, None]
-    index = made.index[..., 0].expand(rows, -1).gather(1, at) + held.count[:, None]
-    share = made.weight[..., 0].expand(rows, -1).gather(1, at)
-    alpha = region.grouping[..., 0].gather(1, at).to(share.dtype)
-    begun = (index < final[:, None]) & (begins[:, None] < held.opened + region.tokens)
-    return (1 - share * alpha).where(begun, 0.0).to(held.fill.dtype)
-
-
-def _with(
+def _placed(
     store: Float[Tensor, "B Hk room D"], new: Float[Tensor, "B Hk m D"], at: Tensor, count: int
 ) -> Float[Tensor, "B Hk room D"]:
     """The summaries with new ones in their places; the last slot takes what no row has."""
@@ -467,19 +406,7 @@ def _with(
     return store.scatter(2, at, new) if learns else store.scatter_(2, at, new)
 
 
-def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """The number at each row's place; beyond the last one, one that comes never."""
-    return pad(ascending, (0, 1), value=NEVER).gather(1, place[:, None])[:, 0]
-
-
 def _only(x: Tensor) -> Tensor:
     """A view without what lies around it, where that is much."""
     whole = x.untyped_storage().nbytes()
     return x.clone() if whole > 2 * x.numel() * x.element_size() else x
-
-
-def _changed(state: State, change: Callable[[Tensor], Tensor]) -> State:
-    """The same with its rows changed."""
-    moved = State(*(change(x) if isinstance(x, Tensor) else x for x in state))
-    near = Arrived(*(None if x is None else change(x) for x in state.open))
-    return moved._replace(open=near)

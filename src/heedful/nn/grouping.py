@@ -61,6 +61,7 @@ class Grouping(nn.Module):
         super().__init__()
         self.kind, self.size, self.stride = kind, size, stride
         self.shortest, self.longest, self.closing = shortest, longest, closing
+        self.reach = reach_of(kind, size, stride, longest)
         self.query = self.key = self.inner = self.outer = None
         match kind:
             case "boundary":

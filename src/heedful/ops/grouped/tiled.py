@@ -15,9 +15,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import operand, product, widen, without_autocast
 from heedful.ops.common.tiles import Hidden
 from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
+from heedful.ops.grouped.decode import grouped_attention_few
 from heedful.ops.grouped.groups import Groups
 from heedful.ops.grouped.reach import reach_of
 from heedful.ops.grouped.summaries import Summaries
@@ -44,13 +46,19 @@ def grouped_attention_tiled(
     visibility: Visibility,
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
-    """The operator of `grouped_attention`, in blocks of query rows."""
+    """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
     queries, keys = q.shape[2], k.shape[2]
     reach = reach_of(groups, visibility, queries, keys, window, query_groups)
     if not local:
         own = torch.arange(keys - queries, keys, device=q.device)
         start = torch.maximum(reach.start, own)
         reach = reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
+    learned = (q, k, v, *summaries, groups.weight, log_size)
+    if few_queries(q, k, learned) and not zoom and bias is None:
+        return grouped_attention_few(
+            q, k, v, groups=groups, summaries=summaries, reach=reach, log_size=log_size,
+            scale=scale,
+        )  # fmt: skip
     asking, unit = q, None
     if summaries.q is not None:
         asking, unit = units_of(q, summaries.q, reach.stacked())

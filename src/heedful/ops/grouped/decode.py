@@ -1,0 +1,52 @@
+"""Grouped attention of a few new queries, as cached decoding asks for: dense over the few rows."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.ops.common.few import few_outputs, few_scores, few_weights
+from heedful.ops.grouped.groups import Groups
+from heedful.ops.grouped.reach import Reach
+from heedful.ops.grouped.summaries import Summaries
+
+
+def grouped_attention_few(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    *,
+    groups: Groups,
+    summaries: Summaries,
+    reach: Reach,
+    log_size: Float[Tensor, "B H M"],
+    scale: float,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """As the tiled form, without blocks; nothing is zoomed into and there is no bias."""
+    first, near, after, last, start, stop, asks = (x[..., None] for x in reach)
+    asking = q
+    if summaries.q is not None:
+        at = asks.clamp(min=0)[:, None].expand(len(q), q.shape[1], -1, q.shape[3])
+        asking = summaries.q.gather(2, at).where(asks[:, None] >= 0, q)
+    number = torch.arange(groups.count, device=q.device)
+    far = ((number >= first) & (number < near)) | ((number >= after) & (number < last))
+    of_groups = few_scores(asking, summaries.k, scale).add_(log_size[:, :, None])
+
+    token = torch.arange(k.shape[2], device=q.device)
+    here = (token >= start) & (token < stop)
+    of_tokens = few_scores(q, k, scale)
+    index = groups.index[:, None]
+    if groups.hard:
+        here = here & (index[..., 0] >= 0)
+    else:
+        uncovered = (index >= near[..., None]) & (index < after[..., None])
+        whole = (uncovered | (index < 0)).all(-1) & (index >= 0).any(-1)
+        left = (uncovered * groups.weight[:, None].to(log_size.dtype)).sum(-1)
+        left = left.masked_fill(whole, 1)
+        here = here & (left > 0)
+        of_tokens.add_(left.where(here, 1).log()[:, None])
+    rows = max(len(far), len(here))
+    seen = torch.cat([far.expand(rows, -1, -1), here.expand(rows, -1, -1)], dim=-1)
+    logits = torch.cat([of_groups, of_tokens], dim=-1)
+    weights = few_weights(logits, None if bool(seen.all()) else ~seen[:, None])
+    far_weights, near_weights = weights.split([groups.count, k.shape[2]], dim=-1)
+    return (few_outputs(far_weights, summaries.v) + few_outputs(near_weights, v)).to(q.dtype)
