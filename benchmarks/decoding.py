@@ -21,7 +21,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 
-MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta")
+MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta", "grouped")
 BUDGETS = (0.25, 0.1)
 CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 
@@ -29,6 +29,7 @@ CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
@@ -56,7 +57,7 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     stock = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(0, 256, (1, context))
     ways = {"unconverted, its own cache": (stock, DynamicCache(config=config), context)}
-    for name in MECHANISMS:
+    for name in args.mechanisms:
         model = copy.deepcopy(stock)
         heedful.convert(model, name)
         ways[name] = (model, heedful.new_cache(model), context)

@@ -6,6 +6,7 @@ ones are out of date (exit status 1).
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,9 @@ TILED = RESULTS / "operators-tiled-cpu.jsonl"
 HALF = RESULTS / "operators-cpu-bf16.jsonl"
 SMALL_TEXT, SMALL_RECALL = RESULTS / "caches-text-cpu.jsonl", RESULTS / "caches-recall-cpu.jsonl"
 RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jsonl"
+GROUPED, GROUPED_COST = RESULTS / "grouped-text-cpu.jsonl", RESULTS / "grouped-cost-cpu.jsonl"
+GROUPED_PAIRS = RESULTS / "grouped-pairs-cpu.jsonl"
+DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -45,6 +49,10 @@ def blocks() -> dict[str, Callable[[], str]]:
         "retrofit": lambda: caches(RETROFIT),
         "decoding": decoding,
         "decoding-short": lambda: decoding(8192),
+        "decoding-grouped": lambda: decoding(path=DECODING_GROUPED),
+        "grouped-text": grouped_text,
+        "grouped-cost": grouped_cost,
+        "grouped-pairs": grouped_pairs,
     }
 
 
@@ -236,11 +244,82 @@ def caches_short() -> str:
     return _markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
 
 
-def decoding(only: int | None = None) -> str:
+def grouped_text() -> str:
+    """Perplexity per byte of every grouping and refinement, with what its attention takes."""
+    if not GROUPED.is_file():
+        return _missing(GROUPED)
+    records = [json.loads(line) for line in GROUPED.read_text().splitlines()]
+    head = [
+        "attention", "perplexity per byte", "first eighth of the row", "last eighth",
+        "groups of a row", "score pairs per query", "cache bytes", "seconds",
+    ]  # fmt: skip
+    whole = next(r for r in records if r["name"] == "full attention")["whole_nbytes"]
+    lines = []
+    for name in dict.fromkeys(r["name"] for r in records):
+        rows = [r for r in records if r["name"] == name]
+        found = [next(iter(r["final"].values())) for r in rows]
+        spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+        first, last = (statistics.mean(r["loss_by_position"][i] for r in rows) for i in (0, -1))
+        groups = [statistics.mean(r["groups"]) for r in rows if r["groups"]]
+        pairs = statistics.mean(statistics.mean(r["pairs"]) for r in rows) / 256
+        lines.append([
+            name, f"{statistics.mean(found):.2f}{spread}", f"{first:.3f}", f"{last:.3f}",
+            f"{statistics.mean(groups):.1f}" if groups else "", f"{pairs:.0f}",
+            f"{statistics.mean(r['cache_nbytes'] for r in rows) / whole:.2f} ×",
+            f"{statistics.mean(r['seconds'] for r in rows):.0f}",
+        ])  # fmt: skip
+    one = records[0]
+    seeds = len({r["seed"] for r in records})
+    about = (
+        f"Rows of 256 bytes, {one['steps']} steps, {seeds} seed{'s' * (seeds > 1)}. The columns by "
+        "position are nats per byte; bytes of a cache, with its room for later tokens, are held "
+        "against the keys and values of all tokens; seconds are those of one thread beside other "
+        "work."
+    )
+    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+
+
+def grouped_cost() -> str:
+    """Seconds, memory and score pairs of the operator beside SDPA's."""
+    if not GROUPED_COST.is_file():
+        return _missing(GROUPED_COST)
+    records = [json.loads(line) for line in GROUPED_COST.read_text().splitlines()]
+    head = [
+        "tokens", "attention", "forward s", "gain", "with backward s", "gain", "peak MiB",
+        "score pairs per query", "cache, fp32",
+    ]  # fmt: skip
+    lines = [
+        [
+            f"{r['tokens']:,}", r["way"], f"{r['forward_s']:.3f}", f"{r['forward_gain']:.2f} ×",
+            f"{r['backward_s']:.3f}", f"{r['backward_gain']:.2f} ×", f"{r['peak_mib']:.0f}",
+            f"{r['pairs'] / r['tokens']:.0f}", f"{r['cache_bytes'] / 2**20:.1f} MiB",
+        ]
+        for r in records
+    ]  # fmt: skip
+    one = records[0]
+    about = (
+        f"One operator, {one['heads']} heads of {one['dim']}, fp32, one row, groups of "
+        f"{one['size']}, window {one['window']}; medians of rounds taken in turn. Gains are SDPA's "
+        "time over ours; bytes of a cache are counted, not measured, here."
+    )
+    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+
+
+def grouped_pairs() -> str:
+    """Encoder-decoders on tasks with a source and a target."""
+    if not GROUPED_PAIRS.is_file():
+        return _missing(GROUPED_PAIRS)
+    records = read_records(GROUPED_PAIRS)
+    rows = summarise(records)
+    made = origin([record.environment for record in records])
+    return f"{table(rows, format='markdown')}\n\n{RULE}\n\n{made}"
+
+
+def decoding(only: int | None = None, path: Path = DECODING) -> str:
     """Milliseconds per decoded token and bytes held, beside the unconverted model's."""
-    if not DECODING.is_file():
-        return _missing(DECODING)
-    records = [json.loads(line) for line in DECODING.read_text().splitlines()]
+    if not path.is_file():
+        return _missing(path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
     head = ["model and cache", "context", "ms / token", "× unconverted", "MiB held", "MiB peak"]
     lines = [
         [

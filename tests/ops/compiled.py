@@ -13,7 +13,9 @@ from mechanisms import MECHANISMS, Mechanism, Shape, ragged
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from heedful.ops import Visibility
+from heedful.ops import Groups, Visibility, grouped_attention, summarise
+from heedful.ops.grouped import cif_groups, fixed_groups
+from heedful.ops.grouped import tiled as grouped
 from heedful.ops.selective import tiled as selective
 
 SHAPE = Shape(batch=2, heads=4, key_heads=2, queries=9, keys=11, dim=4)
@@ -112,6 +114,60 @@ def operator_selective() -> None:
         grads = [torch.randn_like(t) for t in outputs]
         backward = (*grads, pair, *fixed)
         torch.library.opcheck(selective._tiled_backward, backward)
+
+
+def grouped_call(x: dict[str, Tensor], groups: Groups, asking: bool = False, **options) -> Tensor:
+    """Summaries by learned weights, as a layer makes them."""
+    queries = summarise(x["q"], x["q"], groups).k if asking else None
+    sums = summarise(x["k"], x["v"], groups, logits=x["logits"])._replace(q=queries)
+    return grouped_attention(x["q"], x["k"], x["v"], groups=groups, summaries=sums, **options)
+
+
+def grouped_tensors() -> dict[str, Tensor]:
+    x = {name: torch.randn(2, h, 40, 4) for name, h in (("q", 4), ("k", 2), ("v", 2))}
+    return transposed(leaves(x | {"logits": torch.randn(2, 2, 40)}, torch.float64))
+
+
+def operator_grouped() -> None:
+    """opcheck, forward and backward: hard and soft groups, with a bias, asked by groups, zoomed."""
+    checked = []
+
+    def noting(function):
+        def noted(*arguments):
+            checked.append(arguments)
+            return function(*arguments)
+
+        return noted
+
+    operator = grouped._tiled
+    x = grouped_tensors()
+    bias = torch.randn(1, 4, 40, 40, dtype=torch.float64, requires_grad=True)
+    alpha = (0.3 + 0.4 * torch.rand(2, 40, dtype=torch.float64)).requires_grad_()
+    grouped._tiled = noting(operator)
+    try:
+        grouped_call(x, fixed_groups(4, 40), window=3, zoom=2)
+        grouped_call(x, cif_groups(alpha, longest=6), window=3, bias=bias)
+        grouped_call(x, fixed_groups(4, 40), asking=True, window=3)
+    finally:
+        grouped._tiled = operator
+    for arguments in checked:
+        fixed = [t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
+                 for t in arguments]  # fmt: skip
+        torch.library.opcheck(operator, fixed)
+        plain = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+        out, lse = operator(*plain)
+        torch.library.opcheck(grouped._tiled_backward, (torch.randn_like(out), out, lse, *plain))
+
+
+def grouped_graph() -> None:
+    """Groups by counting are one graph with their making; outputs and gradients as they are."""
+
+    def function(x, visibility):
+        return (grouped_call(x, fixed_groups(4, 40), window=3),)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = grouped_tensors()
+    check_equal(results(compiled, x, None), results(function, x, None))
 
 
 def whole_graph(mechanism: Mechanism) -> None:
@@ -236,6 +292,8 @@ LENGTHS = ("mta-full", "selective-own", "differential")
 CHECKS = {
     "operator mta": operator_mta,
     "operator selective": operator_selective,
+    "operator grouped": operator_grouped,
+    "whole graph grouped": grouped_graph,
     "inductor": inductor,
     "forward mode": forward_mode,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
@@ -246,7 +304,7 @@ CHECKS = {
     },
     **{
         f"llama {name}": lambda name=name: llama(name)
-        for name in ("mta-published", "selective", "differential")
+        for name in ("mta-published", "selective", "differential", "grouped")
     },
 }
 

@@ -317,6 +317,55 @@ def test_groups_of_the_same_token_over_and_over_are_standard_attention(name, imp
     torch.testing.assert_close(found, expected, **EXACT)
 
 
+@each_impl
+@pytest.mark.parametrize("visible", ["causal", "both ways", "ragged, both ways"])
+@pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
+def test_groups_of_one_token_are_standard_attention(impl, visible, asking):
+    """I1, in encoders too: by counting, by weights of one, by slots of one."""
+    visibility, x = VISIBILITIES[visible](TOKENS), tensors()
+    del x["beta"]
+    alone = [
+        fixed_groups(1, TOKENS, visibility=visibility),
+        sliding_groups(1, 1, TOKENS, visibility=visibility),
+        cif_groups(torch.ones(2, TOKENS, dtype=torch.float64), visibility=visibility),
+        slot_groups(draw(2, TOKENS, 3), block=1, slots=1, visibility=visibility),
+    ]
+    seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
+    expected = scaled_dot_product_attention(
+        x["q"], x["k"], x["v"], attn_mask=seen | ~seen.any(-1, keepdim=True), enable_gqa=True
+    ).masked_fill(~seen.any(-1, keepdim=True), 0)
+    for groups in alone:
+        for window in (1, 6):
+            found = attend(x, groups, impl, window=window, visibility=visibility, asking=asking)
+            torch.testing.assert_close(found, expected, **EXACT)
+
+
+@each_case
+@each_impl
+@pytest.mark.parametrize("visible", ["both ways", "ragged, both ways"])
+def test_a_window_over_the_whole_row_is_standard_attention_in_encoders(case, impl, visible):
+    """I2; for decoders the layers' tests have it."""
+    visibility, x = VISIBILITIES[visible](TOKENS), tensors()
+    groups = case.make(case.draw(2, TOKENS), TOKENS, visibility)
+    seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
+    blind = ~seen.any(-1, keepdim=True)
+    expected = scaled_dot_product_attention(
+        x["q"], x["k"], x["v"], attn_mask=seen | blind, enable_gqa=True
+    ).masked_fill(blind, 0)
+    found = attend(x, groups, impl, window=TOKENS, visibility=visibility)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+@each_case
+def test_heads_of_a_key_head_may_stand_in_any_order(case):
+    x = tensors()
+    groups = case.make(case.draw(2, TOKENS), TOKENS, None)
+    order = torch.tensor([1, 0, 3, 2])
+    moved = x | {"q": x["q"][:, order], "beta": x["beta"][order]}
+    found, expected = (attend(y, groups, "tiled", window=3) for y in (moved, x))
+    torch.testing.assert_close(found, expected[:, order], **EXACT)
+
+
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.
 
 
@@ -349,6 +398,42 @@ def test_a_leak_through_the_query_s_own_group():
     assert earlier_change(leaky) > 1e-3
     sound = fixed_groups(4, 24)
     assert earlier_change(lambda x: attend(x, sound, "reference", window=1)) < 1e-12
+
+
+def test_a_leak_through_a_rule_that_counts_groups_instead_of_tokens():
+    """Query t of group j may see summaries up to j: that of its own group, not yet complete."""
+
+    def leaky(x):
+        sums = summarise(x["k"], x["v"], fixed_groups(4, 24))
+        number = torch.arange(24) // 4
+        seen = torch.arange(6) <= number[:, None]
+        logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT
+        return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ sums.v.repeat_interleave(2, 1)
+
+    assert earlier_change(leaky) > 1e-3
+
+
+def test_a_leak_through_groups_that_are_chosen_before_they_are_masked():
+    """The best three of all groups, later ones among them, and only then what may be seen."""
+
+    def run(masked_first: bool):
+        def function(x):
+            sums = summarise(x["k"], x["v"], fixed_groups(4, 24))
+            seen = torch.arange(6) * 4 + 3 <= torch.arange(24)[:, None] - 1
+            logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT
+            if masked_first:
+                logits = logits.masked_fill(~seen, -torch.inf)
+            best = logits.topk(3, dim=-1).indices
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True) & seen
+            own = (x["q"] * x["k"].repeat_interleave(2, 1)).sum(-1, keepdim=True)
+            p = torch.cat([logits.masked_fill(~chosen, -torch.inf), own], -1).softmax(-1)
+            values = sums.v.repeat_interleave(2, 1)
+            return p[..., :-1] @ values + p[..., -1:] * x["v"].repeat_interleave(2, 1)
+
+        return function
+
+    assert earlier_change(run(masked_first=False)) > 1e-3
+    assert earlier_change(run(masked_first=True)) < 1e-12
 
 
 def test_a_leak_through_a_refined_copy_that_two_groups_share():

@@ -9,6 +9,7 @@ from heedful.testing import peak_memory_mib
 PROGRAM = """
 import torch
 from heedful.ops import *
+from heedful.ops.grouped import fixed_groups
 torch.manual_seed(0)
 T = {tokens}
 q, k, v = (torch.randn(1, {heads}, T, {dim}, requires_grad={train}) for _ in range(3))
@@ -28,6 +29,7 @@ CALLS = {
     "selective": "selective_attention(q, k, v, tau=1.0, impl='{impl}').output",
     "differential": "differential_attention(q, k, torch.cat([v[:, ::2], v[:, 1::2]], -1), "
     "lam=torch.tensor(0.5), impl='{impl}')",
+    "grouped": "grouped_attention(q, k, v, groups=fixed_groups(16, q.shape[2]), impl='{impl}')",
 }
 
 

@@ -12,7 +12,7 @@ TaskName = Literal[
 ]  # fmt: skip
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
-    "local-global",
+    "grouped", "local-global",
 ]  # fmt: skip
 Device = Literal["auto", "cpu", "cuda"]
 

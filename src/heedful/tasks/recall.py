@@ -97,7 +97,10 @@ class Recall(Task):
     taught: bool = True
 
     metric: ClassVar[str] = "answer_error"
-    recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 1600, 16, 2e-3, ("standard", "selective"))
+    recipe: ClassVar[Recipe] = Recipe(
+        64, 2, 2, 1600, 16, 2e-3, ("standard", "selective"),
+        changes={"grouped": {"size": 8, "window": 16}},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_whole("pool", self.pool, 2, 26, way_out="names are single letters")

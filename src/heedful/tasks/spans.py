@@ -63,8 +63,9 @@ class Spans(PairTask):
     also: ClassVar[tuple[str, ...]] = ("loss",)
     scored_by: ClassVar[str] = "losses"
     recipe: ClassVar[Recipe] = Recipe(
-        96, 2, 4, 800, 16, 2e-3, ("standard", "selective"), held_out=128
-    )
+        96, 2, 4, 800, 16, 2e-3, ("standard", "selective"), held_out=128,
+        changes={"grouped": {"size": 8, "window": 16}},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_whole("length", self.length, 2, way_out="one token is left and one taken out")

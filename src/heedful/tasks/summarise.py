@@ -83,8 +83,9 @@ class Summarise(TextPairTask):
     salient: int = 3
 
     recipe: ClassVar[Recipe] = Recipe(
-        64, 2, 4, 2500, 32, 2e-3, ("standard", "selective"), held_out=64
-    )
+        64, 2, 4, 2500, 32, 2e-3, ("standard", "selective"), held_out=64,
+        changes={"grouped": {"size": 4, "window": 8}},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_whole("facts", self.facts, 1, _ENTITIES * _RELATIONS)

@@ -74,8 +74,9 @@ class Text(Task):
     limit_bytes: int | None = None
 
     recipe: ClassVar[Recipe] = Recipe(
-        128, 4, 4, 400, 8, 3e-3, ("standard", "mta", "selective"), held_out=64
-    )
+        128, 4, 4, 400, 8, 3e-3, ("standard", "mta", "selective"), held_out=64,
+        changes={"grouped": {"size": 8, "window": 16}},
+    )  # fmt: skip
     metric: ClassVar[str] = "perplexity"
     also: ClassVar[tuple[str, ...]] = ("bits_per_byte",)
     scored_by: ClassVar[str] = "losses"

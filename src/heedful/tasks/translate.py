@@ -180,8 +180,9 @@ class Translate(TextPairTask):
     clauses: int = 2
 
     recipe: ClassVar[Recipe] = Recipe(
-        96, 2, 4, 1500, 32, 2e-3, ("standard", "selective"), held_out=128
-    )
+        96, 2, 4, 1500, 32, 2e-3, ("standard", "selective"), held_out=128,
+        changes={"grouped": {"size": 4, "window": 8}},
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_whole("clauses", self.clauses, 1, 16)

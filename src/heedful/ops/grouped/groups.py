@@ -4,8 +4,7 @@ Groups never cross documents, take no padding, and are counted from the first re
 document. They are numbered along the row in the order in which they end.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -49,6 +48,7 @@ class Groups:
     first: int = 0
     hard: bool = False
     even: bool = False
+    _members: "Members | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.mass is None:
@@ -71,9 +71,16 @@ class Groups:
         """Which groups a row has."""
         return self.end < NEVER
 
-    @cached_property
+    @property
     def members(self) -> "Members":
-        """The tokens of every group, for pooling."""
+        """The tokens of every group, for pooling; found once."""
+        if torch.compiler.is_compiling():
+            return self._find_members()
+        if self._members is None:
+            object.__setattr__(self, "_members", self._find_members())
+        return self._members
+
+    def _find_members(self) -> "Members":
         tokens = self.index.shape[1]
         place = torch.arange(self.longest, device=self.start.device)
         at = self.start[..., None] - self.first + place
@@ -87,14 +94,6 @@ class Groups:
         number = torch.arange(at.shape[1], device=at.device)[:, None, None]
         share = weight.where((index == number) & inside[..., None], 0).sum(-1)
         return Members(at, share)
-
-    @cached_property
-    def centre(self) -> Float[Tensor, "B M"]:
-        """The mean position of every group's tokens, by their shares; zero for one not there."""
-        at, share = self.members
-        total = share.sum(-1)
-        mean = ((at + self.first) * share).sum(-1) / total.masked_fill(total == 0, 1)
-        return mean.masked_fill(total == 0, 0)
 
     def check(self, batch: int, tokens: int) -> None:
         """Raise unless these groups fit `batch` rows of `tokens` keys."""
