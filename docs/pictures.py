@@ -8,10 +8,21 @@ import sys
 from pathlib import Path
 
 import torch
+from matplotlib import colormaps
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 
-from heedful import differential_attention, selective_attention
+from heedful import Summaries, differential_attention, grouped_attention, selective_attention
+from heedful.ops.grouped import (
+    boundary_groups,
+    cif_groups,
+    fixed_groups,
+    sentence_groups,
+    sliding_groups,
+    slot_groups,
+)
+from heedful.ops.grouped.reference import memberships
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
@@ -27,6 +38,8 @@ def main(folder: Path) -> None:
         ("multi-token", multi_token),
         ("selective", selective),
         ("differential", differential),
+        ("groups", groups),
+        ("grouped", grouped),
     ):
         (folder / f"{name}.svg").write_bytes(svg(draw()))
 
@@ -151,6 +164,102 @@ def differential() -> Figure:
     bar = figure.colorbar(axes.images[0], ax=figure.axes, aspect=25, pad=0.01)
     bar.ax.tick_params(labelsize=8, length=2)
     bar.outline.set_visible(False)
+    return figure
+
+
+def groups() -> Figure:
+    """The shares of one row of tokens under the six groupings."""
+    text = "the dog ran . it saw a cat on a wall . the cat hid ."
+    words = text.split()
+    count = len(words)
+    ids = torch.tensor([[word == "." for word in words]]).long()
+    closes = torch.tensor([[word in ("dog", "saw", "cat", ".") for word in words]])
+    alpha = {"the": 0.1, "a": 0.1, "on": 0.15, "it": 0.3, ".": 0.3, "dog": 0.45, "cat": 0.5}
+    weights = torch.tensor([[alpha.get(word, 0.4) for word in words]])
+    small = ("the", "a", "on", ".")
+    told = torch.tensor([[[3.0 * (word not in small)] for word in words]])
+    shown = {
+        "fixed\nsize 4": fixed_groups(4, count),
+        "sliding\nsize 4, stride 2": sliding_groups(4, 2, count),
+        "sentence\ncloses at “.”": sentence_groups(ids, (1,)),
+        "boundary\npredicted ends": boundary_groups(closes.float()),
+        "cif\nweights fill a group": cif_groups(weights),
+        "slots\nclusters of a block": slot_groups(told, block=8, slots=2),
+    }
+    lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in shown]
+    figure = Figure(figsize=(7.6, 4.6), layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(hspace=0.06)
+    all_axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=lanes)
+    for axes, (name, made), height in zip(all_axes, shown.items(), lanes, strict=True):
+        for number, shares in enumerate(memberships(made)[0].T):
+            odd = number // height % 2
+            colours, deepest = colormaps["Oranges" if odd else "Purples"], 0.4 if odd else 0.5
+            lane = number % height
+            held = shares.nonzero()[:, 0].tolist()
+            for token in held:
+                share = shares[token].item()
+                face = colours(deepest * share)
+                axes.add_patch(Rectangle((token - 0.5, lane), 1, 0.84, facecolor=face))
+                label = "1" if share > 0.995 else f"{share:.2f}"
+                axes.text(token, lane + 0.44, label, fontsize=8, ha="center", va="center")
+            line = "-" if made.complete[0, number] else (0, (2, 2))
+            box = {"fill": False, "edgecolor": "#444444", "linewidth": 1, "linestyle": line}
+            start, end = held[0] - 0.47, held[-1] + 0.47
+            axes.add_patch(Rectangle((start, lane), end - start, 0.84, **box))
+        axes.set_ylim(height - 0.06, -0.1)
+        axes.set_xlim(-0.6, count - 0.4)
+        axes.set_yticks([height / 2 - 0.08], [name], fontsize=9)
+        axes.tick_params(length=0, labeltop=axes is all_axes[0], labelbottom=False)
+        axes.set_xticks(range(count), words, fontsize=10)
+        for side in axes.spines.values():
+            side.set_visible(False)
+    return figure
+
+
+def grouped() -> Figure:
+    """Which keys each query sees one by one, which in summaries, and which not at all."""
+    count, size, window = 18, 4, 3
+    made = fixed_groups(size, count)
+    # Values that tell which token or summary they are of.
+    every = torch.eye(count + made.count)[None, None]
+    alike = torch.zeros(1, 1, count, 1), torch.zeros(1, 1, made.count, 1)
+    summaries = Summaries(alike[1], every[:, :, count:])
+    figure = Figure(figsize=(7.6, 4.3), layout="constrained", facecolor="white")
+    near, far = colormaps["Purples"](0.72), colormaps["Oranges"](0.42)
+    for axes, causal in zip(figure.subplots(1, 2), (True, False), strict=True):
+        weights = grouped_attention(
+            alike[0], alike[0], every[:, :, :count], groups=made, summaries=summaries,
+            window=window, visibility=Visibility(causal=causal),
+        )[0, 0]  # fmt: skip
+        for query, row in enumerate(weights > 0):
+            for thing in row.nonzero()[:, 0].tolist():
+                if thing < count:
+                    start, tokens, face = thing, 1, near
+                else:
+                    start = made.start[0, thing - count].item()
+                    tokens, face = made.end[0, thing - count].item() - start + 1, far
+                place = (start - 0.44, query - 0.4)
+                axes.add_patch(Rectangle(place, tokens - 0.12, 0.8, facecolor=face))
+        axes.set_facecolor("#f2f2f2")
+        for border in range(size, count, size):
+            axes.axvline(border - 0.5, color="white", linewidth=1.5, zorder=0)
+        axes.set_xlim(-0.6, count - 0.4)
+        axes.set_ylim(count - 0.4, -0.6)
+        axes.set_aspect("equal")
+        axes.set_xticks(range(0, count, size))
+        axes.set_yticks(range(0, count, size))
+        axes.tick_params(length=0, labelsize=9)
+        axes.set_title("decoder" if causal else "encoder", fontsize=10)
+        axes.set_xlabel("key", fontsize=9)
+        axes.set_ylabel("query" if causal else "", fontsize=9)
+        for side in axes.spines.values():
+            side.set_color("#bbbbbb")
+    handles = [
+        Patch(facecolor=near, label="one by one"),
+        Patch(facecolor=far, label="by its group's summary"),
+        Patch(facecolor="#f2f2f2", edgecolor="#bbbbbb", label="not at all"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9.5)
     return figure
 
 
