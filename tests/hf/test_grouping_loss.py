@@ -106,6 +106,17 @@ def test_groups_that_keep_their_size_have_none(grouping):
         GroupingLoss(converted(grouping))
 
 
+def test_a_forward_pass_with_the_default_cache_is_heard_too():
+    found = []
+    for cached in (True, False):
+        torch.manual_seed(1)
+        model = converted("cif", share=2)
+        with GroupingLoss(model) as grouping:
+            out = model(input_ids=torch.arange(40)[None] % 30 + 2, use_cache=cached)
+            found.append((out.logits, grouping()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
 def test_a_call_without_a_forward_pass_says_so():
     model = converted()
     grouping = GroupingLoss(model)

@@ -212,10 +212,14 @@ class SummaryCache(LayerCache):
         before = self._held
         new = self._arrived(layer, q, k, v, visibility, given)
         grown, groups, summaries = self._grown(layer, before, new, visibility, given)
-        out = layer.attend(
-            q, grown.keys, grown.values, groups, summaries,
-            visibility=visibility.part(groups.first, self.seen), scale=scale,
-        )  # fmt: skip
+        if before is None and layer.learns_groups and layer.training:
+            # Whole rows in training, with transformers' default cache: losses hear of them.
+            out = layer(q, k, v, visibility=visibility, scale=scale, given=given).output
+        else:
+            out = layer.attend(
+                q, grown.keys, grown.values, groups, summaries,
+                visibility=visibility.part(groups.first, self.seen), scale=scale,
+            )  # fmt: skip
         if self.record_past:
             old = self._recent
             recent = new if old is None else old.arrived.followed_by(new)
