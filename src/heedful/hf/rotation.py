@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 _PROBE = "heedful_probe"
@@ -45,6 +46,18 @@ class FamilyRotation(NamedTuple):
         return torch.cat([turned, wide[..., self.width :]], dim=-1).to(x.dtype)
 
 
+class _Watched(TorchFunctionMode):
+    """Sees whether a tensor is used while it is on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.used = tensor, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.used |= any(x is self.tensor for x in args)
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
 def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | None:
     """The rotary embedding of an attention module; `None` where it has none.
@@ -73,8 +86,6 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
         if made is None:
             reason = f"its frequencies change with the length of the row ({', '.join(_ADAPTING)})"
             continue
-        if next(module.parameters()).device.type == "meta":
-            return made
         try:
             rotates = _probe(module, made)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -118,12 +129,16 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     cos, sin = rotation.rotary(x, places, **kind)
     config, before = module.config, module.config._attn_implementation
     AttentionInterface.register(_PROBE, attend)
+    watched = _Watched(cos)
     try:
         config._attn_implementation = _PROBE
-        type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
+        with watched:
+            type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
     finally:
         config._attn_implementation = before
         AttentionInterface._global_mapping.pop(_PROBE, None)
+    if weight.device.type == "meta":  # there are no numbers to compare
+        return watched.used
     first, second = keys[0][:, :, :1], keys[0][:, :, 1:]
     if torch.equal(first, second):
         return False
