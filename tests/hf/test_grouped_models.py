@@ -82,6 +82,18 @@ def test_every_family_is_standard_attention_while_nothing_is_far(family):
     assert torch.equal(logits(model, ids), before)
 
 
+@pytest.mark.parametrize(("family", "share"), [("llama", 1.0), ("gpt_neox", 0.5)])
+def test_a_rotation_that_lengthens_some_channels_is_followed(family, share):
+    """YaRN's, of all channels of a head or of the first ones."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    yarn |= {"partial_rotary_factor": share, "original_max_position_embeddings": 16}
+    model, ids = tiny(family, rope_parameters=yarn), tokens(2, 19)
+    before = logits(model, ids)
+    heedful.convert(model, Grouped(size=1, window=1, refine="attention"))
+    stir(model, 0.2, only=".heedful.")
+    torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "qwen3", "granite"])
 def test_summaries_stand_at_the_mean_position_of_their_group(family):
     """Moving a whole row moves nothing, as with standard attention: only distances count."""

@@ -32,16 +32,14 @@ GRID = [
 
 
 class Turning:
-    """A rotary embedding, lengthening by a factor, at any positions."""
-
-    factor = 1.5
+    """A rotary embedding at any positions."""
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         angle = positions[:, None, :, None].double() * 10.0 ** -torch.arange(half).double()
         a, b = x[..., :half], x[..., half:]
         turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
-        return torch.cat(turned, -1) * self.factor
+        return torch.cat(turned, -1)
 
 
 def made(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
@@ -68,7 +66,8 @@ class Whole:
     def qkv(self, x: Tensor, positions: Tensor) -> list[Tensor]:
         heads = (x @ self.into).unflatten(-1, (-1, self.shape.dim)).transpose(1, 2)
         q, k, v = heads.split([self.shape.heads] + 2 * [self.shape.key_heads], dim=1)
-        return [self.turn(q, positions), self.turn(k, positions), v]
+        # As families that stretch their positions do, which lengthen what they rotate.
+        return [1.5 * self.turn(q, positions), 1.5 * self.turn(k, positions), v]
 
     def __call__(self, ids: Tensor, visibility: Visibility | None = None, positions=None):
         visibility = self.visibility if visibility is None else visibility

@@ -24,7 +24,7 @@ class FamilyRotation(NamedTuple):
     apply: the family's function that rotates with these.
     kind: the layer's kind, where the module asks for it.
     width: how many of a head's first channels it rotates; `None` for all.
-    factor: by how much it lengthens what it rotates.
+    factor: by how much the family lengthens what it rotates, which is left out here.
     """
 
     rotary: nn.Module
@@ -39,7 +39,7 @@ class FamilyRotation(NamedTuple):
         """`x` rotated to these positions, computed in fp32 at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         kind = {} if self.kind is None else {"layer_type": self.kind}
-        cos, sin = self.rotary(wide, positions.float(), **kind)
+        cos, sin = (x / self.factor for x in self.rotary(wide, positions.float(), **kind))
         if self.width is None:
             return self.apply(wide, wide, cos, sin)[0].to(x.dtype)
         turned = self.apply(wide[..., : self.width], wide[..., : self.width], cos, sin)[0]
@@ -106,7 +106,7 @@ def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | N
     if (rope.get(kind, "default") if isinstance(rope, dict) else rope) in _ADAPTING:
         return None
     name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
-    factor = float(getattr(rotary, name, 1.0))
+    factor = torch.tensor(getattr(rotary, name, 1.0), dtype=torch.float32).item()  # as of cosines
     return FamilyRotation(rotary, apply, kind, getattr(module, "rotary_ndims", None), factor)
 
 
@@ -142,7 +142,7 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     first, second = keys[0][:, :, :1], keys[0][:, :, 1:]
     if torch.equal(first, second):
         return False
-    expected = rotation(first, places[:, 1:]) / rotation.factor
+    expected = rotation(first, places[:, 1:])
     error = (expected - second).abs().max() / second.abs().max()
     return True if error < 16 * torch.finfo(second.dtype).eps else None
 

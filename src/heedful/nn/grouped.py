@@ -393,7 +393,7 @@ def _rotated_back(
     """As before the rotary embedding; not rotated where the model has none."""
     if rotation is None:
         return x
-    return rotation(x, -positions.float()) / rotation.factor**2
+    return rotation(x, -positions.float())
 
 
 def _centre(groups: Groups, positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B M"]:

@@ -14,12 +14,7 @@ Need = Literal["input", "source", "token_ids", "positions", "cache", "unrotated"
 
 
 class Rotation(Protocol):
-    """A model's rotary embedding, at any positions, between tokens too.
-
-    factor: by how much it lengthens what it rotates.
-    """
-
-    factor: float
+    """A model's rotary embedding, at any positions, between tokens too; it keeps lengths."""
 
     def __call__(
         self, x: Float[Tensor, "B H n D"], positions: Float[Tensor, "#B n"]
