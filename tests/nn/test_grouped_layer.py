@@ -218,6 +218,19 @@ def test_every_parameter_learns(name, refine, queries):
         assert bool(p.grad.any()), part
 
 
+@pytest.mark.parametrize("name", ["slots", "cif", "boundary"])
+def test_what_makes_groups_learns_from_its_first_values_on(name):
+    """Of the attention's own gradient: the loss that holds their size is nothing at first."""
+    torch.manual_seed(0)
+    layer = Grouped(name, window=2, **GROUPINGS[name]).build(SHAPE).double()
+    x = torch.randn(2, 64, SHAPE.hidden).double()
+    q, k, v = (torch.randn(2, n, 64, 6).double() for n in (4, 2, 2))
+    out = layer(q, k, v, given=Given(input=x)).output
+    (out * torch.randn_like(out)).sum().backward()
+    for part, p in layer.grouping.named_parameters():
+        assert p.grad is not None and bool((p.grad.abs() > 1e-9).any()), part
+
+
 def test_the_first_values_are_the_mean():
     x, tokens = torch.randn(2, TOKENS, 20).double(), ids()
     given = Given(input=x, positions=torch.arange(TOKENS)[None])

@@ -77,7 +77,7 @@ class Grouping(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Borders by the likeness of neighbours, equal weights of mean 1/size, random clusters."""
+        """Borders by the likeness of neighbours, weights of mean 1/size, random clusters."""
         match self.kind:
             case "boundary":
                 nn.init.orthogonal_(self.query.weight)
@@ -85,7 +85,8 @@ class Grouping(nn.Module):
             case "cif":
                 nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
                 self.inner.bias.zero_()
-                self.outer.weight.zero_()
+                # Not zero: where all weights are alike no token stands on a border, and none learns.
+                nn.init.normal_(self.outer.weight, std=self.outer.in_features**-0.5)
                 least = 1 / self.longest
                 share = (1 / self.size - least) / (1 - least)
                 self.outer.bias.fill_(math.log(share / (1 - share)))
