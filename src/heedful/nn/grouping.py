@@ -85,7 +85,7 @@ class Grouping(nn.Module):
             case "cif":
                 nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
                 self.inner.bias.zero_()
-                # Not zero: where all weights are alike no token stands on a border, and none learns.
+                # Not zero: with weights all alike no token stands on a border, and none learns.
                 nn.init.normal_(self.outer.weight, std=self.outer.in_features**-0.5)
                 least = 1 / self.longest
                 share = (1 / self.size - least) / (1 - least)
