@@ -57,6 +57,10 @@ def dot(x: list[float], y: list[float]) -> float:
     return sum(a * b for a, b in zip(x, y, strict=True))
 
 
+def capped(logit: float, softcap: float | None) -> float:
+    return logit if softcap is None else softcap * math.tanh(logit / softcap)
+
+
 def softmax(logits: list[float | None]) -> list[float]:
     """Over the entries that are not `None`; those get zero."""
     seen = [x for x in logits if x is not None]

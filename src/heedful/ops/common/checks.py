@@ -55,6 +55,16 @@ def check_tau(tau: float | None) -> float | None:
     return tau
 
 
+def check_softcap(softcap: float | None) -> float | None:
+    """The cap of the logits, above zero, or `None`."""
+    if softcap is None:
+        return None
+    softcap = _finite("softcap", softcap, "use its .item()")
+    if not torch.compiler.is_compiling() and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap:g}; None caps nothing")
+    return softcap
+
+
 def _finite(name: str, x: float, way_out: str) -> float:
     if isinstance(x, Tensor):
         raise ValueError(

@@ -208,6 +208,18 @@ def row_blocks(
         yield start, min(start + rows, queries)
 
 
+def cap_(logits: Float[Tensor, "*lead C"], softcap: float | None) -> Float[Tensor, "*lead C"]:
+    """`softcap tanh(logits / softcap)`, in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(
+    capped: Float[Tensor, "*lead C"], softcap: float | None
+) -> Float[Tensor, "*lead C"] | None:
+    """The derivative of `cap_` at what it gave, `1 - tanh^2`; `None` where nothing is capped."""
+    return None if softcap is None else (capped / softcap).square_().neg_().add_(1)
+
+
 def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, "B H R C"]:
     """Softmax over the visible entries, in place; rows that see nothing become zero."""
     hidden.fill(logits, float("-inf"))

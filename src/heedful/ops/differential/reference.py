@@ -19,6 +19,7 @@ def differential_attention_reference(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`, one line per step of its definition."""
     pairs, group = q.shape[1] // 2, q.shape[1] // k.shape[1]
@@ -26,6 +27,8 @@ def differential_attention_reference(
     q = q.unflatten(1, (pairs, 2))
     k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1)
     logits = (q @ k.mT * scale).to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         bias = bias.to(logits.dtype).expand(-1, 2 * pairs, -1, -1)
         logits = logits + bias.unflatten(1, (pairs, 2))

@@ -4,6 +4,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, hidden_from
+from heedful.ops.common.tiles import cap_
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility
 
@@ -17,12 +18,13 @@ def differential_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`; the difference is taken after the values."""
     if few_queries(q, k, (q, k, v, lam, bias)):
-        return _few(q, k, v, lam, visibility, scale, bias)
+        return _few(q, k, v, lam, visibility, scale, bias, softcap)
     if bias is not None and bias.shape[1] > 1:
-        return _map_by_map(q, k, v, lam, visibility, scale, bias)
+        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
     # Heads in the order (map, pair), so that every map's heads stand beside their key heads.
@@ -32,7 +34,7 @@ def differential_attention_tiled(
     # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
     both = multi_token_attention_tiled(
         q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
-        visibility=visibility, scale=scale, bias=bias, wide=True,
+        visibility=visibility, scale=scale, bias=bias, softcap=softcap, wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
@@ -40,13 +42,14 @@ def differential_attention_tiled(
 
 def _map_by_map(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor,
+    bias: Tensor, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
     first, second = (
         multi_token_attention_tiled(
             q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
-            visibility=visibility, scale=scale, bias=bias[:, i::2], wide=True,
+            visibility=visibility, scale=scale, bias=bias[:, i::2], softcap=softcap,
+            wide=True,
         )
         for i in (0, 1)
     )  # fmt: skip
@@ -55,13 +58,13 @@ def _map_by_map(
 
 def _few(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor | None,
+    bias: Tensor | None, softcap: float | None,
 ) -> Tensor:  # fmt: skip
     """The same for a few queries, dense; here the difference is that of the maps."""
     key_pairs = k.shape[1] // 2
     hidden = hidden_from(visibility, q.shape[2], k.shape[2], q.device)
     # Heads in the order (key pair, map, pair of its group): each beside its key head.
-    logits = few_scores(_by_key_pair(q, key_pairs), k, scale)
+    logits = cap_(few_scores(_by_key_pair(q, key_pairs), k, scale), softcap)
     if bias is not None:
         logits += bias if bias.shape[1] == 1 else _by_key_pair(bias, key_pairs)
     weights = few_weights(logits, hidden)

@@ -23,6 +23,7 @@ def selective_attention_reference(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, one line per step of its definition."""
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
@@ -33,7 +34,10 @@ def selective_attention_reference(
 
     logits = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT * scale
     f_less_bias = f if bias is None else f - bias.to(f.dtype)
-    logits = (logits.to(f.dtype) - f_less_bias).masked_fill(~visible, float("-inf"))
+    logits = logits.to(f.dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = (logits - f_less_bias).masked_fill(~visible, float("-inf"))
     p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
     p = p.masked_fill(~visible, 0).to(q.dtype)
     output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)

@@ -23,6 +23,8 @@ from heedful.ops.common.tiles import (
     Hidden,
     Scope,
     Sight,
+    cap_,
+    cap_slope,
     finished,
     row_blocks,
     softmax_,
@@ -46,17 +48,19 @@ def selective_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows; dense where these are few."""
     if few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias)):
         return selective_attention_few(
             q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
-            visibility=visibility, scale=scale, bias=bias,
+            visibility=visibility, scale=scale, bias=bias, softcap=softcap,
         )  # fmt: skip
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(
         q, k, v, selector_q, selector_k, state, bias, *seen, first, visibility.window, tau, scale,
+        softcap,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
@@ -74,18 +78,20 @@ class Operands(NamedTuple):
     scope: Scope
     first: Tensor | None
     scale: float
+    softcap: float | None
 
 
 def operands(
-    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
-) -> Operands:
+    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale,
+    softcap,
+) -> Operands:  # fmt: skip
     """The call's tensors as its blocks take them, and who sees whom."""
     heads = q.shape[1]
     sight = Sight(segments, False, True, window, mutual, places)
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, bias, scope, first, scale,
+        operand(selector_q), operand(selector_k), state, bias, scope, first, scale, softcap,
     )  # fmt: skip
 
 
@@ -128,7 +134,7 @@ def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
     room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, ascending=True):
         block = _row_block(x, start, stop)
-        f, p = _maps(x, block, total, room)
+        f, p, _ = _maps(x, block, total, room=room)
         out.output[:, :, start:stop] = product(p, x.v[:, :, block.cut])
         total.add(block.sums, block.cut)
         if tau is not None:
@@ -183,21 +189,28 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
 
 
 def _maps(
-    x: Operands, block: RowBlock, total: RunningTotal, room: Tensor | None = None
-) -> tuple[Float[Tensor, "B Hs R C"], Float[Tensor, "B H R C"]]:
-    """F and the probabilities of a block; `total` is of the blocks before it.
+    x: Operands,
+    block: RowBlock,
+    total: RunningTotal,
+    *,
+    room: Tensor | None = None,
+    slopes: bool = False,
+) -> tuple[Float[Tensor, "B Hs R C"], Float[Tensor, "B H R C"], Float[Tensor, "B H R C"] | None]:
+    """F and the probabilities of a block, and the slope of the soft cap if `slopes` asks for it.
 
-    The logits are made in `room`, if that is given.
+    `total` is of the blocks before it. The logits are made in `room`, if that is given.
     """
     base = total.rounded(block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
     f = base[:, :, None] + _earlier(block.s) @ block.s
     logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
+    cap_(logits, x.softcap)
+    slope = cap_slope(logits, x.softcap) if slopes else None
     logits.sub_(f)
     if x.bias is not None:
         logits.add_(x.bias[:, :, block.rows, block.cut])
-    return f, softmax_(logits, block.hidden)
+    return f, softmax_(logits, block.hidden), slope
 
 
 def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
@@ -227,7 +240,7 @@ def attend_backward(
         block = _row_block(x, start, stop)
         cut = block.cut
         total.add(-block.sums, cut)
-        f, p = _maps(x, block, total)
+        f, p, slope = _maps(x, block, total, slopes=True)
         out_grad = grad[:, :, start:stop]
         dv[..., cut] += product(out_grad.mT, p)
         dp = product(out_grad, x.v[:, :, cut].mT)
@@ -248,10 +261,12 @@ def attend_backward(
         dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
         dsk[..., cut] += product(x.selector_q[:, :, start:stop].mT, ds)
 
+        if slope is not None:
+            dlogits.mul_(slope)
         dlogits.mul_(x.scale)
         dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
         dk[..., cut] += product(x.q[:, :, start:stop].mT, dlogits)
-        del block, f, dlogits, df, ds
+        del block, f, slope, dlogits, df, ds
     return dq, dk.mT, dv.mT, dsq, dsk.mT, dbias, later
 
 
@@ -260,19 +275,21 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
     bias: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
     first: Tensor | None, window: int | None, tau: float | None, scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
-    if whole and state is None and tau is None:
+    if whole and state is None and tau is None and softcap is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
     x = operands(
-        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
-    )
+        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window,
+        scale, softcap,
+    )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     attend(x, tau, _Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
@@ -295,7 +312,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) 
 @_tiled.register_fake
 def _(
     q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, tau,
-    scale,
+    scale, softcap,
 ):  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -312,11 +329,12 @@ def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
     v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None, bias: Tensor | None,
     segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
-    window: int | None, tau: float | None, scale: float,
+    window: int | None, tau: float | None, scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
-        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
-    )
+        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window,
+        scale, softcap,
+    )  # fmt: skip
     *grads, dbias, later = attend_backward(operand(grad), grad_state, grad_memory, x, pair, tau)
     return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, later
 
@@ -332,11 +350,11 @@ refuse_second_derivative(_tiled_backward, "selective_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, window, tau, scale = inputs
+    *tensors, window, tau, scale, softcap = inputs
     pair = output[3]
     ctx.mark_non_differentiable(pair)
     ctx.save_for_backward(pair, *tensors)
-    ctx.options = (window, tau, scale)
+    ctx.options = (window, tau, scale, softcap)
     ctx.from_state, ctx.biased = (x is not None for x in tensors[5:7])
 
 
@@ -345,7 +363,7 @@ def _backward(ctx, grad, grad_state, grad_memory, _):
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
     state = later if ctx.from_state else None
-    return *grads, state, dbias if ctx.biased else None, *(None,) * 7
+    return *grads, state, dbias if ctx.biased else None, *(None,) * 8
 
 
 _tiled.register_autograd(_backward, setup_context=_save)
