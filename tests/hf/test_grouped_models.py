@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from families import FAMILIES, logits, stir, tiny, tokens
+from families import EAGER, FAMILIES, logits, stir, tiny, tokens
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import heedful
@@ -68,7 +68,7 @@ def test_bytes_of_a_cache_are_those_of_summaries_and_near_tokens(context):
     assert cache.tokens[0] <= 128 + 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in EAGER])
 def test_every_family_is_standard_attention_while_nothing_is_far(family):
     """With groups of one token too, so that the family's rotary embedding is followed right."""
     model, ids = tiny(family), tokens(2, 19)
@@ -79,6 +79,12 @@ def test_every_family_is_standard_attention_while_nothing_is_far(family):
         torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=2e-5)
         conversion.revert()
     assert torch.equal(logits(model, ids), before)
+
+
+def test_a_family_that_caps_its_logits_is_refused():
+    model = tiny("gemma2")
+    with pytest.raises(ValueError, match="does not cap logits, as Gemma2Attention does"):
+        heedful.convert(model, Grouped(size=4, window=64))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "qwen3", "granite"])

@@ -61,14 +61,16 @@ def test_where_mechanisms_are_defined():
     selective = {"selective": {"decoder"}, "selective per head": {"decoder"}}
     expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
     assert roles == expected
-    assert Layer.roles == {"decoder"} and Layer.takes_bias is False
+    assert Layer.roles == {"decoder"}
+    assert Layer.takes_bias is Layer.takes_softcap is False
 
 
 @every
 @pytest.mark.parametrize("biased", [False, True])
-def test_maps_are_what_multiplies_the_values(name, role, biased):
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_maps_are_what_multiplies_the_values(name, role, biased, softcap):
     layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
-    given = Given(bias=bias if biased else None)
+    given = Given(bias=bias if biased else None, softcap=softcap)
     out = layer(q, k, v, visibility=SEEN[role], scale=0.7, given=given).output
     weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, given=given).weights
     if name == "differential":
@@ -88,6 +90,15 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.square().sum(), leaf)
     assert bool((grad != 0).any())
+
+
+@every
+def test_a_cap_changes_outputs(name, role):
+    layer, (q, k, v, _) = built(name, role), draw()
+    assert layer.takes_softcap
+    plain = layer(q, k, v, visibility=SEEN[role]).output
+    found = layer(q, k, v, visibility=SEEN[role], given=Given(softcap=0.5)).output
+    assert not torch.allclose(found, plain)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])

@@ -36,6 +36,7 @@ from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     Attention,
     adds_bias,
+    caps_logits,
     find_attention,
     find_mlp,
     head_shape,
@@ -254,6 +255,7 @@ def convert(
     for path, one in placed.items():
         built[path], config = _build(one, plan)
         built[path].impl, built[path].biased = impl, adds_bias(one.module)
+        built[path].capped = caps_logits(one.module)
         if config is not None:
             roles[config].add(one.role)
     stands = settled(plan, roles, type(model).__name__)
@@ -426,6 +428,11 @@ def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanis
             if one.role not in part.roles or one.index not in part.layers:
                 continue
             layer = config.build(shape)
+            if caps_logits(one.module) and not layer.takes_softcap:
+                raise ValueError(
+                    f"mechanism {config} does not cap logits, as {type(one.module).__name__} does "
+                    "(softcap); take another mechanism"
+                )
             unbiased = one.role == "cross" or layer.takes_bias or not adds_bias(one.module)
             if one.role in layer.roles and unbiased:
                 return layer, config

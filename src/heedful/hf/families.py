@@ -90,6 +90,12 @@ def adds_bias(module: nn.Module) -> bool:
     return "position_bias" in _passed(_own_class(type(module)))
 
 
+def caps_logits(module: nn.Module) -> bool:
+    """Whether a family's attention function caps its logits, as Gemma 2's."""
+    passes = "softcap" in _passed(_own_class(type(module)))
+    return passes and getattr(module, "attn_logit_softcapping", None) is not None
+
+
 def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
     """The MLP of the layer that holds this attention module."""
     for layer in model.modules():
@@ -198,10 +204,10 @@ def _obstacle(module: nn.Module, role: Role) -> str | None:
         return "it does not go through transformers' attention interface"
     if any(hasattr(module, name) for name in ("kv_lora_rank", "kv_a_proj_with_mqa")):
         return "it compresses keys and values (multi-head latent attention)"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if getattr(config, "attn_logit_softcapping", None) is not None and not caps_logits(module):
         return (
-            "it soft-caps its logits; set config.attn_logit_softcapping = None if the model can "
-            "do without"
+            "its configuration soft-caps logits and it does not tell its attention function; set "
+            "config.attn_logit_softcapping = None if the model can do without"
         )
     if isinstance(getattr(module, "sinks", None), nn.Parameter):
         return "it has attention sinks as parameters"

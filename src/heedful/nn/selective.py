@@ -57,6 +57,7 @@ class SelectiveAttention(Layer):
     """
 
     takes_bias = True
+    takes_softcap = True
     keeps = ("F",)
     reports_memory = True
 
@@ -107,6 +108,7 @@ class SelectiveAttention(Layer):
             tau=self.tau,
             protect_first=self.config.protect_first,
             bias=given.bias,
+            softcap=given.softcap,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
@@ -124,7 +126,10 @@ class SelectiveAttention(Layer):
             f = f + pad(given.state, (0, k.shape[2] - given.state.shape[2]))[:, :, None]
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        logits = q @ spread.mT * scale - f
+        logits = q @ spread.mT * scale
+        if given.softcap is not None:
+            logits = given.softcap * torch.tanh(logits / given.softcap)
+        logits = logits - f
         logits = logits if given.bias is None else logits + given.bias
         logits = logits.masked_fill(~visible, float("-inf"))
         weights = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
