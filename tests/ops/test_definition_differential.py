@@ -12,7 +12,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def by_loops(q, k, v, lam: list[float], visibility, softcap=None) -> Tensor:
+def by_loops(q, k, v, lam: list[float], visibility, softcap=None, sinks=None) -> Tensor:
     """Query heads 2p and 2p + 1 are pair p; key heads likewise, fewer of them under GQA."""
     batch, heads, queries, dim = q.shape
     pairs, keys, group = heads // 2, k.shape[2], heads // k.shape[1]
@@ -33,7 +33,8 @@ def by_loops(q, k, v, lam: list[float], visibility, softcap=None) -> Tensor:
                             if sees(b, i, j)
                             else None
                             for j in range(keys)
-                        ]
+                        ],
+                        None if sinks is None else sinks[2 * p + side].item(),
                     )
                     for side in (0, 1)
                 ]
@@ -48,9 +49,9 @@ def by_loops(q, k, v, lam: list[float], visibility, softcap=None) -> Tensor:
 def test_loops(impl, kind, queries, softcap):
     q, k, v = draw(2, 8, queries, 3), draw(2, 4, 9, 3), draw(2, 2, 9, 6)
     lam = torch.tensor([0.3, -0.2, 0.9, 1.5], dtype=torch.float64)
-    visibility = cases(9)[kind]
-    expected = by_loops(q, k, v, lam.tolist(), visibility, softcap)
-    options = {"visibility": visibility, "softcap": softcap, "impl": impl}
+    visibility, sinks = cases(9)[kind], None if softcap is None else draw(8)
+    expected = by_loops(q, k, v, lam.tolist(), visibility, softcap, sinks)
+    options = {"visibility": visibility, "softcap": softcap, "sinks": sinks, "impl": impl}
     actual = differential_attention(q, k, v, lam=lam, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 

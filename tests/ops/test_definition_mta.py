@@ -18,7 +18,7 @@ def draw(*shape: int) -> Tensor:
 
 
 def by_loops(
-    q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None, softcap=None
+    q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None, softcap=None, sinks=None
 ) -> Tensor:
     """Every entry of every step by itself."""
     batch, heads, queries, dim = q.shape
@@ -85,7 +85,7 @@ def by_loops(
         for h in range(heads):
             for i in range(queries):
                 seen = [x[b][h][i][j] if sees(b, i, j) else None for j in range(keys)]
-                x[b][h][i] = softmax(seen)
+                x[b][h][i] = softmax(seen, None if sinks is None else sinks[h].item())
     x = mixed(zero_where_unseen(convolved(x, post_conv)), post_mix)
     return weighted(x, v.tolist(), group)
 
@@ -115,11 +115,11 @@ def test_a_bias_is_added_right_before_the_softmax(rows, heads):
 
 
 @pytest.mark.parametrize("queries", [9, 4, 1])
-def test_logits_are_capped_before_the_bias(queries):
+def test_logits_are_capped_before_the_bias_and_sinks_are_not(queries):
     visibility = cases(9)["both in a window"]
     q, k, v = draw(2, 4, queries, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5)
     made = {name: draw(*size) for name, size in ALL.items()}
-    made |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7}
+    made |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
     expected = by_loops(q, k, v, **made, visibility=visibility)
     for impl in ("reference", "tiled"):
         actual = multi_token_attention(q, k, v, **made, visibility=visibility, impl=impl)

@@ -36,7 +36,17 @@ def first_tokens(visibility: Visibility | None, row: int, keys: int) -> set[int]
 
 
 def by_loops(
-    q, k, v, *, selector_q, selector_k, protect_first, visibility, state=None, softcap=None
+    q,
+    k,
+    v,
+    *,
+    selector_q,
+    selector_k,
+    protect_first,
+    visibility,
+    state=None,
+    softcap=None,
+    sinks=None,
 ):
     """Outputs, state after the last query, and memory, from F[i, j] = sum of S[p, j], j < p < i."""
     batch, heads, queries, dim = q.shape
@@ -67,7 +77,8 @@ def by_loops(
                         if sees(b, i, j)
                         else None
                         for j in range(keys)
-                    ]
+                    ],
+                    None if sinks is None else sinks[h].item(),
                 )
             for s in range(selectors):
                 counted = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
@@ -87,7 +98,7 @@ def test_loops(kind, queries, selector, protect_first):
     own = {"selector_q": draw(2, count, queries, 2), "selector_k": draw(2, count, 10, 2)}
     state = draw(2, count, 10).abs() if queries < 10 else None
     options = {"visibility": cases(10)[kind], "protect_first": protect_first, "state": state}
-    options["softcap"] = softcap
+    options |= {"softcap": softcap, "sinks": draw(4) if queries == 4 else None}
     given = {} if selector == "head 0" else own
     meant = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
     expected = by_loops(q, k, v, **meant, **options)

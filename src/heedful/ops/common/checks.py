@@ -153,6 +153,13 @@ def check_bias(bias: Tensor | None, q: Tensor, keys: int) -> None:
         )
 
 
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise unless sinks are `None`, or one finite number per head of q."""
+    if sinks is not None:
+        check_dense("sinks", sinks, "[H] (one logit per query head)")
+        check_parameter("sinks", sinks, (q.shape[1],), q)
+
+
 def _seen_infinite(x: Tensor) -> bool:
     """Whether NaN or infinity is in it, where a look is free.
 

@@ -9,6 +9,7 @@ from heedful.ops.common.checks import (
     check_parameter,
     check_qkv,
     check_scale,
+    check_sinks,
     check_softcap,
     shown,
 )
@@ -28,6 +29,7 @@ def differential_attention(
     lam: Float[Tensor, "*P"],
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -46,6 +48,8 @@ def differential_attention(
         lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
         bias: $b$, added to the logits, `[1 or B, 1 or 2P, Tq, Tk]`. It has a gradient.
         softcap: the largest size of a logit of either map, before the bias; `None` caps nothing.
+        sinks: a logit per head `[2P]` in its softmax's sum alone, neither capped nor biased: what
+            goes there is given to no token. It has a gradient.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -76,6 +80,7 @@ def differential_attention(
     check_parameter("lam", lam, tuple(lam.shape), q)
     check_bias(bias, q, k.shape[2])
     softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     chosen = choose(
         "differential_attention",
@@ -83,12 +88,12 @@ def differential_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or altered(bias, softcap)
+            or altered(bias, softcap, sinks)
             or over_limit(q, q=q.shape[3], v=v.shape[3])
         ),
-        (q, k, v, lam, bias),
+        (q, k, v, lam, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap}
+    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
     if chosen == "fused":
         from heedful.ops.differential.fused import differential_attention_fused as run
     elif chosen == "tiled":

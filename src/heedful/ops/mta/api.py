@@ -10,6 +10,7 @@ from heedful.ops.common.checks import (
     check_parameter,
     check_qkv,
     check_scale,
+    check_sinks,
     check_softcap,
     shown,
 )
@@ -33,6 +34,7 @@ def multi_token_attention(
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     visibility: Visibility | None = None,
     scale: float | None = None,
@@ -62,6 +64,8 @@ def multi_token_attention(
             relative position bias, say. It has a gradient.
         softcap: the largest size of a logit, which approaches it as c tanh(x / c); the bias is
             added after it. For families such as Gemma 2; `None` caps nothing.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor biased: what
+            goes there is given to no token. For families such as GPT-OSS. It has a gradient.
         two_sided: for encoders: kernels are centred over queries as they are over keys. The middle
             row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
             above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
@@ -104,6 +108,7 @@ def multi_token_attention(
         _check_mix(name, weights, heads, q)
     check_bias(bias, q, k.shape[2])
     softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     parameters = (conv, post_conv, mix, post_mix)
     chosen = choose(
@@ -112,15 +117,15 @@ def multi_token_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or altered(bias, softcap)
+            or altered(bias, softcap, sinks)
             or ("its kernels look back over queries only (two_sided)" if two_sided else None)
             or multi_token_attention_limit(q, v, *parameters)
         ),
-        (q, k, v, *parameters, bias),
+        (q, k, v, *parameters, bias, sinks),
     )
-    options = (
-        {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "two_sided": two_sided}
-    )
+    options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
+    if chosen == "fused":
+        options = {}  # it has been asked for none of them
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
     elif chosen == "fused":

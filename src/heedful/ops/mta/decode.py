@@ -25,6 +25,7 @@ def multi_token_attention_few(
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in fp32 at least."""
@@ -42,7 +43,7 @@ def multi_token_attention_few(
     logits = cap_(logits, softcap)
     if bias is not None:
         logits += bias
-    weights = few_weights(logits, hidden)
+    weights = few_weights(logits, hidden, sinks)
     if post_conv is not None:
         weights = _blank(_convolved(weights, post_conv, segments, two_sided), hidden)
     if post_mix is not None:

@@ -26,7 +26,9 @@ from heedful.ops.common.tiles import (
     cap_slope,
     finished,
     row_blocks,
+    sink_gradient,
     spread_heads,
+    sunk_softmax_,
 )
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, TileSteps
@@ -48,6 +50,7 @@ def multi_token_attention_tiled(
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
@@ -56,16 +59,17 @@ def multi_token_attention_tiled(
     The output is in q's dtype, or in the precision of the sums if `wide`.
     """
     parameters = Parameters(conv, post_conv, mix, post_mix)
-    if few_queries(q, k, (q, k, v, *parameters, bias)):
+    if few_queries(q, k, (q, k, v, *parameters, bias, sinks)):
         out = multi_token_attention_few(
             q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, softcap=softcap,
-            two_sided=two_sided,
+            sinks=sinks, two_sided=two_sided,
         )  # fmt: skip
         return out.to(output_dtype(q, wide))
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, bias, *seen, visibility.documents is not None,
-        visibility.causal, visibility.window, scale, softcap, two_sided, wide,
+        q, k, v, conv, post_conv, mix, post_mix, bias, sinks, *seen,
+        visibility.documents is not None, visibility.causal, visibility.window, scale,
+        softcap, two_sided, wide,
     )  # fmt: skip
 
 
@@ -82,6 +86,7 @@ class Operands(NamedTuple):
     scale: float
     bias: Float[Tensor, "#B #H Tq Tk"] | None
     softcap: float | None
+    sinks: Float[Tensor, "H 1 1"] | None
 
     def biased(self, capped: Tensor, block: "RowBlock") -> Tensor:
         """The logits of the block's own rows with their bias, in place."""
@@ -90,13 +95,14 @@ class Operands(NamedTuple):
 
 def operands(
     q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, scale: float, steps: TileSteps,
-    bias: Tensor | None = None, softcap: float | None = None,
+    bias: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Operands:  # fmt: skip
     """The call's tensors in the precisions in which these steps take them."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
     given = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
-    return Operands(*spread, given, scale, bias, softcap)
+    sinks = None if sinks is None else sinks.to(accumulating)[:, None, None]
+    return Operands(*spread, given, scale, bias, softcap, sinks)
 
 
 class RowBlock(NamedTuple):
@@ -166,6 +172,7 @@ class _Probabilities(NamedTuple):
     c: Tensor | None  # Conv(Z), where mixing follows
     slope: Tensor | None  # of the soft cap, where there is one and it is asked for
     p: Tensor
+    sunk: Tensor | None  # what of each row goes to the sink, where there is one
 
 
 def _probabilities(
@@ -186,8 +193,18 @@ def _probabilities(
         logits = steps.mix(c, mix, last=True)
     logits = cap_(logits, x.softcap)
     slope = cap_slope(logits, x.softcap) if slopes else None
-    p = steps.softmax(x.biased(logits, block), owned, block.columns)
-    return _Probabilities(z, c, slope, p)
+    return _Probabilities(z, c, slope, *_softmax(x, steps, block, logits))
+
+
+def _softmax(
+    x: Operands, steps: TileSteps, block: RowBlock, capped: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The softmax of the block's own rows, and what of each row goes to the sink."""
+    logits, owned = x.biased(capped, block), block.tokens(block.rows)
+    if x.sinks is None:
+        return steps.softmax(logits, owned, block.columns), None
+    hidden = steps.scope.hidden(owned, block.columns)
+    return sunk_softmax_(logits.contiguous(), hidden, x.sinks)
 
 
 def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
@@ -195,8 +212,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
         logits = steps.mix(logits, x.parameters.mix, last=True)
-    logits = x.biased(cap_(logits, x.softcap), block)
-    return steps.softmax(logits, block.tokens(block.rows), block.columns)
+    return _softmax(x, steps, block, cap_(logits, x.softcap))[0]
 
 
 def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
@@ -211,8 +227,8 @@ def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Ten
 
 def attend_backward(
     grad: Float[Tensor, "B H Tq Dv"], x: Operands, steps: TileSteps
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Parameters]:
-    """Gradients of q, k, v, bias and the parameters, in the precision of the sums.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Parameters]:
+    """Gradients of q, k, v, bias, sinks and the parameters, in the precision of the sums.
 
     But for that of the bias, as large as the map: it is in the bias's own.
     """
@@ -221,9 +237,12 @@ def attend_backward(
     dk, dv = (_zeros(t.mT, t.shape[2]) for t in (x.k, x.v))
     sums = Parameters(*(None if t is None else torch.zeros_like(t) for t in x.parameters))
     dbias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
+    dsinks = None if x.sinks is None else x.sinks.new_zeros(len(x.sinks))
     for block in _row_blocks(x, steps):
         made = _probabilities(x, steps, block, slopes=True)
         d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
+        if dsinks is not None:
+            dsinks += sink_gradient(d, made.p, made.sunk)
         # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
         d = steps.softmax_backward(d, made.p)
         if dbias is not None:
@@ -241,7 +260,7 @@ def attend_backward(
         dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
         dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
         del z, d
-    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, sums
+    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, dsinks, sums
 
 
 def _after_softmax_backward(
@@ -294,19 +313,20 @@ def _cut(rows: range) -> slice:
 @torch.library.custom_op("heedful::multi_token_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
-    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, softcap: float | None, two_sided: bool, wide: bool,
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, documents: bool,
+    causal: bool, window: int | None, scale: float, softcap: float | None, two_sided: bool,
+    wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
     out = None
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
         steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
-        out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias, softcap), steps)
+        out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias, sinks, softcap), steps)
     return out.to(output_dtype(q, wide))
 
 
@@ -316,7 +336,9 @@ def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
     sight = steps.scope.sight
     two_sided = steps.reach(conv).after > 0
     wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
-    if wide is not None and all(parameter is None for parameter in (*rest, x.bias, x.softcap)):
+    if wide is not None and all(
+        parameter is None for parameter in (*rest, x.bias, x.softcap, x.sinks)
+    ):
         out = flash_attention(wide, x.v, sight)
         if out is not None:
             return out
@@ -336,13 +358,14 @@ def _(q, k, v, *options):
 @torch.library.custom_op("heedful::multi_token_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
-    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, softcap: float | None, two_sided: bool, wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, documents: bool,
+    causal: bool, window: int | None, scale: float, softcap: float | None, two_sided: bool,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
     steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
-    inputs = (q, k, v, conv, post_conv, mix, post_mix, bias)
+    inputs = (q, k, v, conv, post_conv, mix, post_mix, bias, sinks)
     return gradients(grad, inputs, scale, steps, softcap)
 
 
@@ -350,12 +373,12 @@ def gradients(
     grad: Tensor, inputs: tuple[Tensor | None, ...], scale: float, steps: TileSteps,
     softcap: float | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, the parameters and the bias in their dtypes; empty for what is none."""
-    q, k, v, *parameters, bias = inputs
-    x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, softcap)
-    *grads, dbias, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    """Gradients of q, k, v, the parameters, bias and sinks in their dtypes; empty for none."""
+    q, k, v, *parameters, bias, sinks = inputs
+    x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, sinks, softcap)
+    *grads, dbias, dsinks, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
     found = [finished(grads, t) for t in (q, k, v)]
-    for g, t in zip((*sums, dbias), (*parameters, bias), strict=True):
+    for g, t in zip((*sums, dbias, dsinks), (*parameters, bias, sinks), strict=True):
         found.append(q.new_empty(0) if t is None else g.to(t.dtype))
     return tuple(found)
 
@@ -366,7 +389,7 @@ def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:8]))
+_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:9]))
 refuse_second_derivative(_tiled_backward, "multi_token_attention")
 
 

@@ -12,6 +12,7 @@ from heedful.ops.common.checks import (
     check_flag,
     check_qkv,
     check_scale,
+    check_sinks,
     check_softcap,
     check_tau,
     shown,
@@ -52,6 +53,7 @@ def selective_attention(
     protect_first: bool = True,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
@@ -80,6 +82,8 @@ def selective_attention(
             does not see it.
         softcap: the largest size of a logit, before bias and F; `None` caps nothing. What selects
             is not capped.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor hidden: what
+            goes there is given to no token. It has a gradient.
         visibility: who sees whom; `None` is causal. Must be causal.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -111,6 +115,7 @@ def selective_attention(
     state = _whole_state(state, (q.shape[0], selector_q.shape[1], keys), q)
     check_bias(bias, q, keys)
     softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     chosen = choose(
         "selective_attention",
@@ -118,12 +123,12 @@ def selective_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or altered(bias, softcap)
+            or altered(bias, softcap, sinks)
             or selective_attention_limit(q, v, selector_q, scale)
         ),
-        (q, k, v, selector_q, selector_k, state, bias),
+        (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap}
+    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
     if chosen == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
     elif chosen == "tiled":

@@ -28,6 +28,7 @@ def selective_attention_few(
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`."""
     queries, keys = q.shape[2], k.shape[2]
@@ -48,13 +49,14 @@ def selective_attention_few(
         f = state[:, :, None] + hiding.cumsum(2).sub_(hiding)
         last = state + hiding.sum(2)
     less = f if bias is None else f - bias
-    if queries == 1 and hidden is None and scale > 0 and softcap is None:
+    plain = softcap is None and sinks is None
+    if plain and queries == 1 and hidden is None and scale > 0:
         output = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=(-less).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
         logits = cap_(few_scores(q, k, scale), softcap)
-        weights = few_weights(logits.sub_(less), hidden)
+        weights = few_weights(logits.sub_(less), hidden, sinks)
         output = few_outputs(weights, v).to(q.dtype)
     memory = None
     if tau is not None:

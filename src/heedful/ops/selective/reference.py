@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import Visibility
 
 
@@ -24,6 +25,7 @@ def selective_attention_reference(
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, one line per step of its definition."""
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
@@ -37,9 +39,8 @@ def selective_attention_reference(
     logits = logits.to(f.dtype)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = (logits - f_less_bias).masked_fill(~visible, float("-inf"))
-    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-    p = p.masked_fill(~visible, 0).to(q.dtype)
+    sinks = None if sinks is None else sinks[:, None, None]
+    p = masked_softmax(logits - f_less_bias, visible, sinks).to(q.dtype)
     output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)
     memory = None
     if tau is not None:
