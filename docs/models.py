@@ -130,7 +130,7 @@ FIXES: dict[str, dict] = {
     },
 }
 # Whose code does not run in fp64, or takes its softmax in fp32, where the masks of fp64 overflow.
-FP32 = ("gemma2", "inkling2_text", "vaultgemma", "xglm")
+FP32 = ("gemma2", "granite_swa", "granitemoe_swa", "inkling2_text", "vaultgemma", "xglm")
 
 
 class Differs(Exception):

@@ -40,6 +40,15 @@ FAMILIES = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gpt_oss": GROUPED
+    | {
+        "head_dim": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "phi3": GROUPED,
     "gpt_neox": COMMON | {"attention_dropout": 0.0},
     "gpt2": {
@@ -59,7 +68,10 @@ FAMILIES = {
     "granite": GROUPED | {"attention_multiplier": 0.3},
     "smollm3": GROUPED,
 }
-EAGER = ("gemma2",)  # SDPA does not cap logits: their own attention rounds at other places
+EAGER = (
+    "gemma2",
+    "gpt_oss",
+)  # SDPA has no cap and no sinks: their own attention rounds at other places
 
 
 def config_of(family: str, **changes: object):
@@ -69,7 +81,7 @@ def config_of(family: str, **changes: object):
 def tiny(family: str = "llama", dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
     """A model with weights large enough that attention is far from uniform, in eval mode."""
     # Fused experts know no fp64.
-    experts = {"experts_implementation": "eager"} if family == "mixtral" else {}
+    experts = {"experts_implementation": "eager"} if family in ("mixtral", "gpt_oss") else {}
     config = config_of(family, **changes)
     model = AutoModelForCausalLM.from_config(config, **experts).to(dtype).eval()
     stir(model, 0.2)

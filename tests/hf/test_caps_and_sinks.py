@@ -1,4 +1,4 @@
-"""Families that cap their logits: training, caches and pictures as their own attention has them."""
+"""Families that cap logits or have sinks: training, caches and maps as their own attention."""
 
 import encoder_families
 import pytest
@@ -94,6 +94,19 @@ def test_maps_are_those_of_the_family(family):
     heedful.convert(model, "mta")
     for index, layer in heedful.look(model, ids).items():
         torch.testing.assert_close(layer.weights, expected[index][0], rtol=0, atol=2e-5)
+
+
+def test_the_sinks_of_the_small_models_change_much_and_learn():
+    model, ids = tiny("gpt_oss"), tokens()
+    heedful.convert(model, "mta")
+    before = logits(model, ids)
+    _, grads = gradients(model, ids)
+    sinks = [name for name in grads if name.endswith("self_attn.sinks")]
+    assert len(sinks) == 3 and all(bool((grads[name] != 0).all()) for name in sinks)
+    with torch.no_grad():
+        for name in sinks:
+            model.get_parameter(name).sub_(30)
+    assert (logits(model, ids) - before).abs().max() > 1e-2
 
 
 def capped_t5gemma():

@@ -81,9 +81,16 @@ def test_every_family_is_standard_attention_while_nothing_is_far(family):
     assert torch.equal(logits(model, ids), before)
 
 
-def test_a_family_that_caps_its_logits_is_refused():
-    model = tiny("gemma2")
-    with pytest.raises(ValueError, match="does not cap logits, as Gemma2Attention does"):
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("gemma2", "does not cap logits, as Gemma2Attention does"),
+        ("gpt_oss", "has no sinks, as GptOssAttention does"),
+    ],
+)
+def test_families_that_cap_logits_or_have_sinks_are_refused(family, message):
+    model = tiny(family)
+    with pytest.raises(ValueError, match=message):
         heedful.convert(model, Grouped(size=4, window=64))
 
 

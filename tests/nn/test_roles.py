@@ -62,15 +62,17 @@ def test_where_mechanisms_are_defined():
     expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
     assert roles == expected
     assert Layer.roles == {"decoder"}
-    assert Layer.takes_bias is Layer.takes_softcap is False
+    assert Layer.takes_bias is Layer.takes_softcap is Layer.takes_sinks is False
 
 
 @every
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.8])
-def test_maps_are_what_multiplies_the_values(name, role, biased, softcap):
+@pytest.mark.parametrize("sunk", [False, True])
+def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
     layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
-    given = Given(bias=bias if biased else None, softcap=softcap)
+    sinks = torch.randn(4, dtype=torch.float64) if sunk else None
+    given = Given(bias=bias if biased else None, softcap=softcap, sinks=sinks)
     out = layer(q, k, v, visibility=SEEN[role], scale=0.7, given=given).output
     weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, given=given).weights
     if name == "differential":
@@ -90,6 +92,18 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.square().sum(), leaf)
     assert bool((grad != 0).any())
+
+
+@every
+def test_sinks_change_outputs_and_get_a_gradient(name, role):
+    layer, (q, k, v, _) = built(name, role), draw()
+    assert layer.takes_sinks
+    plain = layer(q, k, v, visibility=SEEN[role]).output
+    leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    found = layer(q, k, v, visibility=SEEN[role], given=Given(sinks=leaf)).output
+    assert not torch.allclose(found, plain)
+    (grad,) = torch.autograd.grad(found.sum(), leaf)
+    assert bool((grad != 0).all())
 
 
 @every

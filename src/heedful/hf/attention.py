@@ -57,6 +57,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
     position_bias: Tensor | None = None,
     heedful_input: Tensor | None = None,
@@ -92,6 +93,8 @@ def attention(
     _check_shape(module, layer, query, key)
     if softcap is not None and not layer.capped:
         raise ValueError(_UNKNOWN.format(type(module).__name__, "softcap"))
+    if s_aux is not None and not layer.sunk:
+        raise ValueError(_UNKNOWN.format(type(module).__name__, "s_aux"))
     if attention_mask is not None and not isinstance(attention_mask, Seen):
         raise ValueError(
             f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
@@ -107,6 +110,7 @@ def attention(
         cache=heedful_cache if "cache" in layer.needs else None,
         bias=_bias(module, layer, position_bias),
         softcap=softcap,
+        sinks=s_aux,
         shared=shared,
     )
     if "rotation" in layer.needs and (rotation := getattr(module, ROTATION)) is not None:

@@ -33,6 +33,7 @@ class DifferentialAttention(Layer):
     roles = frozenset(ROLES)
     takes_bias = True
     takes_softcap = True
+    takes_sinks = True
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -76,7 +77,7 @@ class DifferentialAttention(Layer):
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         out = differential_attention(
             q, k, joined, lam=self.lam, bias=given.bias, softcap=given.softcap,
-            visibility=visibility, scale=scale, impl=self.impl,
+            sinks=given.sinks, visibility=visibility, scale=scale, impl=self.impl,
         )  # fmt: skip
         out = self.norm(out)
         return LayerOutput(out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2))
@@ -86,6 +87,7 @@ class DifferentialAttention(Layer):
         group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
         k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
         both = multi_token_attention_map(
-            q, k, visibility=visibility, scale=scale, bias=given.bias, softcap=given.softcap
-        )
+            q, k, visibility=visibility, scale=scale, bias=given.bias, softcap=given.softcap,
+            sinks=given.sinks,
+        )  # fmt: skip
         return Maps(both[:, 0::2] - self.lam.to(both.dtype) * both[:, 1::2])

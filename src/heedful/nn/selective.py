@@ -12,6 +12,7 @@ from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, check_given
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
 
 
@@ -58,6 +59,7 @@ class SelectiveAttention(Layer):
 
     takes_bias = True
     takes_softcap = True
+    takes_sinks = True
     keeps = ("F",)
     reports_memory = True
 
@@ -109,6 +111,7 @@ class SelectiveAttention(Layer):
             protect_first=self.config.protect_first,
             bias=given.bias,
             softcap=given.softcap,
+            sinks=given.sinks,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
@@ -131,9 +134,8 @@ class SelectiveAttention(Layer):
             logits = given.softcap * torch.tanh(logits / given.softcap)
         logits = logits - f
         logits = logits if given.bias is None else logits + given.bias
-        logits = logits.masked_fill(~visible, float("-inf"))
-        weights = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-        return Maps(weights.masked_fill(~visible, 0), hiding)
+        sinks = None if given.sinks is None else given.sinks[:, None, None]
+        return Maps(masked_softmax(logits, visible, sinks), hiding)
 
     def selectors(self, q: Tensor, k: Tensor, given: Given) -> tuple[Tensor, Tensor]:
         """The two tensors whose product hides: `[B, 1 or H, T, Ds]` for queries and keys."""
