@@ -17,14 +17,8 @@ from heedful.nn import HeadShape, Role
 _PASSED = frozenset(
     {
         *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-        *(
-            "sliding_window",
-            "softcap",
-            "s_aux",
-            "position_ids",
-            "output_attentions",
-            "position_bias",
-        ),
+        *("sliding_window", "softcap", "s_aux", "position_ids", "output_attentions"),
+        "position_bias",
         "deterministic",
     }
 )

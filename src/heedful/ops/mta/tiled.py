@@ -154,7 +154,7 @@ def attend(
     out = _zeros(x.q, x.v.shape[3])
     for block in _row_blocks(x, steps):
         if wide is None:
-            p = _probabilities(x, steps, block, slopes=False).p
+            p = _probabilities(x, steps, block).p
         else:
             p = _wide_probabilities(x, steps, block, wide)
         a = _convolved(p, x, steps, block)
@@ -176,7 +176,7 @@ class _Probabilities(NamedTuple):
 
 
 def _probabilities(
-    x: Operands, steps: TileSteps, block: RowBlock, *, slopes: bool
+    x: Operands, steps: TileSteps, block: RowBlock, *, slopes: bool = False
 ) -> _Probabilities:
     """P = softmax(Mask_-inf(Cap(W Conv(Mask_0(S))))) on the block's own rows (MTA eq. 5, 7)."""
     conv, _, mix, _ = x.parameters
