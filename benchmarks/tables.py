@@ -251,7 +251,7 @@ def grouped_text() -> str:
     records = [json.loads(line) for line in GROUPED.read_text().splitlines()]
     head = [
         "attention", "perplexity per byte", "first eighth of the row", "last eighth",
-        "groups of a row", "score pairs per query", "cache bytes", "seconds",
+        "groups of a row", "score pairs per query", "cache bytes",
     ]  # fmt: skip
     whole = next(r for r in records if r["name"] == "full attention")["whole_nbytes"]
     lines = []
@@ -266,15 +266,14 @@ def grouped_text() -> str:
             name, f"{statistics.mean(found):.2f}{spread}", f"{first:.3f}", f"{last:.3f}",
             f"{statistics.mean(groups):.1f}" if groups else "", f"{pairs:.0f}",
             f"{statistics.mean(r['cache_nbytes'] for r in rows) / whole:.2f} ×",
-            f"{statistics.mean(r['seconds'] for r in rows):.0f}",
         ])  # fmt: skip
     one = records[0]
     seeds = len({r["seed"] for r in records})
     about = (
         f"Rows of 256 bytes, {one['steps']} steps, {seeds} seed{'s' * (seeds > 1)}. The columns by "
         "position are nats per byte; bytes of a cache, with its room for later tokens, are held "
-        "against the keys and values of all tokens; seconds are those of one thread beside other "
-        "work."
+        "against the keys and values of all tokens. Models were trained beside other work: times "
+        "in the file mean nothing."
     )
     return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
 

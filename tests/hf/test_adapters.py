@@ -9,13 +9,14 @@ import torch
 from families import logits, stir, tiny, tokens
 
 import heedful
-from heedful.nn import Differential, MultiToken, Selective
+from heedful.nn import Differential, Grouped, MultiToken, Selective
 
 CONFIGS = {
     "mta-published": MultiToken.published(),
     "selective-bilinear": Selective(selector="bilinear"),
     "selective-extra": Selective(selector="extra"),
     "differential": Differential(),
+    "grouped": Grouped("cif", size=3, window=2, share=2),
 }
 MERGED = 1e-5  # the merge rounds the weights to fp32, which moved the logits by 1e-6
 every = pytest.mark.parametrize("name", CONFIGS)
@@ -68,6 +69,17 @@ def test_an_adapter_with_the_mechanism_trains_saves_and_reloads_it(name, tmp_pat
     merged.save_pretrained(tmp_path / "merged")
     loaded = heedful.load(tmp_path / "merged")
     torch.testing.assert_close(logits(loaded, ids), expected, rtol=0, atol=MERGED)
+
+
+@pytest.mark.parametrize("name", ["mta-published", "grouped"])
+def test_a_mechanism_that_an_adapter_saves_writes_with_its_cache(name):
+    model = peft.get_peft_model(converted(name), lora(modules_to_save=["heedful"])).eval()
+    stir(model, 0.1, only="modules_to_save")
+    ids, found = tokens(2, 9), []
+    for use_cache in (True, False):
+        options = {"max_new_tokens": 9, "do_sample": False, "use_cache": use_cache}
+        found.append(model.generate(input_ids=ids, **options))
+    assert torch.equal(*found)
 
 
 def test_an_adapter_that_would_lose_the_mechanism_is_warned_about():

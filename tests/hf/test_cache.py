@@ -11,6 +11,7 @@ from transformers import DynamicCache, StaticCache
 
 import heedful
 from heedful.hf.cached_layer import LayerCache
+from heedful.hf.summary_cache import SummaryCache
 from heedful.nn import NAMES, Grouped, MultiToken, Selective, Standard, mechanism
 
 MECHANISMS = {name: mechanism(name) for name in NAMES} | {
@@ -80,6 +81,21 @@ def test_padded_rows_in_steps_are_the_full_forward(name, family):
     found = in_steps(model, ids, [9, 1, 4, 1, 1, 1], attention_mask=mask)
     real = mask.bool()
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("name", [name for name in MECHANISMS if name.startswith("grouped")])
+def test_padding_anywhere_in_steps_is_the_full_forward(name, family):
+    """On the right, in between, longer than a piece, in all rows at once, and a row of nothing."""
+    model, ids = converted(name, family), tokens(4, 23)
+    mask = torch.ones(4, 23).long()
+    mask[0, 4:8] = mask[0, 15:17] = mask[1, 16:] = mask[2, :] = mask[3, :9] = 0
+    for rows in (slice(0, 4), slice(0, 1), slice(2, 4), slice(3, 4)):
+        row, real = ids[rows], mask[rows].bool()
+        expected = logits(model, row, attention_mask=mask[rows])
+        for sizes in ([23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23):
+            found = in_steps(model, row, sizes, attention_mask=mask[rows])
+            torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
 
 
 MODES = {
@@ -270,6 +286,54 @@ def test_gradients_go_through_a_cache():
     torch.cat([first.logits, second.logits], 1).square().sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["selective", *GROUPED])
+def test_gradients_of_a_call_outlive_later_calls(name):
+    model, ids = converted(name).train(), tokens(1, 20)
+    expected, found = (model(input_ids=ids, use_cache=True) for _ in range(2))
+    with torch.no_grad():
+        in_steps(model, ids[:, :8], [1] * 8, found.past_key_values)
+    own = list(model.model.layers[0].self_attn.parameters())[:3]
+    grads = [torch.autograd.grad(out.logits.square().sum(), own) for out in (expected, found)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_summaries_leave_for_the_cpu_after_they_are_attended_to(monkeypatch):
+    """Transformers offloads a layer within `update`, when it has returned keys and values."""
+    model, ids = converted("grouped"), tokens(1, 12)
+    update, move, moved = SummaryCache.update, SummaryCache._move, []
+
+    def and_offload(cache, *args, **kwargs):
+        cache.prefetch()
+        out = update(cache, *args, **kwargs)
+        cache.offload()
+        return out
+
+    def to(cache, device):
+        moved.append((device.type, cache.arrived))
+        move(cache, device)
+
+    monkeypatch.setattr(SummaryCache, "update", and_offload)
+    monkeypatch.setattr(SummaryCache, "_move", to)
+    cache = heedful.new_cache(model)
+    found = in_steps(model, ids, [5, 7], cache)
+    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-11)
+    assert len(moved) == 3 + 6 and all(arrived == 0 for _, arrived in moved)
+
+
+def test_a_cache_from_a_file_cannot_take_back_a_part_of_a_call():
+    model, ids = converted("grouped"), tokens(1, 20)
+    cache = heedful.new_cache(model)
+    cache.activate_past_recording()
+    in_steps(model, ids[:, :10], [10], cache)
+    again = pickle.loads(pickle.dumps(cache))
+    with pytest.raises(ValueError, match=r"in a cache that comes from a file: call the model with"):
+        again.crop(-3)
+    in_steps(model, ids[:, 10:14], [4], again)
+    again.crop(-3)
+    found = in_steps(model, ids[:, 11:], [9], again)
+    torch.testing.assert_close(found, logits(model, ids)[:, 11:], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", FEW)

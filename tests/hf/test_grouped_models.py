@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from families import EAGER, FAMILIES, logits, stir, tiny, tokens
-from transformers import LlamaConfig, LlamaForCausalLM
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import heedful
 from heedful import Grouped
@@ -94,6 +95,18 @@ def test_families_that_cap_logits_or_have_sinks_are_refused(family, message):
         heedful.convert(model, Grouped(size=4, window=64))
 
 
+@pytest.mark.parametrize(("family", "share"), [("llama", 1.0), ("gpt_neox", 0.5)])
+def test_a_rotation_that_lengthens_some_channels_is_followed(family, share):
+    """YaRN's, of all channels of a head or of the first ones."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    yarn |= {"partial_rotary_factor": share, "original_max_position_embeddings": 16}
+    model, ids = tiny(family, rope_parameters=yarn), tokens(2, 19)
+    before = logits(model, ids)
+    heedful.convert(model, Grouped(size=1, window=1, refine="attention"))
+    stir(model, 0.2, only=".heedful.")
+    torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "qwen3", "granite"])
 def test_summaries_stand_at_the_mean_position_of_their_group(family):
     """Moving a whole row moves nothing, as with standard attention: only distances count."""
@@ -107,6 +120,30 @@ def test_summaries_stand_at_the_mean_position_of_their_group(family):
         )
     # Cosines are in fp32: at position 130 an angle has lost seven bits.
     torch.testing.assert_close(moved, found, rtol=0, atol=1e-4)
+
+
+def test_layers_without_positions_are_known_before_there_are_weights():
+    """On meta there are no keys to compare, and a layer without a rotation must not get one."""
+    found = []
+    for device in ("meta", "cpu"):
+        config = config_of("smollm3", num_hidden_layers=4)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config)
+        heedful.convert(model, "grouped")
+        modules = [m for m in model.modules() if hasattr(m, "heedful")]
+        found.append([m.heedful_rotation is None for m in modules])
+    assert found[0] == found[1] == [False, False, False, True]
+
+
+def test_modules_whose_arguments_are_moved_share_groups_all_the_same():
+    """accelerate's hooks hand every module copies of the dicts in its arguments."""
+    model, ids = tiny(), tokens(2, 20)
+    heedful.convert(model, Grouped("cif", size=3, window=2, share=2))
+    expected = logits(model, ids)
+    for layer in model.model.layers:
+        hook = AlignDevicesHook(execution_device="cpu", io_same_device=True)
+        add_hook_to_module(layer, hook)
+    assert torch.equal(logits(model, ids), expected)
 
 
 def test_what_changes_with_the_row_s_length_is_refused():

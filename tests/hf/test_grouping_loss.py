@@ -122,6 +122,9 @@ def test_a_call_without_a_forward_pass_says_so():
     grouping = GroupingLoss(model)
     with pytest.raises(ValueError, match="no layer has reported groups since the last call"):
         grouping()
+    model.eval()(input_ids=tokens(1, 9))
+    with pytest.raises(ValueError, match="in eval mode with use_cache=False"):
+        grouping()
     grouping.remove()
     with pytest.raises(ValueError, match=r"this GroupingLoss was removed; make a new one"):
         grouping()

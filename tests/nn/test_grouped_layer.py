@@ -32,16 +32,14 @@ GRID = [
 
 
 class Turning:
-    """A rotary embedding, lengthening by a factor, at any positions."""
-
-    factor = 1.5
+    """A rotary embedding at any positions."""
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
         angle = positions[:, None, :, None].double() * 10.0 ** -torch.arange(half).double()
         a, b = x[..., :half], x[..., half:]
         turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
-        return torch.cat(turned, -1) * self.factor
+        return torch.cat(turned, -1)
 
 
 def made(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
@@ -68,7 +66,8 @@ class Whole:
     def qkv(self, x: Tensor, positions: Tensor) -> list[Tensor]:
         heads = (x @ self.into).unflatten(-1, (-1, self.shape.dim)).transpose(1, 2)
         q, k, v = heads.split([self.shape.heads] + 2 * [self.shape.key_heads], dim=1)
-        return [self.turn(q, positions), self.turn(k, positions), v]
+        # As families that stretch their positions do, which lengthen what they rotate.
+        return [1.5 * self.turn(q, positions), 1.5 * self.turn(k, positions), v]
 
     def __call__(self, ids: Tensor, visibility: Visibility | None = None, positions=None):
         visibility = self.visibility if visibility is None else visibility
@@ -265,6 +264,24 @@ def test_learned_groups_are_shared_by_layers_in_turn():
         follow(q, k, v, given=Given(input=x, positions=positions))
 
 
+def test_groups_are_those_of_the_first_of_these_layers_and_of_no_other():
+    """Layer 10 begins a run of five, in the middle of one of four that layer 8 began."""
+    four, five = (Grouped("cif", size=3, window=2, share=share) for share in (4, 5))
+    x, positions = torch.randn(1, 12, 20).double(), torch.arange(12)[None]
+    q, k, v = (torch.randn(1, n, 12, 6).double() for n in (4, 2, 2))
+    lead, other, follow = (
+        config.build(HeadShape(4, 2, 6, 20, layer)).double()
+        for config, layer in ((four, 8), (five, 10), (four, 11))
+    )
+    with torch.no_grad():
+        other.grouping.outer.bias.add_(3)
+    found = []
+    for layers in ((lead, follow), (lead, other, follow)):
+        given = Given(input=x, positions=positions, shared={})
+        found.append([layer(q, k, v, given=given).output for layer in layers][-1])
+    assert torch.equal(*found)
+
+
 def test_ratio_losses_by_hand():
     """H-Net's equation 10, least where both shares are one over the wanted size; and cif's."""
     x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
@@ -298,6 +315,13 @@ def test_ratio_losses_by_hand():
         ({"grouping": "sentence"}, r"closing must be given with grouping='sentence'"),
         ({"closing": (3,)}, r"closing must be given with grouping='sentence' and only"),
         ({"grouping": "sentence", "closing": ("a",)}, r"closing must hold token ids"),
+        ({"grouping": "sentence", "closing": 5}, r"closing must hold token ids, as in \(13, 30\)"),
+        ({"grouping": "sentence", "closing": None}, r"closing must hold token ids"),
+        (
+            {"grouping": "sentence", "closing": (5,), "shortest": 65},
+            r"shortest must be at most long",
+        ),
+        ({"grouping": "cif", "longest": 16}, r"longest must be above size \(16\) for cif groups"),
         ({"stride": 4}, r"stride is for sliding groups and slots"),
         ({"grouping": "sliding", "stride": 40}, r"stride must be at most size"),
         ({"longest": 40}, r"shortest and longest bound"),

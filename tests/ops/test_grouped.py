@@ -598,6 +598,22 @@ def test_local_false_leaves_the_own_token_and_the_summaries():
         torch.testing.assert_close(found, expected, **EXACT)
 
 
+def test_local_false_leaves_what_is_looked_into():
+    x, groups = tensors(), fixed_groups(4, TOKENS)
+    options = {"window": 1, "local": False, "zoom": 2}
+    found, expected = (attend(x, groups, impl, **options) for impl in ("tiled", "reference"))
+    torch.testing.assert_close(found, expected, **EXACT)
+    crossing = Visibility(causal=False, queries=Queries())
+    for zoom in (0, 3):  # of a source there are no near tokens anyway, however many ask
+        y = x | {"q": draw(2, 4, TOKENS + 9, 6)}
+        for impl in ("tiled", "reference"):
+            some, same = (
+                attend(y, groups, impl, visibility=crossing, zoom=zoom, local=local)
+                for local in (False, True)
+            )
+            torch.testing.assert_close(some, same, **EXACT)
+
+
 @pytest.mark.parametrize("window", [1, 6, 30])
 def test_pairs_are_counted_as_the_definition_has_them(window):
     """Full groups of four: summaries that ended far enough back, and every token after them."""
@@ -671,6 +687,11 @@ def test_a_row_of_padding_has_no_groups():
         ({"visibility": Visibility(causal=True, queries=Queries(positions=torch.zeros(1, TOKENS)
           .long()))}, r"visibility with queries of their own must be Visibility\(causal=False"),
         ({"groups": replace(fixed_groups(4, TOKENS), longest=3)}, r"groups have one of 4 tokens"),
+        ({"visibility": VISIBILITIES["ragged documents"](TOKENS)}, r"groups hold padding or cross"),
+        ({"visibility": Visibility(padding=torch.arange(TOKENS)[None] < 30)}, r"groups hold padd"),
+        ({"query_groups": fixed_groups(3, TOKENS)}, r"query_groups must be None but in a cross"),
+        ({"summaries": Summaries(draw(2, 2, 10, 6), draw(2, 2, 10, 6),
+          draw(2, 4, 9, 6))}, r"summaries.q must have one query for each of the 10 groups"),
         ({"bias": torch.zeros(1, 1, TOKENS, TOKENS), "zoom": 1}, r"bias must be None where"),
         ({"bias": torch.zeros(TOKENS, TOKENS)}, r"bias must be \[1 or 2, 1 or 4, 37, 37\]"),
         ({"impl": "fused"}, r"impl='fused' cannot serve this grouped_attention call: there are no"),

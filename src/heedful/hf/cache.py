@@ -17,7 +17,7 @@ from heedful.hf.eviction import Eviction
 from heedful.hf.families import attends_twice
 from heedful.hf.slots import Meter
 from heedful.hf.summary_cache import SummaryCache
-from heedful.nn import Layer, Role
+from heedful.nn import HeadShape, Layer, Role
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -157,8 +157,9 @@ def new_cache(
 
 def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
     """The attention modules of a converted model that stand there, in order."""
-    found = [m for m in model.modules() if isinstance(getattr(m, "heedful", None), Layer)]
-    return [module for module in found if module.heedful.shape.role == role]
+    # PEFT puts a module of its own around a layer that it saves, which answers as the layer does.
+    shapes = [(m, getattr(getattr(m, "heedful", None), "shape", None)) for m in model.modules()]
+    return [m for m, shape in shapes if isinstance(shape, HeadShape) and shape.role == role]
 
 
 def stock_layers(model: nn.Module) -> list:

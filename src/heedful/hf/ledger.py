@@ -71,6 +71,7 @@ def entered(
     tokens: int,
     features: Float[Tensor, "B n F"] | None,
     places: Places,
+    document: Int[Tensor, "B 1"],
     grouping: Grouping,
     window: int | None,
 ) -> Entry:
@@ -80,17 +81,21 @@ def entered(
         held: what was known.
         tokens: how many there are from the oldest open group on, the new ones with them.
         features, places: of these tokens.
+        document: where the document of each row's open group begins in the row.
         grouping: makes groups of them.
         window: from how many tokens on a group is seen by its summary; `None` keeps every token.
     """
     stop, rows = held.opened + tokens, len(held.count)
-    begun = held.fill if grouping.kind == "cif" else held.count[:, None]
+    number = torch.arange(held.start.shape[1], device=held.start.device)
+    known = number < held.count[:, None]
+    before = (known & (held.start >= document)).sum(1, keepdim=True)  # groups of that document
+    begun = held.fill if grouping.kind == "cif" else before
+    begun = begun.where(places.start == held.begins[:, None] - held.opened, 0)
     made = grouping.groups(features, places, begun)
     there = made.there.expand(rows, -1)
-    count = int((held.count + there.sum(1)).max())
+    count = max(1, int((held.count + there.sum(1)).max()))
     local = torch.arange(made.count, device=there.device)
     to = (held.count[:, None] + local).where(there, count)
-    known = torch.arange(held.start.shape[1], device=there.device) < held.count[:, None]
 
     def joined(old: Shaped[Tensor, "B M"], more: Shaped[Tensor, "B m"], away) -> Tensor:
         base = pad(old.where(known, away)[:, :count], (0, max(0, count - old.shape[1]) + 1),

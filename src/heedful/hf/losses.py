@@ -68,7 +68,7 @@ class _Reports:
         if not reports:
             raise ValueError(
                 f"no layer has reported {self.what} since the last call: run the model, as in "
-                "model(**batch), before each call of this"
+                "model(**batch), before each call of this; in eval mode with use_cache=False"
             )
         return reports
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import is_tracing
 
+from heedful.nn.layer import Shared
 from heedful.ops import Visibility
 
 _ROWS = 8  # whole rows of the family's mask that are compared
@@ -43,7 +44,7 @@ class Seen(NamedTuple):
     positions: Int[Tensor, "#B T"] | None
     keys: int  # that it is about
     target: Bool[Tensor, "B n"] | None = None  # real tokens of a decoder's row so far
-    shared: dict | None = None
+    shared: Shared | None = None
 
 
 class ReadCall(NamedTuple):
@@ -65,7 +66,7 @@ class ReadCall(NamedTuple):
         if isinstance(given.get("attention_mask"), dict):
             return  # the model around this one has read its call, and made the masks
         _given.token_ids, _given.positions = given.get("input_ids"), _positions(given)
-        _given.shared = {}
+        _given.shared = Shared()
         _given.target = None
         documents = _documents(given)
         if documents is not None and not self.apart:

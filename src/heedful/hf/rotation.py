@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, PreTrainedModel
 
 _PROBE = "heedful_probe"
@@ -23,7 +24,7 @@ class FamilyRotation(NamedTuple):
     apply: the family's function that rotates with these.
     kind: the layer's kind, where the module asks for it.
     width: how many of a head's first channels it rotates; `None` for all.
-    factor: by how much it lengthens what it rotates.
+    factor: by how much the family lengthens what it rotates, which is left out here.
     """
 
     rotary: nn.Module
@@ -38,11 +39,23 @@ class FamilyRotation(NamedTuple):
         """`x` rotated to these positions, computed in fp32 at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         kind = {} if self.kind is None else {"layer_type": self.kind}
-        cos, sin = self.rotary(wide, positions.float(), **kind)
+        cos, sin = (x / self.factor for x in self.rotary(wide, positions.float(), **kind))
         if self.width is None:
             return self.apply(wide, wide, cos, sin)[0].to(x.dtype)
         turned = self.apply(wide[..., : self.width], wide[..., : self.width], cos, sin)[0]
         return torch.cat([turned, wide[..., self.width :]], dim=-1).to(x.dtype)
+
+
+class _Watched(TorchFunctionMode):
+    """Sees whether a tensor is used while it is on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.used = tensor, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.used |= any(x is self.tensor for x in args)
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()
@@ -73,8 +86,6 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
         if made is None:
             reason = f"its frequencies change with the length of the row ({', '.join(_ADAPTING)})"
             continue
-        if next(module.parameters()).device.type == "meta":
-            return made
         try:
             rotates = _probe(module, made)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
@@ -95,7 +106,7 @@ def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | N
     if (rope.get(kind, "default") if isinstance(rope, dict) else rope) in _ADAPTING:
         return None
     name = "attention_scaling" if kind is None else f"{kind}_attention_scaling"
-    factor = float(getattr(rotary, name, 1.0))
+    factor = torch.tensor(getattr(rotary, name, 1.0), dtype=torch.float32).item()  # as of cosines
     return FamilyRotation(rotary, apply, kind, getattr(module, "rotary_ndims", None), factor)
 
 
@@ -118,16 +129,20 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     cos, sin = rotation.rotary(x, places, **kind)
     config, before = module.config, module.config._attn_implementation
     AttentionInterface.register(_PROBE, attend)
+    watched = _Watched(cos)
     try:
         config._attn_implementation = _PROBE
-        type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
+        with watched:
+            type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
     finally:
         config._attn_implementation = before
         AttentionInterface._global_mapping.pop(_PROBE, None)
+    if weight.device.type == "meta":  # there are no numbers to compare
+        return watched.used
     first, second = keys[0][:, :, :1], keys[0][:, :, 1:]
     if torch.equal(first, second):
         return False
-    expected = rotation(first, places[:, 1:]) / rotation.factor
+    expected = rotation(first, places[:, 1:])
     error = (expected - second).abs().max() / second.abs().max()
     return True if error < 16 * torch.finfo(second.dtype).eps else None
 

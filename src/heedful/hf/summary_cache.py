@@ -20,7 +20,7 @@ from heedful.hf.ledger import Entry, Ledger, entered
 from heedful.hf.slots import LEAST, SLACK, Meter, nbytes_of
 from heedful.nn import Given, Layer
 from heedful.ops import Groups, Summaries, Visibility
-from heedful.ops.grouped.groups import Places
+from heedful.ops.grouped.groups import Places, places_of
 
 
 class Arrived(NamedTuple):
@@ -142,6 +142,7 @@ class SummaryCache(LayerCache):
         self._held: State | None = None
         self._recent: Recent | None = None
         self._grouping = None
+        self._leaves = False
 
     @property
     def keys(self) -> Tensor | None:
@@ -224,10 +225,12 @@ class SummaryCache(LayerCache):
             old = self._recent
             recent = new if old is None else old.arrived.followed_by(new)
             start = before if old is None else old.before
-            self._recent = Recent(start, recent, visibility, given._replace(shared=None))
+            self._recent = Recent(start, recent, visibility, Given(rotation=given.rotation))
         self._held = _without_far(grown, groups.first)
         self.arrived = 0
         self._measure(copied=nbytes_of([grown.keys, grown.values]))
+        if self._leaves:
+            self.offload()
         return out
 
     def _arrived(
@@ -239,10 +242,10 @@ class SummaryCache(LayerCache):
         def make():
             places = _places(visibility, self.seen - self.arrived, self.seen, k)
             known = None if held is None else held.open.grouping
-            last = None if known is None else known[:, -1:]
+            last = None if known is None or not known.shape[1] else known[:, -1:]
             return layer.grouping, layer.grouping.features(given, places, last)
 
-        grouping, features = layer.shared(given, "features", make)
+        grouping, features = layer.shared(given, f"features on {k.device}", make)
         self._grouping = weakref.ref(grouping)
         positions = given.positions
         return Arrived(
@@ -261,13 +264,18 @@ class SummaryCache(LayerCache):
 
         def make() -> Entry:
             places = _places(visibility, ledger.opened, stop, new.keys, ledger.begins)
+            starts = _whole(visibility, stop, new.keys).start.expand(len(new.keys), -1)
+            document = starts.gather(1, ledger.begins[:, None])
             window = None if config.zoom else config.window
-            return entered(ledger, region.tokens, region.grouping, places, self._grouping(), window)
+            return entered(
+                ledger, region.tokens, region.grouping, places, document, self._grouping(), window
+            )
 
         if given.shared is None:  # undoing, of one layer alone
             entry = make()
         else:
-            what = f"groups from {ledger.opened} to {stop} in a window of {config.window}"
+            device = new.keys.device
+            what = f"groups of {ledger.opened} to {stop} on {device} in a window of {config.window}"
             entry = layer.shared(given, f"{what}, {config.zoom}", make)
         sums = layer.summaries(
             region.queries, region.keys, region.values, entry.made, region.pooling,
@@ -279,11 +287,10 @@ class SummaryCache(LayerCache):
         asking = queries = None
         if sums.q is not None:
             queries = sums.q.new_zeros(*sums.q.shape[:2], count + 1, sums.q.shape[3])
-            newest = (ledger.count - 1).clamp(min=0)[:, None, None, None]
-            queries = queries.scatter(2, newest.expand_as(held.asking), held.asking)
+            newest = _newest_complete(ledger).expand_as(held.asking)
+            queries = queries.scatter(2, newest, held.asking)
             queries = queries.scatter(2, at.expand_as(sums.q), sums.q)
-            newest = (entry.after.count - 1).clamp(min=0)[:, None, None, None]
-            asking = queries.gather(2, newest.expand_as(held.asking))
+            asking = queries.gather(2, _newest_complete(entry.after).expand_as(held.asking))
             queries = queries[:, :, :count]
         state = State(
             entry.after,
@@ -312,10 +319,16 @@ class SummaryCache(LayerCache):
                 f"crop can take back {known} tokens here, asked for {count}: call "
                 "activate_past_recording() before the calls that may be undone"
             )
+        layer = None if self._owner is None else self._owner()
+        if 0 < count < known and (layer is None or self._grouping is None):
+            raise ValueError(
+                "crop cannot make groups anew in a cache that comes from a file: call the model "
+                f"with it first, or take back all {known} tokens"
+            )
         self._recent = None
         if count:
             self.seen -= count
-            self._held, layer = recent.before, self._owner()
+            self._held = recent.before
             if known > count:
                 visibility = recent.visibility.part(0, self.seen)
                 left = recent.arrived.cut(0, known - count)
@@ -335,11 +348,17 @@ class SummaryCache(LayerCache):
         self._measure()
 
     def offload(self) -> None:
-        """Keys and values go to the CPU, of groups and of tokens; the rest is small and stays."""
-        self._move(torch.device("cpu"))
+        """Keys and values go to the CPU, of groups and of tokens; the rest is small and stays.
+
+        Not before tokens that have arrived are attended to, which takes what is held.
+        """
+        self._leaves = self.arrived > 0
+        if not self._leaves:
+            self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        self._move(self.device)
+        if self._held is not None:  # transformers asks before the first tokens too
+            self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
         if self._held is not None:
@@ -363,25 +382,33 @@ class SummaryCache(LayerCache):
 def _places(
     visibility: Visibility, start: int, stop: int, like: Tensor, begins: Tensor | None = None
 ) -> Places:
-    """Where the tokens `start .. stop - 1` stand; the document is the row without its padding.
+    """Where the tokens `start .. stop - 1` stand; padding parts documents, as in whole rows.
 
     With `begins`, tokens before these are none of any open group's, as if they were padding.
     """
-    rows = len(like)
-    token = torch.arange(stop - start, device=like.device).expand(rows, -1)
-    if visibility.padding is None:
-        real, first = torch.ones_like(token, dtype=torch.bool), torch.zeros_like(token[:, :1])
-    else:
-        whole = visibility.padding[:, :stop].expand(rows, -1)
-        real, first = whole[:, start:], whole.int().argmax(1, keepdim=True)
-    first = first - start
+    whole = _whole(visibility, stop, like)
+    real, first, last = (x[:, start:].expand(len(like), -1) for x in whole[:3])
+    first, last = first - start, last - start
     if begins is not None:
         first = torch.maximum(first, begins[:, None] - start)
-        real = real & (token >= first)
+        real = real & (torch.arange(stop - start, device=real.device) >= begins[:, None] - start)
     plain = bool(real.all()) and not bool(first.any())
-    return Places(
-        real, first.expand(rows, token.shape[1]), torch.full_like(token, stop - start), plain
-    )
+    return Places(real, first, last, plain)
+
+
+def _whole(visibility: Visibility, stop: int, like: Tensor) -> Places:
+    """Where all tokens before `stop` stand in their rows."""
+    padding = visibility.padding
+    seen = None if padding is None else Visibility(padding=padding[:, :stop])
+    return places_of(stop, seen, like.device)
+
+
+def _newest_complete(ledger: Ledger) -> Int[Tensor, "B 1 1 1"]:
+    """The newest of the groups that are complete and do not change any more; 0 for none."""
+    number = torch.arange(ledger.start.shape[1], device=ledger.start.device)
+    known = ledger.complete & (number < ledger.count[:, None])
+    newest = pad(number.where(known, 0), (1, 0)).amax(1)
+    return newest[:, None, None, None]
 
 
 def _without_far(grown: State, first: int) -> State:
@@ -403,7 +430,7 @@ def _placed(
     """The summaries with new ones in their places; the last slot takes what no row has."""
     learns = torch.is_grad_enabled() and (new.requires_grad or store.requires_grad)
     frozen = store.is_inference() and not torch.is_inference_mode_enabled()
-    if store.shape[2] < count + 1 or learns or frozen:
+    if store.shape[2] < count + 1 or store.requires_grad or learns or frozen:
         room = count + 1 if learns else count + 1 + max(LEAST, count // SLACK)
         store = pad(store, (0, 0, 0, max(0, room - store.shape[2])))
     at = at.where(at < count, store.shape[2] - 1).expand(-1, new.shape[1], -1, new.shape[3])

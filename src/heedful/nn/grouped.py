@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import check_choice, check_whole, is_whole
 from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, reach_of
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
 from heedful.nn.layer import parameter as empty_parameter
@@ -70,9 +70,10 @@ class Grouped:
         for name in ("size", "window", "share", "shortest"):
             check_whole(name, getattr(self, name), 1)
         check_whole("zoom", self.zoom, 0)
+        several = isinstance(self.closing, list | tuple)
+        if not several or not all(is_whole(x, 0) for x in self.closing):
+            raise ValueError(f"closing must hold token ids, as in (13, 30), got {self.closing!r}")
         object.__setattr__(self, "closing", tuple(self.closing))
-        if not all(isinstance(x, int) and x >= 0 for x in self.closing):
-            raise ValueError(f"closing must hold token ids, got {self.closing!r}")
         if bool(self.closing) != (self.grouping == "sentence"):
             raise ValueError(
                 "closing must be given with grouping='sentence' and only with it, got "
@@ -99,10 +100,20 @@ class Grouped:
             )
         if self.longest is not None:
             check_whole("longest", self.longest, max(self.size, self.shortest))
+        elif self.shortest > 4 * self.size:
+            raise ValueError(
+                f"shortest must be at most longest, which is four times size ({4 * self.size}) if "
+                f"it is not given, got {self.shortest}; give longest too"
+            )
         if self.grouping == "cif" and (self.size < 2 or self.shortest != 1):
             raise ValueError(
                 f"cif groups must have size of at least 2 and no shortest, got size={self.size}, "
                 f"shortest={self.shortest}"
+            )
+        if self.grouping == "cif" and self.longest == self.size:
+            raise ValueError(
+                f"longest must be above size ({self.size}) for cif groups, of which one weight of "
+                f"1/longest per token at least leaves no other size, got {self.longest}"
             )
         if self.zoom and (self.grouping in ("sliding", "slots", "cif") or self.queries != "tokens"):
             raise ValueError(
@@ -261,26 +272,26 @@ class GroupedAttention(Layer):
             groups = self.grouping.groups(made, places)
             return groups, self.grouping.report(made, groups, places)
 
-        groups, report = self.shared(given, "groups", make)
+        groups, report = self.shared(given, f"groups on {k.device}", make)
         return groups, features, report if self.learns_groups else None
 
     def shared(self, given: Given, what: str, make):
         """What the first layer of those with the same groups has made in this forward pass."""
         config = self.config
-        number = self.shape.layer // config.share if config.grouping in LEARNED else 0
+        first = self.shape.layer - self.shape.layer % config.share
         key = (
             what, self.shape.role, config.grouping, config.size, config.stride, config.shortest,
-            config.longest, config.closing, number,
+            config.longest, config.closing, config.share,
+            first if config.grouping in LEARNED else None,
         )  # fmt: skip
         kept = {} if given.shared is None else given.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
         if key not in kept or self.learns:
             if self.grouping is None:
-                first = self.shape.layer - self.shape.layer % config.share
                 raise ValueError(
                     f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
                     f"{first}, which made none in this forward pass; convert that layer too, with "
-                    "the same configuration"
+                    "the same configuration, and keep both on one device"
                 )
             kept[key] = make()
         return kept[key]
@@ -382,7 +393,7 @@ def _rotated_back(
     """As before the rotary embedding; not rotated where the model has none."""
     if rotation is None:
         return x
-    return rotation(x, -positions.float()) / rotation.factor**2
+    return rotation(x, -positions.float())
 
 
 def _centre(groups: Groups, positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B M"]:

@@ -135,15 +135,15 @@ class Grouping(nn.Module):
         self,
         features: Float[Tensor, "B T F"] | None,
         places: Places,
-        begun: Float[Tensor, "B 1"] | None = None,
+        begun: Float[Tensor, "B T"] | None = None,
     ) -> Groups:
         """The groups of these tokens.
 
         Arguments:
             features: of these tokens.
             places: where they stand; the first real one of each row starts a group.
-            begun: sliding: how many groups each row has begun before; cif: how full its open group
-                is before.
+            begun: of every token, what came of its document before these: sliding, how many groups
+                it has begun; cif, how full its open group is.
         """
         match self.kind:
             case "fixed":
@@ -155,7 +155,6 @@ class Grouping(nn.Module):
             case "boundary":
                 return boundaries_from(places, features[..., 0], self.shortest, self.longest)
             case "cif":
-                begun = None if begun is None else begun[:, 0]
                 return cif_from(places, features[..., 0], self.longest, begun)
         return slots_from(places, features, self.size * self.stride, self.stride, 1.0, 1.0, 2)
 

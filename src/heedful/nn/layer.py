@@ -14,17 +14,32 @@ Need = Literal["input", "source", "token_ids", "positions", "cache", "unrotated"
 
 
 class Rotation(Protocol):
-    """A model's rotary embedding, at any positions, between tokens too.
-
-    factor: by how much it lengthens what it rotates.
-    """
-
-    factor: float
+    """A model's rotary embedding, at any positions, between tokens too; it keeps lengths."""
 
     def __call__(
         self, x: Float[Tensor, "B H n D"], positions: Float[Tensor, "#B n"]
     ) -> Float[Tensor, "B H n D"]:
         """`x` rotated to these positions."""
+
+
+class Shared:
+    """What the layers of one forward pass keep for each other, by key.
+
+    No dict: accelerate hands every module copies of the dicts in its arguments, and what one layer
+    leaves in a copy, no other finds.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def __getitem__(self, key: object) -> object:
+        return self._kept[key]
+
+    def __setitem__(self, key: object, made: object) -> None:
+        self._kept[key] = made
 
 
 class Given(NamedTuple):
@@ -58,7 +73,7 @@ class Given(NamedTuple):
     state: Float[Tensor, "B S Ts"] | None = None
     beside: Float[Tensor, "B S Tk Ds"] | None = None
     rotation: Rotation | None = None
-    shared: dict | None = None
+    shared: Shared | dict | None = None
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None
     softcap: float | None = None
     sinks: Float[Tensor, " H"] | None = None

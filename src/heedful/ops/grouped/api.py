@@ -64,7 +64,7 @@ def grouped_attention(
         zoom: so many of the best groups of every query are seen by their tokens after all; the
             same for all heads of a key head.
         local: `False` sees no token but the query's own (an ablation: earlier ones of open groups
-            and of the window are lost).
+            and of the window are lost); those of groups that are zoomed into stay.
         bias: what is added to the logits of tokens, `[1 or B, 1 or H, Tq, Tk]`; a summary's is the
             mean of its members', by their shares. Where tokens ask, and nothing is zoomed into.
         visibility: who sees whom; `None` is causal. Documents and padding must be those of the
@@ -95,6 +95,7 @@ def grouped_attention(
             f"groups must be Groups, got {shown(groups)}; fixed_groups(16, {keys}) makes some"
         )
     groups.check(q.shape[0], keys)
+    groups.check_places(visibility)
     if visibility.mutual is not None or visibility.positions is not None:
         raise ValueError(
             "visibility must be causal or not, a window, documents and padding for grouped "
@@ -119,6 +120,13 @@ def grouped_attention(
         summaries = summarise(k, v, groups)
     summaries = Summaries(*cast_inputs(*summaries))
     _check_summaries(summaries, groups, q, k, v)
+    if query_groups is not None:
+        if not crossing or summaries.q is None:
+            raise ValueError(
+                "query_groups must be None but in a cross-attention where groups ask "
+                "(summaries.q): else the queries' groups are groups"
+            )
+        query_groups.check(q.shape[0], q.shape[2], "query_groups")
     if summaries.q is not None:
         if zoom:
             raise ValueError(
@@ -128,6 +136,12 @@ def grouped_attention(
             raise ValueError(
                 "query_groups must be given where groups ask in a cross-attention: those of the "
                 "target's tokens"
+            )
+        count = (query_groups or groups).count
+        if summaries.q.shape[2] != count:
+            raise ValueError(
+                f"summaries.q must have one query for each of the {count} groups that ask, got "
+                f"{shown(summaries.q)}"
             )
     check_bias(bias, q, keys)
     if bias is not None and (summaries.q is not None or zoom or groups.first):

@@ -95,20 +95,43 @@ class Groups:
         share = weight.where((index == number) & inside[..., None], 0).sum(-1)
         return Members(at, share)
 
-    def check(self, batch: int, tokens: int) -> None:
+    def check(self, batch: int, tokens: int, name: str = "groups") -> None:
         """Raise unless these groups fit `batch` rows of `tokens` keys."""
         if self.index.shape[0] not in (1, batch) or self.index.shape[1] != tokens:
             raise ValueError(
-                f"groups must be of [{batch} or 1, {tokens}] tokens, got those of "
+                f"{name} must be of [{batch} or 1, {tokens}] tokens, got those of "
                 f"{tuple(self.index.shape[:2])}; make them for the same row"
             )
-        if self.start.device.type == "cpu" and not torch.compiler.is_compiling():
+        if self.count and self.start.device.type == "cpu" and not torch.compiler.is_compiling():
             span = (self.end - self.start + 1).where(self.there, 0).max().item()
             if span > self.longest:
                 raise ValueError(
                     f"groups have one of {span} tokens, and longest={self.longest}: its summary "
                     "would leave the others out"
                 )
+
+    def check_places(self, visibility: Visibility) -> None:
+        """Raise unless these groups hold no padding and cross no documents."""
+        segments = visibility.segments()
+        if segments is None or self.first or torch.compiler.is_compiling():
+            return
+        if self.start.device.type != "cpu":
+            return
+        inside = (self.index >= 0).any(-1)
+        start, end = (_at_tokens(segments, x) for x in (self.start, self.end))
+        apart = (start != end) & self.there
+        if bool((inside & (segments < 0)).any()) or bool(apart.any()):
+            raise ValueError(
+                "groups hold padding or cross documents, which their summaries would mix in; make "
+                "them with the same visibility=, as in fixed_groups(16, tokens, "
+                "visibility=visibility)"
+            )
+
+
+def _at_tokens(segments: Int[Tensor, "B T"], tokens: Int[Tensor, "B M"]) -> Int[Tensor, "B M"]:
+    rows = max(len(segments), len(tokens))
+    at = tokens.clamp(0, segments.shape[1] - 1).expand(rows, -1)
+    return segments.expand(rows, -1).gather(1, at)
 
 
 class Members(NamedTuple):
@@ -230,9 +253,9 @@ def sliding_groups(
 
 
 def sliding_from(
-    places: Places, span: int, stride: int, begun: Int[Tensor, "B 1"] | int = 0
+    places: Places, span: int, stride: int, begun: Int[Tensor, "B T"] | int = 0
 ) -> Groups:
-    """As `sliding_groups`; `begun` is how many groups each row has begun before its first token."""
+    """As `sliding_groups`; `begun` is how many groups of a token's document came before these."""
     position = places.position + begun * stride
     starts = places.real & (position % stride == 0)
     back = torch.arange(-(-span // stride), device=position.device)

@@ -100,9 +100,9 @@ def cif_from(
     places: Places,
     alpha: Float[Tensor, "B T"],
     longest: int,
-    begun: Float[Tensor, " B"] | None = None,
+    begun: Float[Tensor, "B T"] | None = None,
 ) -> Groups:
-    """As `cif_groups`; `begun` is how full the open group is before the first real token.
+    """As `cif_groups`; `begun` is how full the open group of a token's document was before these.
 
     Sums are in fp64: in fp32 a long row's would have no digits left for the share on a border.
     """
@@ -113,7 +113,7 @@ def cif_from(
     total = each.cumsum(1)
     u = total - (total - each).gather(1, first)  # from the first token of the document
     if begun is not None:
-        u = u + begun[:, None]
+        u = u + begun
     before, level = (u - each).detach(), u.detach()
     # What rounding leaves of a unit is none: a group ends where its unit is full.
     now, full = before.add(1e-9).floor(), level.add(1e-9).floor()

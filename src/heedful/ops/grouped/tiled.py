@@ -49,7 +49,7 @@ def grouped_attention_tiled(
     """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
     queries, keys = q.shape[2], k.shape[2]
     reach = reach_of(groups, visibility, queries, keys, window, query_groups)
-    if not local:
+    if not local and visibility.queries is None:
         own = torch.arange(keys - queries, keys, device=q.device)
         start = torch.maximum(reach.start, own)
         reach = reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
