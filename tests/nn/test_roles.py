@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful.nn import (
     Differential,
     Given,
+    Grouped,
     HeadShape,
     Layer,
     LayerOutput,
@@ -104,6 +105,15 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.sum(), leaf)
     assert bool((grad != 0).all())
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_grouped_attention_refuses_caps_and_sinks(name):
+    layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
+    given = Given(softcap=2.0) if name == "softcap" else Given(sinks=torch.zeros(4))
+    assert not layer.takes_softcap and not layer.takes_sinks
+    with pytest.raises(ValueError, match=f"{name} must be None for grouped attention"):
+        layer(q, k, v, given=given)
 
 
 @every
