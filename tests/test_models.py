@@ -41,6 +41,9 @@ def encoders(models, monkeypatch):
         ("qwen2_moe", "served"),  # a window in some layers
         ("gemma3_text", "served"),
         ("lfm2_moe", "served"),  # convolutions beside attention: no packed documents
+        ("gemma2", "served"),  # soft-capped logits
+        ("gpt_oss", "served"),  # sinks
+        ("granite_swa", "served"),  # sinks as a factor after the softmax
         ("doge", "refused"),
         ("inkling_text", "served"),  # a position bias
         ("inkling2_text", "refused"),

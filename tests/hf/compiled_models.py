@@ -25,8 +25,9 @@ MECHANISMS = {
 LENGTHS = (11, 17, 9)
 
 
-def converted(name: str):
-    model = tiny("mistral", num_hidden_layers=2)
+def converted(name: str, family: str = "mistral"):
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma2" else {}
+    model = tiny(family, num_hidden_layers=2, **kinds)
     heedful.convert(model, MECHANISMS[name])
     stir(model, 0.1, only=".heedful.")
     return model
@@ -46,11 +47,11 @@ def calls(ids: torch.Tensor) -> dict[str, dict]:
 
 
 @torch.no_grad()
-def check(name: str, way: str, use_cache: bool) -> None:
+def check(name: str, way: str, use_cache: bool, family: str = "mistral") -> None:
     """The eager logits at every length, from two graphs: one fixed, one for all lengths."""
     torch._dynamo.reset()
     counters.clear()
-    model = converted(name)
+    model = converted(name, family)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in LENGTHS:
         ids = tokens(2, length)
@@ -123,6 +124,7 @@ CHECKS = {
     "selective, padded": (check, "selective", "padded", False),
     "memory loss": (memory_loss,),
     "differential, padded with a cache": (check, "differential", "padded", True),
+    "multi-token with a soft cap, padded": (check, "mta", "padded", False, "gemma2"),
     "T5, padded": (two_rows, "t5"),
     "BART, padded": (two_rows, "bart"),
     "windows to both sides, padded": (two_rows, "modernbert"),

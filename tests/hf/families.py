@@ -1,6 +1,7 @@
 """Tiny random models of many transformers families."""
 
 import copy
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,6 +32,23 @@ FAMILIES = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "gemma2": GROUPED
+    | {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 2.0,  # of logits that are larger
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt_oss": GROUPED
+    | {
+        "head_dim": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "phi3": GROUPED,
     "gpt_neox": COMMON | {"attention_dropout": 0.0},
     "gpt2": {
@@ -50,6 +68,10 @@ FAMILIES = {
     "granite": GROUPED | {"attention_multiplier": 0.3},
     "smollm3": GROUPED,
 }
+EAGER = (
+    "gemma2",
+    "gpt_oss",
+)  # SDPA has no cap and no sinks: their own attention rounds at other places
 
 
 def config_of(family: str, **changes: object):
@@ -59,7 +81,7 @@ def config_of(family: str, **changes: object):
 def tiny(family: str = "llama", dtype: torch.dtype = torch.float64, **changes) -> PreTrainedModel:
     """A model with weights large enough that attention is far from uniform, in eval mode."""
     # Fused experts know no fp64.
-    experts = {"experts_implementation": "eager"} if family == "mixtral" else {}
+    experts = {"experts_implementation": "eager"} if family in ("mixtral", "gpt_oss") else {}
     config = config_of(family, **changes)
     model = AutoModelForCausalLM.from_config(config, **experts).to(dtype).eval()
     stir(model, 0.2)
@@ -92,4 +114,14 @@ def ragged_mask(batch: int = 2, length: int = 11, left: bool = True) -> Tensor:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, ids: Tensor, **options) -> Tensor:
-    return model(input_ids=ids, use_cache=False, **options).logits
+    with exactly():
+        return model(input_ids=ids, use_cache=False, **options).logits
+
+
+def exactly():
+    """Softmax in fp64 for fp64: some families ask for fp32 whatever their precision."""
+    return mock.patch("torch.nn.functional.softmax", _softmax)
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_) -> Tensor:
+    return x.softmax(dim, dtype=torch.promote_types(x.dtype, dtype or x.dtype))

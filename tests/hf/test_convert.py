@@ -17,16 +17,14 @@ from transformers import (
     DogeConfig,
     FalconConfig,
     FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Inkling2TextConfig,
     JetMoeConfig,
     LEDConfig,
     LEDForConditionalGeneration,
     LlamaForSequenceClassification,
     LlamaModel,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
 )
 
 import heedful
@@ -198,7 +196,6 @@ def test_models_without_a_language_head(kind, tmp_path):
 
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
-T5GEMMA = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
 UNFIT = {
     "BloomForCausalLM cannot be converted: .* not go through transformers' attention": lambda: (
         BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40))
@@ -211,14 +208,11 @@ UNFIT = {
             LEDConfig(d_model=32, encoder_layers=1, decoder_layers=1, vocab_size=40)
         )
     ),
-    "Gemma2ForCausalLM cannot be converted: .* soft-caps its logits; set": lambda: (
-        Gemma2ForCausalLM(
-            Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=8, intermediate_size=32)
-        )
-    ),
-    "T5GemmaForConditionalGeneration cannot be converted: .* soft-caps its logits; set": lambda: (
-        T5GemmaForConditionalGeneration(
-            T5GemmaConfig(encoder=T5GEMMA, decoder=T5GEMMA, vocab_size=40)
+    "Gemma3ForCausalLM cannot be converted: .* does not tell its attention function; set": lambda: (
+        Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **SMALL, num_key_value_heads=2, head_dim=8, attn_logit_softcapping=30.0
+            )
         )
     ),
     r"DogeForCausalLM cannot be converted: .* makes its own attention mask \(attn_mask\)": lambda: (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from families import FAMILIES, config_of, logits, stir, tiny, tokens
+from families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import heedful
@@ -69,7 +69,7 @@ def test_bytes_of_a_cache_are_those_of_summaries_and_near_tokens(context):
     assert cache.tokens[0] <= 128 + 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in EAGER])
 def test_every_family_is_standard_attention_while_nothing_is_far(family):
     """With groups of one token too, so that the family's rotary embedding is followed right."""
     model, ids = tiny(family), tokens(2, 19)
@@ -80,6 +80,19 @@ def test_every_family_is_standard_attention_while_nothing_is_far(family):
         torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=2e-5)
         conversion.revert()
     assert torch.equal(logits(model, ids), before)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("gemma2", "does not cap logits, as Gemma2Attention does"),
+        ("gpt_oss", "has no sinks, as GptOssAttention does"),
+    ],
+)
+def test_families_that_cap_logits_or_have_sinks_are_refused(family, message):
+    model = tiny(family)
+    with pytest.raises(ValueError, match=message):
+        heedful.convert(model, Grouped(size=4, window=64))
 
 
 @pytest.mark.parametrize(("family", "share"), [("llama", 1.0), ("gpt_neox", 0.5)])

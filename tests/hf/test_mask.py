@@ -290,7 +290,8 @@ def test_flags_and_arguments_that_the_door_does_not_know_are_refused_by_name():
         ({"output_attentions": True}, r"output_attentions=True is not supported.*look\("),
         ({"position_bias": torch.zeros(1)}, "LlamaAttention passes position_bias to its attention"),
         ({"sinks": torch.zeros(4)}, "passes sinks to its attention, .* will not drop"),
-        ({"softcap": 30.0}, "softcap=30.0"),
+        ({"s_aux": torch.zeros(4)}, "LlamaAttention passes s_aux to its attention"),
+        ({"softcap": 30.0}, "LlamaAttention passes softcap to its attention, .* will not drop"),
     ):
         for mask in (None, torch.ones_like(ids)):
             with pytest.raises(ValueError, match=message):

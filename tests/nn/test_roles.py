@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful.nn import (
     Differential,
     Given,
+    Grouped,
     HeadShape,
     Layer,
     LayerOutput,
@@ -61,14 +62,18 @@ def test_where_mechanisms_are_defined():
     selective = {"selective": {"decoder"}, "selective per head": {"decoder"}}
     expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
     assert roles == expected
-    assert Layer.roles == {"decoder"} and Layer.takes_bias is False
+    assert Layer.roles == {"decoder"}
+    assert Layer.takes_bias is Layer.takes_softcap is Layer.takes_sinks is False
 
 
 @every
 @pytest.mark.parametrize("biased", [False, True])
-def test_maps_are_what_multiplies_the_values(name, role, biased):
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
     layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
-    given = Given(bias=bias if biased else None)
+    sinks = torch.randn(4, dtype=torch.float64) if sunk else None
+    given = Given(bias=bias if biased else None, softcap=softcap, sinks=sinks)
     out = layer(q, k, v, visibility=SEEN[role], scale=0.7, given=given).output
     weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, given=given).weights
     if name == "differential":
@@ -88,6 +93,36 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.square().sum(), leaf)
     assert bool((grad != 0).any())
+
+
+@every
+def test_sinks_change_outputs_and_get_a_gradient(name, role):
+    layer, (q, k, v, _) = built(name, role), draw()
+    assert layer.takes_sinks
+    plain = layer(q, k, v, visibility=SEEN[role]).output
+    leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    found = layer(q, k, v, visibility=SEEN[role], given=Given(sinks=leaf)).output
+    assert not torch.allclose(found, plain)
+    (grad,) = torch.autograd.grad(found.sum(), leaf)
+    assert bool((grad != 0).all())
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks"])
+def test_grouped_attention_refuses_caps_and_sinks(name):
+    layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
+    given = Given(softcap=2.0) if name == "softcap" else Given(sinks=torch.zeros(4))
+    assert not layer.takes_softcap and not layer.takes_sinks
+    with pytest.raises(ValueError, match=f"{name} must be None for grouped attention"):
+        layer(q, k, v, given=given)
+
+
+@every
+def test_a_cap_changes_outputs(name, role):
+    layer, (q, k, v, _) = built(name, role), draw()
+    assert layer.takes_softcap
+    plain = layer(q, k, v, visibility=SEEN[role]).output
+    found = layer(q, k, v, visibility=SEEN[role], given=Given(softcap=0.5)).output
+    assert not torch.allclose(found, plain)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])

@@ -65,31 +65,19 @@ def operator_mta() -> None:
     x = transposed(leaves(BY_NAME["mta-full"].draw(SHAPE), torch.float64))
     segments = ragged(SHAPE.keys)[0].segments()
     two_sided = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     steps = (x["conv"], x["post_conv"], x["mix"], x["post_mix"])
     qkv = (x["q"], x["k"], x["v"])
     operator = torch.ops.heedful.multi_token_attention_tiled.default
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
-        (*qkv, *steps, bias(4), segments, segments, None, True, True, 7, 0.5, False, False),
-        (
-            *qkv,
-            None,
-            None,
-            *steps[2:],
-            None,
-            None,
-            None,
-            places(),
-            False,
-            True,
-            7,
-            0.5,
-            False,
-            False,
-        ),
-        (*qkv, *[None] * 8, False, False, None, 0.5, False, True),
-        (*qkv, two_sided, None, *[None] * 6, False, False, 9, 0.5, True, False),
-    ):
+        (*qkv, *steps, bias(4), sinks, segments, segments, None, True, True, 7, 0.5, 3.0,
+         False, False),
+        (*qkv, None, None, *steps[2:], *[None] * 4, places(), False, True, 7, 0.5, None,
+         False, False),
+        (*qkv, *[None] * 9, False, False, None, 0.5, None, False, True),
+        (*qkv, two_sided, None, *[None] * 7, False, False, 9, 0.5, None, True, False),
+    ):  # fmt: skip
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
         grad = torch.randn_like(operator(*fixed))
@@ -101,12 +89,13 @@ def operator_selective() -> None:
     x = transposed(leaves(BY_NAME["selective-own"].draw(SHAPE), torch.float64))
     visibility = ragged(SHAPE.keys)[0]
     inputs = (x["q"], x["k"], x["v"], x["selector_q"], x["selector_k"])
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
     segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
     for arguments in (
-        (*inputs, state, bias(1), segments, segments, None, first, 7, 0.3, 0.5),
-        (*inputs, state, None, None, None, places(), None, 7, 0.3, 0.5),
-        (*inputs, *[None] * 8, 0.5),
+        (*inputs, state, bias(1), sinks, segments, segments, None, first, 7, 0.3, 0.5, 3.0),
+        (*inputs, state, *[None] * 4, places(), None, 7, 0.3, 0.5, None),
+        (*inputs, *[None] * 9, 0.5, None),
     ):
         torch.library.opcheck(selective._tiled, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]

@@ -57,14 +57,20 @@ def dot(x: list[float], y: list[float]) -> float:
     return sum(a * b for a, b in zip(x, y, strict=True))
 
 
-def softmax(logits: list[float | None]) -> list[float]:
-    """Over the entries that are not `None`; those get zero."""
+def capped(logit: float, softcap: float | None) -> float:
+    return logit if softcap is None else softcap * math.tanh(logit / softcap)
+
+
+def softmax(logits: list[float | None], sink: float | None = None) -> list[float]:
+    """Over the entries that are not `None`; those get zero. A sink takes a share of its own."""
     seen = [x for x in logits if x is not None]
     if not seen:
         return [0.0] * len(logits)
+    if sink is not None:
+        seen.append(sink)
     top = max(seen)
     weights = [0.0 if x is None else math.exp(x - top) for x in logits]
-    total = sum(weights)
+    total = sum(weights) + (0.0 if sink is None else math.exp(sink - top))
     return [w / total for w in weights]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import cases, dot, grid, sight, softmax, weighted
+from loops import capped, cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import differential_attention
@@ -12,7 +12,7 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def by_loops(q, k, v, lam: list[float], visibility) -> Tensor:
+def by_loops(q, k, v, lam: list[float], visibility, softcap=None, sinks=None) -> Tensor:
     """Query heads 2p and 2p + 1 are pair p; key heads likewise, fewer of them under GQA."""
     batch, heads, queries, dim = q.shape
     pairs, keys, group = heads // 2, k.shape[2], heads // k.shape[1]
@@ -25,12 +25,16 @@ def by_loops(q, k, v, lam: list[float], visibility) -> Tensor:
                 maps = [
                     softmax(
                         [
-                            dot(ql[b][2 * p + side][i], kl[b][2 * (p // group) + side][j])
-                            / dim**0.5
+                            capped(
+                                dot(ql[b][2 * p + side][i], kl[b][2 * (p // group) + side][j])
+                                / dim**0.5,
+                                softcap,
+                            )
                             if sees(b, i, j)
                             else None
                             for j in range(keys)
-                        ]
+                        ],
+                        None if sinks is None else sinks[2 * p + side].item(),
                     )
                     for side in (0, 1)
                 ]
@@ -41,12 +45,14 @@ def by_loops(q, k, v, lam: list[float], visibility) -> Tensor:
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 @pytest.mark.parametrize("kind", cases(9))
 @pytest.mark.parametrize("queries", [9, 4, 1])
-def test_loops(impl, kind, queries):
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_loops(impl, kind, queries, softcap):
     q, k, v = draw(2, 8, queries, 3), draw(2, 4, 9, 3), draw(2, 2, 9, 6)
     lam = torch.tensor([0.3, -0.2, 0.9, 1.5], dtype=torch.float64)
-    visibility = cases(9)[kind]
-    expected = by_loops(q, k, v, lam.tolist(), visibility)
-    actual = differential_attention(q, k, v, lam=lam, visibility=visibility, impl=impl)
+    visibility, sinks = cases(9)[kind], None if softcap is None else draw(8)
+    expected = by_loops(q, k, v, lam.tolist(), visibility, softcap, sinks)
+    options = {"visibility": visibility, "softcap": softcap, "sinks": sinks, "impl": impl}
+    actual = differential_attention(q, k, v, lam=lam, **options)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 

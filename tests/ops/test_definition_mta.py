@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import cases, dot, grid, sight, softmax, weighted
+from loops import capped, cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
@@ -17,7 +17,9 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None) -> Tensor:
+def by_loops(
+    q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None, softcap=None, sinks=None
+) -> Tensor:
     """Every entry of every step by itself."""
     batch, heads, queries, dim = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
@@ -73,6 +75,8 @@ def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None) 
     for b, h, i, j in places:
         x[b][h][i][j] = dot(ql[b][h][i], kl[b][h // group][j]) / dim**0.5
     x = mixed(convolved(zero_where_unseen(x), conv), mix)
+    for b, h, i, j in places:
+        x[b][h][i][j] = capped(x[b][h][i][j], softcap)
     if bias is not None:
         more = bias.expand(batch, heads, queries, keys).tolist()
         for b, h, i, j in places:
@@ -81,7 +85,7 @@ def by_loops(q, k, v, *, conv, post_conv, mix, post_mix, visibility, bias=None) 
         for h in range(heads):
             for i in range(queries):
                 seen = [x[b][h][i][j] if sees(b, i, j) else None for j in range(keys)]
-                x[b][h][i] = softmax(seen)
+                x[b][h][i] = softmax(seen, None if sinks is None else sinks[h].item())
     x = mixed(zero_where_unseen(convolved(x, post_conv)), post_mix)
     return weighted(x, v.tolist(), group)
 
@@ -104,6 +108,18 @@ def test_a_bias_is_added_right_before_the_softmax(rows, heads):
     visibility = cases(9)["both in a window"]
     q, k, v, bias = draw(2, 4, 9, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5), draw(rows, heads, 9, 9)
     made = {name: draw(*size) for name, size in ALL.items()} | {"bias": bias}
+    expected = by_loops(q, k, v, **made, visibility=visibility)
+    for impl in ("reference", "tiled"):
+        actual = multi_token_attention(q, k, v, **made, visibility=visibility, impl=impl)
+        torch.testing.assert_close(actual, expected, **EXACT)
+
+
+@pytest.mark.parametrize("queries", [9, 4, 1])
+def test_logits_are_capped_before_the_bias_and_sinks_are_not(queries):
+    visibility = cases(9)["both in a window"]
+    q, k, v = draw(2, 4, queries, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5)
+    made = {name: draw(*size) for name, size in ALL.items()}
+    made |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
     expected = by_loops(q, k, v, **made, visibility=visibility)
     for impl in ("reference", "tiled"):
         actual = multi_token_attention(q, k, v, **made, visibility=visibility, impl=impl)

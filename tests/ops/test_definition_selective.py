@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import cases, dot, grid, sight, softmax, weighted
+from loops import capped, cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import Visibility, selective_attention
@@ -35,7 +35,19 @@ def first_tokens(visibility: Visibility | None, row: int, keys: int) -> set[int]
     return firsts
 
 
-def by_loops(q, k, v, *, selector_q, selector_k, protect_first, visibility, state=None):
+def by_loops(
+    q,
+    k,
+    v,
+    *,
+    selector_q,
+    selector_k,
+    protect_first,
+    visibility,
+    state=None,
+    softcap=None,
+    sinks=None,
+):
     """Outputs, state after the last query, and memory, from F[i, j] = sum of S[p, j], j < p < i."""
     batch, heads, queries, dim = q.shape
     keys, group, selectors = k.shape[2], heads // k.shape[1], selector_q.shape[1]
@@ -60,15 +72,17 @@ def by_loops(q, k, v, *, selector_q, selector_k, protect_first, visibility, stat
                 hidden = f[b][h if selectors > 1 else 0][i]
                 weights[b][h][i] = softmax(
                     [
-                        dot(ql[b][h][i], kl[b][h // group][j]) / dim**0.5 - hidden[j]
+                        capped(dot(ql[b][h][i], kl[b][h // group][j]) / dim**0.5, softcap)
+                        - hidden[j]
                         if sees(b, i, j)
                         else None
                         for j in range(keys)
-                    ]
+                    ],
+                    None if sinks is None else sinks[h].item(),
                 )
             for s in range(selectors):
-                capped = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
-                memory[b, i] += sum(capped) / selectors
+                counted = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
+                memory[b, i] += sum(counted) / selectors
     f = torch.tensor(f, dtype=torch.float64)
     return weighted(weights, v.tolist(), group), f[:, :, -1], memory
 
@@ -79,10 +93,12 @@ def by_loops(q, k, v, *, selector_q, selector_k, protect_first, visibility, stat
 @pytest.mark.parametrize("protect_first", [True, False])
 def test_loops(kind, queries, selector, protect_first):
     q, k, v = draw(2, 4, queries, 3), draw(2, 2, 10, 3), draw(2, 2, 10, 5)
+    softcap = 0.7 if queries == 4 else None
     count = {"head 0": 1, "own": 1, "per head": 4}[selector]
     own = {"selector_q": draw(2, count, queries, 2), "selector_k": draw(2, count, 10, 2)}
     state = draw(2, count, 10).abs() if queries < 10 else None
     options = {"visibility": cases(10)[kind], "protect_first": protect_first, "state": state}
+    options |= {"softcap": softcap, "sinks": draw(4) if queries == 4 else None}
     given = {} if selector == "head 0" else own
     meant = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
     expected = by_loops(q, k, v, **meant, **options)

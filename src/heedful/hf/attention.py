@@ -57,6 +57,7 @@ def attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     output_attentions: bool | None = None,
     position_bias: Tensor | None = None,
     heedful_input: Tensor | None = None,
@@ -75,8 +76,6 @@ def attention(
             "config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
             "dropout_rate) to 0 before building it, or call model.eval()"
         )
-    if softcap is not None:
-        raise ValueError(f"softcap={softcap} (soft-capped logits) is not supported")
     if output_attentions:
         raise ValueError(
             "output_attentions=True is not supported: no map is ever whole in memory; "
@@ -92,6 +91,10 @@ def attention(
             "heedful.load(folder) loads one"
         )
     _check_shape(module, layer, query, key)
+    if softcap is not None and not layer.capped:
+        raise ValueError(_UNKNOWN.format(type(module).__name__, "softcap"))
+    if s_aux is not None and not layer.sunk:
+        raise ValueError(_UNKNOWN.format(type(module).__name__, "s_aux"))
     if attention_mask is not None and not isinstance(attention_mask, Seen):
         raise ValueError(
             f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
@@ -106,6 +109,8 @@ def attention(
         positions=_needed(module, layer, "positions", positions),
         cache=heedful_cache if "cache" in layer.needs else None,
         bias=_bias(module, layer, position_bias),
+        softcap=softcap,
+        sinks=s_aux,
         shared=shared,
     )
     if "rotation" in layer.needs and (rotation := getattr(module, ROTATION)) is not None:

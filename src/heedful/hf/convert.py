@@ -36,8 +36,10 @@ from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     Attention,
     adds_bias,
+    caps_logits,
     find_attention,
     find_mlp,
+    has_sinks,
     head_shape,
     only_attention_mixes,
     parameter_device,
@@ -254,6 +256,7 @@ def convert(
     for path, one in placed.items():
         built[path], config = _build(one, plan)
         built[path].impl, built[path].biased = impl, adds_bias(one.module)
+        built[path].capped, built[path].sunk = caps_logits(one.module), has_sinks(one.module)
         if config is not None:
             roles[config].add(one.role)
     stands = settled(plan, roles, type(model).__name__)
@@ -426,6 +429,16 @@ def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanis
             if one.role not in part.roles or one.index not in part.layers:
                 continue
             layer = config.build(shape)
+            if caps_logits(one.module) and not layer.takes_softcap:
+                raise ValueError(
+                    f"mechanism {config} does not cap logits, as {type(one.module).__name__} does "
+                    "(softcap); take another mechanism"
+                )
+            if has_sinks(one.module) and not layer.takes_sinks:
+                raise ValueError(
+                    f"mechanism {config} has no sinks, as {type(one.module).__name__} does; take "
+                    "another mechanism"
+                )
             unbiased = one.role == "cross" or layer.takes_bias or not adds_bias(one.module)
             if one.role in layer.roles and unbiased:
                 return layer, config

@@ -17,7 +17,8 @@ from heedful.nn import HeadShape, Role
 _PASSED = frozenset(
     {
         *("query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-        *("sliding_window", "softcap", "position_ids", "output_attentions", "position_bias"),
+        *("sliding_window", "softcap", "s_aux", "position_ids", "output_attentions"),
+        "position_bias",
         "deterministic",
     }
 )
@@ -88,6 +89,18 @@ def role_of(module: nn.Module) -> Role:
 def adds_bias(module: nn.Module) -> bool:
     """Whether a family's attention adds a bias of its own to the logits, as T5's."""
     return "position_bias" in _passed(_own_class(type(module)))
+
+
+def caps_logits(module: nn.Module) -> bool:
+    """Whether a family's attention function caps its logits, as Gemma 2's."""
+    passes = "softcap" in _passed(_own_class(type(module)))
+    return passes and getattr(module, "attn_logit_softcapping", None) is not None
+
+
+def has_sinks(module: nn.Module) -> bool:
+    """Whether a family's attention function has sinks in its softmax, as GPT-OSS's."""
+    passes = "s_aux" in _passed(_own_class(type(module)))
+    return passes and isinstance(getattr(module, "sinks", None), nn.Parameter)
 
 
 def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
@@ -198,13 +211,13 @@ def _obstacle(module: nn.Module, role: Role) -> str | None:
         return "it does not go through transformers' attention interface"
     if any(hasattr(module, name) for name in ("kv_lora_rank", "kv_a_proj_with_mqa")):
         return "it compresses keys and values (multi-head latent attention)"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    if getattr(config, "attn_logit_softcapping", None) is not None and not caps_logits(module):
         return (
-            "it soft-caps its logits; set config.attn_logit_softcapping = None if the model can "
-            "do without"
+            "its configuration soft-caps logits and it does not tell its attention function; set "
+            "config.attn_logit_softcapping = None if the model can do without"
         )
-    if isinstance(getattr(module, "sinks", None), nn.Parameter):
-        return "it has attention sinks as parameters"
+    if isinstance(getattr(module, "sinks", None), nn.Parameter) and not has_sinks(module):
+        return "it has attention sinks and does not tell its attention function"
     if not isinstance(module.layer_idx, int) and role != "encoder":
         return "its layer index is not set"
     return _obstacle_in_source(type(module))

@@ -32,6 +32,8 @@ class DifferentialAttention(Layer):
 
     roles = frozenset(ROLES)
     takes_bias = True
+    takes_softcap = True
+    takes_sinks = True
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -74,8 +76,8 @@ class DifferentialAttention(Layer):
         """H / 2 heads of twice the width, in the shape of H heads."""
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         out = differential_attention(
-            q, k, joined, lam=self.lam, bias=given.bias, visibility=visibility, scale=scale,
-            impl=self.impl,
+            q, k, joined, lam=self.lam, bias=given.bias, softcap=given.softcap,
+            sinks=given.sinks, visibility=visibility, scale=scale, impl=self.impl,
         )  # fmt: skip
         out = self.norm(out)
         return LayerOutput(out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2))
@@ -84,5 +86,8 @@ class DifferentialAttention(Layer):
         """The difference of the two maps, per pair of heads; entries may be negative."""
         group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
         k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
-        both = multi_token_attention_map(q, k, visibility=visibility, scale=scale, bias=given.bias)
+        both = multi_token_attention_map(
+            q, k, visibility=visibility, scale=scale, bias=given.bias, softcap=given.softcap,
+            sinks=given.sinks,
+        )  # fmt: skip
         return Maps(both[:, 0::2] - self.lam.to(both.dtype) * both[:, 1::2])

@@ -210,6 +210,12 @@ class GroupedAttention(Layer):
         given: Given = NOTHING,
     ) -> LayerOutput:
         """Attention over groups of whole rows; a cache goes on from parts, see `summaries`."""
+        for name in ("softcap", "sinks"):
+            if getattr(given, name) is not None:
+                raise ValueError(
+                    f"{name} must be None for grouped attention, which has none; take another "
+                    "mechanism"
+                )
         visibility = self._seen(visibility)
         groups, features, report = self._made(q, k, visibility, given)
         summaries = self.summaries(q, k, v, groups, features.pooling, given)

@@ -59,6 +59,10 @@ class Given(NamedTuple):
     bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
         Tk]`: T5's relative position bias. Handed over without being asked for: a layer that does
         not add it (`takes_bias`) cannot serve such a family.
+    softcap: where the family caps its logits (Gemma 2), the largest size of one before the bias is
+        added. Handed over like the bias, to layers that cap (`takes_softcap`).
+    sinks: where the family has them (GPT-OSS), a logit per query head in the softmax's sum alone,
+        `[H]`. Handed over like the bias, to layers that have sinks (`takes_sinks`).
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -71,6 +75,8 @@ class Given(NamedTuple):
     rotation: Rotation | None = None
     shared: Shared | dict | None = None
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None
+    softcap: float | None = None
+    sinks: Float[Tensor, " H"] | None = None
 
     def before(self, later: int, tokens: int) -> "Given":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
@@ -147,6 +153,8 @@ class Layer(nn.Module):
 
     roles: where the mechanism is defined; in others the door refuses it.
     takes_bias: whether `forward` adds `given.bias` to its logits.
+    takes_softcap: whether `forward` caps its logits at `given.softcap`.
+    takes_sinks: whether its softmax has `given.sinks`.
     needs: what `forward` gets in `given`; `"unrotated"` asks for calls of `before_rotation`.
     past_queries: how many earlier query rows the newest output depends on.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
@@ -159,6 +167,7 @@ class Layer(nn.Module):
     own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
     biased: whether the family of the module that holds it adds a bias to the logits, as the door
         says.
+    capped, sunk: whether that family caps its logits, or has sinks, as the door says.
     reports_memory: whether `forward` returns memory while `tau` is set.
     tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
@@ -167,6 +176,8 @@ class Layer(nn.Module):
 
     roles: frozenset[Role] = frozenset({"decoder"})
     takes_bias: bool = False
+    takes_softcap: bool = False
+    takes_sinks: bool = False
     needs: frozenset[Need] = frozenset()
     past_queries: int = 0
     keeps: tuple[str, ...] = ()
@@ -177,6 +188,8 @@ class Layer(nn.Module):
     any_shape: bool = False
     own_cache: bool = True
     biased: bool = False
+    capped: bool = False
+    sunk: bool = False
     reports_memory: bool = False
     tau: float | None = None
     summarises: bool = False
@@ -217,7 +230,7 @@ class Layer(nn.Module):
             q, k, v: after the rotary embedding; keys and values may have fewer heads.
             visibility: who sees whom; `None` is causal.
             scale: factor on the logits; default `D ** -0.5`.
-            given: what `needs` names, and the bias.
+            given: what `needs` names, the bias, the soft cap and the sinks.
         """
         raise NotImplementedError
 

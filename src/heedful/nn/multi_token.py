@@ -162,6 +162,8 @@ class MultiTokenAttention(Layer):
 
     roles = frozenset(ROLES)
     takes_bias = True
+    takes_softcap = True
+    takes_sinks = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -223,8 +225,9 @@ class MultiTokenAttention(Layer):
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
         out = multi_token_attention(
-            q, k, v, **self._steps(), bias=given.bias, two_sided=self.two_sided,
-            visibility=visibility, scale=scale, impl=self.impl,
+            q, k, v, **self._steps(), bias=given.bias, softcap=given.softcap,
+            sinks=given.sinks, two_sided=self.two_sided, visibility=visibility,
+            scale=scale, impl=self.impl,
         )  # fmt: skip
         if self.norm is not None:
             out = self.norm(out)
@@ -243,6 +246,8 @@ class MultiTokenAttention(Layer):
                 k,
                 **self._steps(),
                 bias=given.bias,
+                softcap=given.softcap,
+                sinks=given.sinks,
                 two_sided=self.two_sided,
                 visibility=visibility,
                 scale=scale,

@@ -12,6 +12,7 @@ from heedful.checks import check_choice, is_whole
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, check_given
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
 
 
@@ -57,6 +58,8 @@ class SelectiveAttention(Layer):
     """
 
     takes_bias = True
+    takes_softcap = True
+    takes_sinks = True
     keeps = ("F",)
     reports_memory = True
 
@@ -107,6 +110,8 @@ class SelectiveAttention(Layer):
             tau=self.tau,
             protect_first=self.config.protect_first,
             bias=given.bias,
+            softcap=given.softcap,
+            sinks=given.sinks,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
@@ -124,11 +129,13 @@ class SelectiveAttention(Layer):
             f = f + pad(given.state, (0, k.shape[2] - given.state.shape[2]))[:, :, None]
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        logits = q @ spread.mT * scale - f
+        logits = q @ spread.mT * scale
+        if given.softcap is not None:
+            logits = given.softcap * torch.tanh(logits / given.softcap)
+        logits = logits - f
         logits = logits if given.bias is None else logits + given.bias
-        logits = logits.masked_fill(~visible, float("-inf"))
-        weights = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-        return Maps(weights.masked_fill(~visible, 0), hiding)
+        sinks = None if given.sinks is None else given.sinks[:, None, None]
+        return Maps(masked_softmax(logits, visible, sinks), hiding)
 
     def selectors(self, q: Tensor, k: Tensor, given: Given) -> tuple[Tensor, Tensor]:
         """The two tensors whose product hides: `[B, 1 or H, T, Ds]` for queries and keys."""

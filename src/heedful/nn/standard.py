@@ -42,12 +42,15 @@ class Standard:
 class StandardAttention(Layer):
     """SDPA under a `Visibility`; every `impl` is SDPA.
 
-    But with a bias of the family's: then SDPA's mask would hold a map for every row and head, and
-    the gradient of the bias another, so that the operator without its steps stands in.
+    But with a bias of the family's, logits that it caps, or sinks: with a bias SDPA's mask would
+    hold a map for every row and head, and the gradient of the bias another, and SDPA has neither
+    cap nor sinks, so that the operator without its steps stands in.
     """
 
     any_shape = True
     takes_bias = True
+    takes_softcap = True
+    takes_sinks = True
 
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -67,10 +70,13 @@ class StandardAttention(Layer):
         """Softmax attention; padded queries get zeros."""
         visibility = self._visibility(visibility, k)
         queries, keys = q.shape[2], k.shape[2]
-        if given.bias is not None:
+        if any(x is not None for x in (given.bias, given.softcap, given.sinks)):
             impl = "reference" if self.impl == "reference" else "auto"
-            options = {"visibility": visibility, "scale": scale, "impl": impl}
-            return LayerOutput(multi_token_attention(q, k, v, bias=given.bias, **options))
+            out = multi_token_attention(
+                q, k, v, bias=given.bias, softcap=given.softcap, sinks=given.sinks,
+                visibility=visibility, scale=scale, impl=impl,
+            )  # fmt: skip
+            return LayerOutput(out)
         if visibility.plain:
             out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
             if out is not None:
@@ -87,7 +93,15 @@ class StandardAttention(Layer):
         """The softmax, per head."""
         visibility = self._visibility(visibility, k)
         return Maps(
-            multi_token_attention_map(q, k, visibility=visibility, scale=scale, bias=given.bias)
+            multi_token_attention_map(
+                q,
+                k,
+                visibility=visibility,
+                scale=scale,
+                bias=given.bias,
+                softcap=given.softcap,
+                sinks=given.sinks,
+            )
         )
 
     def _visibility(self, visibility: Visibility | None, k: Tensor) -> Visibility:

@@ -55,6 +55,16 @@ def check_tau(tau: float | None) -> float | None:
     return tau
 
 
+def check_softcap(softcap: float | None) -> float | None:
+    """The cap of the logits, above zero, or `None`."""
+    if softcap is None:
+        return None
+    softcap = _finite("softcap", softcap, "use its .item()")
+    if not torch.compiler.is_compiling() and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap:g}; None caps nothing")
+    return softcap
+
+
 def _finite(name: str, x: float, way_out: str) -> float:
     if isinstance(x, Tensor):
         raise ValueError(
@@ -141,6 +151,13 @@ def check_bias(bias: Tensor | None, q: Tensor, keys: int) -> None:
             "bias must be finite, got NaN or infinity in it; hide tokens with visibility, which "
             "also tells what need not be computed"
         )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Raise unless sinks are `None`, or one finite number per head of q."""
+    if sinks is not None:
+        check_dense("sinks", sinks, "[H] (one logit per query head)")
+        check_parameter("sinks", sinks, (q.shape[1],), q)
 
 
 def _seen_infinite(x: Tensor) -> bool:

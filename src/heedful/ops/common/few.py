@@ -48,13 +48,20 @@ def few_scores(
 
 
 def few_weights(
-    logits: Float[Tensor, "B H Tq Tk"], hidden: Bool[Tensor, "B 1 Tq Tk"] | None
+    logits: Float[Tensor, "B H Tq Tk"],
+    hidden: Bool[Tensor, "B 1 Tq Tk"] | None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """Softmax over what is seen; rows that see nothing become zero."""
-    if hidden is None:
-        return torch.threshold_(logits.softmax(-1), _LOST, 0.0)
-    logits = logits.masked_fill(hidden, float("-inf"))
-    weights = logits.softmax(-1).masked_fill_(hidden, 0)  # also where a whole row is hidden
+    """Softmax over what is seen, and a sink if there is one; rows that see nothing become zero."""
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = logits.softmax(-1)
+    else:
+        row = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+        weights = torch.cat([logits, row], dim=-1).softmax(-1)[..., :-1]
+    if hidden is not None:
+        weights = weights.masked_fill_(hidden, 0)  # also where a whole row is hidden
     return torch.threshold_(weights, _LOST, 0.0)
 
 

@@ -42,9 +42,13 @@ def unseen(visibility: Visibility) -> str | None:
     return None
 
 
-def biased(bias: Tensor | None) -> str | None:
-    """That the fused kernels add no bias, as one clause, or `None`."""
-    return None if bias is None else "its kernels add no bias to the logits"
+def altered(bias: Tensor | None, softcap: float | None, sinks: Tensor | None) -> str | None:
+    """What right before the softmax the fused kernels do not do, as one clause, or `None`."""
+    if bias is not None:
+        return "its kernels add no bias to the logits"
+    if softcap is not None:
+        return "its kernels do not cap the logits (softcap)"
+    return None if sinks is None else "its kernels have no sinks"
 
 
 def padded(size: int) -> int:

@@ -1,7 +1,7 @@
 """Standard softmax attention: torch's own, where it needs no mask in memory."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 
@@ -40,6 +40,24 @@ def standard_attention(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def masked_softmax(
+    logits: Float[Tensor, "*lead Tq Tk"],
+    visible: Bool[Tensor, "*#lead Tq Tk"],
+    sinks: Float[Tensor, "*#heads 1 1"] | None,
+) -> Float[Tensor, "*lead Tq Tk"]:
+    """Softmax over what is visible, and over a sink if there is one, whose weight is dropped.
+
+    Rows that see nothing become zero.
+    """
+    logits = logits.masked_fill(~visible, float("-inf"))
+    logits = torch.where(visible.any(-1, keepdim=True), logits, 0)
+    if sinks is None:
+        return logits.softmax(-1).masked_fill(~visible, 0)
+    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    weights = torch.cat([logits, sinks], dim=-1).softmax(-1)
+    return weights[..., :-1].masked_fill(~visible, 0)
 
 
 def with_positive_scale(

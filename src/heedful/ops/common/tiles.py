@@ -208,18 +208,51 @@ def row_blocks(
         yield start, min(start + rows, queries)
 
 
+def cap_(logits: Float[Tensor, "*lead C"], softcap: float | None) -> Float[Tensor, "*lead C"]:
+    """`softcap tanh(logits / softcap)`, in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(
+    capped: Float[Tensor, "*lead C"], softcap: float | None
+) -> Float[Tensor, "*lead C"] | None:
+    """The derivative of `cap_` at what it gave, `1 - tanh^2`; `None` where nothing is capped."""
+    return None if softcap is None else (capped / softcap).square_().neg_().add_(1)
+
+
 def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, "B H R C"]:
     """Softmax over the visible entries, in place; rows that see nothing become zero."""
+    return sunk_softmax_(logits, hidden, None)[0]
+
+
+def sunk_softmax_(
+    logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
+) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
+    """The same with a sink in every row's sum; also the weight that goes there."""
     hidden.fill(logits, float("-inf"))
     top = logits.amax(-1, keepdim=True)
-    logits.sub_(top.masked_fill_(top == float("-inf"), 0))
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    top.masked_fill_(top == float("-inf"), 0)
+    logits.sub_(top)
     # Weights below e^-80 are dropped: they are lost beside a weight of one even in fp64, and as
     # subnormal numbers they would slow a CPU down tenfold.
     torch.threshold_(logits, -80.0, float("-inf"))
     # exp() of -inf, and on some processors of any number, is three to ten times slower than exp2().
     logits.mul_(_LOG2_E).exp2_()
     total = logits.sum(-1, keepdim=True)
-    return logits.div_(total.masked_fill_(total == 0, 1))
+    if sinks is None:
+        return logits.div_(total.masked_fill_(total == 0, 1)), None
+    sunk = (sinks - top).mul_(_LOG2_E).exp2_()
+    total += sunk  # never zero: the largest of a row is one
+    return logits.div_(total), sunk.div_(total)
+
+
+def sink_gradient(
+    dp: Float[Tensor, "B H R C"], p: Float[Tensor, "B H R C"], sunk: Float[Tensor, "B H R 1"]
+) -> Float[Tensor, " H"]:
+    """That of the sinks in these rows: a sink has no value, so that all it does is take weight."""
+    return -((p * dp).sum(-1, keepdim=True) * sunk).sum((0, 2, 3))
 
 
 def in_blocks(

@@ -9,9 +9,11 @@ from heedful.ops.common.checks import (
     check_parameter,
     check_qkv,
     check_scale,
+    check_sinks,
+    check_softcap,
     shown,
 )
-from heedful.ops.common.limits import biased, over_limit, unseen
+from heedful.ops.common.limits import altered, over_limit, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
@@ -26,14 +28,18 @@ def differential_attention(
     *,
     lam: Float[Tensor, "*P"],
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B P Tq Dv"]:
     r"""The difference of two softmax maps applied to shared values.
 
-    $$ O_p = (\mathrm{softmax}(Q_{2p} K_{2p}^\top s + b_{2p}) - \lambda\,
-       \mathrm{softmax}(Q_{2p+1} K_{2p+1}^\top s + b_{2p+1}))\, V_p $$
+    $$ O_p = (\mathrm{softmax}(\mathrm{Cap}(Q_{2p} K_{2p}^\top s) + b_{2p}) - \lambda\,
+       \mathrm{softmax}(\mathrm{Cap}(Q_{2p+1} K_{2p+1}^\top s) + b_{2p+1}))\, V_p $$
+
+    with $\mathrm{Cap}(x) = c \tanh(x / c)$ for a `softcap` c, and nothing without.
 
     Arguments:
         q: queries `[B, 2P, Tq, D]`; heads 2p and 2p + 1 are the two maps of pair p.
@@ -41,6 +47,9 @@ def differential_attention(
         v: values `[B, Pk, Tk, Dv]`, one per pair; the published layer has Dv = 2D.
         lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
         bias: $b$, added to the logits, `[1 or B, 1 or 2P, Tq, Tk]`. It has a gradient.
+        softcap: the largest size of a logit of either map, before the bias; `None` caps nothing.
+        sinks: a logit per head `[2P]` in its softmax's sum alone, neither capped nor biased: what
+            goes there is given to no token. It has a gradient.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -70,6 +79,8 @@ def differential_attention(
         raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
     check_parameter("lam", lam, tuple(lam.shape), q)
     check_bias(bias, q, k.shape[2])
+    softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     chosen = choose(
         "differential_attention",
@@ -77,12 +88,12 @@ def differential_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or biased(bias)
+            or altered(bias, softcap, sinks)
             or over_limit(q, q=q.shape[3], v=v.shape[3])
         ),
-        (q, k, v, lam, bias),
+        (q, k, v, lam, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias}
+    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
     if chosen == "fused":
         from heedful.ops.differential.fused import differential_attention_fused as run
     elif chosen == "tiled":

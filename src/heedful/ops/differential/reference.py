@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import Visibility
 
 
@@ -19,6 +20,8 @@ def differential_attention_reference(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`, one line per step of its definition."""
     pairs, group = q.shape[1] // 2, q.shape[1] // k.shape[1]
@@ -26,11 +29,13 @@ def differential_attention_reference(
     q = q.unflatten(1, (pairs, 2))
     k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1)
     logits = (q @ k.mT * scale).to(torch.promote_types(q.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     if bias is not None:
         bias = bias.to(logits.dtype).expand(-1, 2 * pairs, -1, -1)
         logits = logits + bias.unflatten(1, (pairs, 2))
-    logits = logits.masked_fill(~visible, float("-inf"))
-    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-    p = p.masked_fill(~visible, 0)
+    if sinks is not None:
+        sinks = sinks.view(pairs, 2, 1, 1)
+    p = masked_softmax(logits, visible, sinks)
     p = p[:, :, 0] - lam.to(p.dtype)[:, None, None] * p[:, :, 1]
     return p.to(q.dtype) @ v.repeat_interleave(group, dim=1)

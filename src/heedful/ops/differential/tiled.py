@@ -1,9 +1,11 @@
 """Differential attention in memory linear in T: the maps of a pair as heads of one call."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, hidden_from
+from heedful.ops.common.tiles import cap_
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility
 
@@ -17,22 +19,26 @@ def differential_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`; the difference is taken after the values."""
-    if few_queries(q, k, (q, k, v, lam, bias)):
-        return _few(q, k, v, lam, visibility, scale, bias)
+    if few_queries(q, k, (q, k, v, lam, bias, sinks)):
+        return _few(q, k, v, lam, visibility, scale, bias, softcap, sinks)
     if bias is not None and bias.shape[1] > 1:
-        return _map_by_map(q, k, v, lam, visibility, scale, bias)
+        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
     # Heads in the order (map, pair), so that every map's heads stand beside their key heads.
     q = q.unflatten(1, (pairs, 2)).transpose(1, 2).flatten(1, 2)
     k = k.unflatten(1, (key_pairs, 2)).repeat_interleave(group, dim=1).transpose(1, 2).flatten(1, 2)
     v = v.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1)
+    sinks = None if sinks is None else torch.cat([sinks[0::2], sinks[1::2]])
     # In fp32, as the difference of two near-equal outputs magnifies what rounding leaves.
     both = multi_token_attention_tiled(
         q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
-        visibility=visibility, scale=scale, bias=bias, wide=True,
+        visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
+        wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
@@ -40,13 +46,14 @@ def differential_attention_tiled(
 
 def _map_by_map(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor,
+    bias: Tensor, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
     first, second = (
         multi_token_attention_tiled(
             q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
-            visibility=visibility, scale=scale, bias=bias[:, i::2], wide=True,
+            visibility=visibility, scale=scale, bias=bias[:, i::2], softcap=softcap,
+            sinks=None if sinks is None else sinks[i::2], wide=True,
         )
         for i in (0, 1)
     )  # fmt: skip
@@ -55,16 +62,17 @@ def _map_by_map(
 
 def _few(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
-    bias: Tensor | None,
+    bias: Tensor | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The same for a few queries, dense; here the difference is that of the maps."""
     key_pairs = k.shape[1] // 2
     hidden = hidden_from(visibility, q.shape[2], k.shape[2], q.device)
     # Heads in the order (key pair, map, pair of its group): each beside its key head.
-    logits = few_scores(_by_key_pair(q, key_pairs), k, scale)
+    logits = cap_(few_scores(_by_key_pair(q, key_pairs), k, scale), softcap)
     if bias is not None:
         logits += bias if bias.shape[1] == 1 else _by_key_pair(bias, key_pairs)
-    weights = few_weights(logits, hidden)
+    sinks = None if sinks is None else _by_key_pair(sinks[None], key_pairs)[0]
+    weights = few_weights(logits, hidden, sinks)
     first, second = weights.unflatten(1, (key_pairs, 2, -1)).unbind(2)
     lam = lam.to(weights.dtype).view(key_pairs, -1, 1, 1)
     return few_outputs((first - lam * second).flatten(1, 2), v).to(q.dtype)

@@ -10,9 +10,11 @@ from heedful.ops.common.checks import (
     check_parameter,
     check_qkv,
     check_scale,
+    check_sinks,
+    check_softcap,
     shown,
 )
-from heedful.ops.common.limits import biased, unseen
+from heedful.ops.common.limits import altered, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.mta.fused.plan import multi_token_attention_limit
@@ -31,6 +33,8 @@ def multi_token_attention(
     mix: Float[Tensor, "n g g"] | None = None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     visibility: Visibility | None = None,
     scale: float | None = None,
@@ -38,13 +42,15 @@ def multi_token_attention(
 ) -> Float[Tensor, "B H Tq Dv"]:
     r"""Attention whose map is convolved over queries and keys and mixed over heads.
 
-    $$ P = \mathrm{softmax}(\mathrm{Mask}_{-\infty}(W\,\mathrm{Conv}_\theta(\mathrm{Mask}_0(
-       QK^\top s)) + b)), \qquad O = W'\,\mathrm{Mask}_0(\mathrm{Conv}_{\theta'}(P))\; V $$
+    $$ P = \mathrm{softmax}(\mathrm{Mask}_{-\infty}(\mathrm{Cap}(W\,\mathrm{Conv}_\theta(
+       \mathrm{Mask}_0(QK^\top s))) + b)), \qquad
+       O = W'\,\mathrm{Mask}_0(\mathrm{Conv}_{\theta'}(P))\; V $$
 
     with $\mathrm{Conv}_\theta(X)_{hij} = \sum_{r,c} \theta_{hrc}\,X_{h,\,i-(c_q-1)+r,\;
-    j-(c_k-1)/2+c}$. Every step that is `None` is left out; with all four `None`, or all four at
-    identity, this is standard attention. `mix` and `post_mix` without convolutions are
-    talking-heads attention (Shazeer et al., arXiv 2003.02436).
+    j-(c_k-1)/2+c}$ and $\mathrm{Cap}(x) = c \tanh(x / c)$ for a `softcap` c. Every step
+    that is `None` is left out; with all four `None`, or all four at identity, this is standard
+    attention. `mix` and `post_mix` without convolutions are talking-heads attention (Shazeer et
+    al., arXiv 2003.02436).
 
     Arguments:
         q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
@@ -56,6 +62,10 @@ def multi_token_attention(
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
         bias: $b$, added to the logits that enter the softmax, `[1 or B, 1 or H, Tq, Tk]`: a
             relative position bias, say. It has a gradient.
+        softcap: the largest size of a logit, which approaches it as c tanh(x / c); the bias is
+            added after it. For families such as Gemma 2; `None` caps nothing.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor biased: what
+            goes there is given to no token. For families such as GPT-OSS. It has a gradient.
         two_sided: for encoders: kernels are centred over queries as they are over keys. The middle
             row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
             above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
@@ -97,6 +107,8 @@ def multi_token_attention(
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
         _check_mix(name, weights, heads, q)
     check_bias(bias, q, k.shape[2])
+    softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     parameters = (conv, post_conv, mix, post_mix)
     chosen = choose(
@@ -105,13 +117,15 @@ def multi_token_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or biased(bias)
+            or altered(bias, softcap, sinks)
             or ("its kernels look back over queries only (two_sided)" if two_sided else None)
             or multi_token_attention_limit(q, v, *parameters)
         ),
-        (q, k, v, *parameters, bias),
+        (q, k, v, *parameters, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias, "two_sided": two_sided}
+    options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
+    if chosen == "fused":
+        options = {}  # it has been asked for none of them
     if chosen == "fused" and post_conv is mix is post_mix is None:
         from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
     elif chosen == "fused":

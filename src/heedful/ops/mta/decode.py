@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.tiles import cap_
 from heedful.ops.mta.convolution import Parameters, convolve, mix, reach_of
 from heedful.ops.visibility import Visibility
 
@@ -23,6 +24,8 @@ def multi_token_attention_few(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in fp32 at least."""
@@ -37,9 +40,10 @@ def multi_token_attention_few(
         logits = _convolved(_blank(logits, hidden), conv, segments, two_sided)
     if pre_mix is not None:
         logits = mix(logits, pre_mix)
+    logits = cap_(logits, softcap)
     if bias is not None:
         logits += bias
-    weights = few_weights(logits, hidden)
+    weights = few_weights(logits, hidden, sinks)
     if post_conv is not None:
         weights = _blank(_convolved(weights, post_conv, segments, two_sided), hidden)
     if post_mix is not None:

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import Visibility
 
 
@@ -23,6 +24,8 @@ def multi_token_attention_reference(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, one line per step of its definition."""
@@ -36,6 +39,8 @@ def multi_token_attention_reference(
         visibility=visibility,
         scale=scale,
         bias=bias,
+        softcap=softcap,
+        sinks=sinks,
         two_sided=two_sided,
     )
     return a @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
@@ -52,6 +57,8 @@ def multi_token_attention_map(
     visibility: Visibility | None = None,
     scale: float | None = None,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
@@ -74,10 +81,13 @@ def multi_token_attention_map(
         )  # Conv(Mask_0(S)), MTA eq. 5
     if mix is not None:
         c = mix_heads(c, mix)  # MTA eq. 7 before the softmax
-    c = c.to(wide) if bias is None else c.to(wide) + bias.to(wide)
-    logits = c.masked_fill(~visible, float("-inf"))  # Mask_-inf, MTA eq. 5
-    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-    p = p.masked_fill(~visible, 0).to(q.dtype)  # a query that sees nothing gets zeros
+    c = c.to(wide)
+    if softcap is not None:
+        c = softcap * torch.tanh(c / softcap)
+    if bias is not None:
+        c = c + bias.to(wide)
+    sinks = None if sinks is None else sinks[:, None, None]
+    p = masked_softmax(c, visible, sinks).to(q.dtype)  # with Mask_-inf, MTA eq. 5
     if post_conv is not None:
         p = correlate(p, post_conv, documents, two_sided).masked_fill(~visible, 0)  # MTA eq. 6
     if post_mix is not None:

@@ -19,7 +19,17 @@ from torch import Tensor
 
 from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import widen, without_autocast
-from heedful.ops.common.tiles import Scope, Sight, finished, row_blocks, spread_heads
+from heedful.ops.common.tiles import (
+    Scope,
+    Sight,
+    cap_,
+    cap_slope,
+    finished,
+    row_blocks,
+    sink_gradient,
+    spread_heads,
+    sunk_softmax_,
+)
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, TileSteps
 from heedful.ops.mta.decode import multi_token_attention_few
@@ -39,6 +49,8 @@ def multi_token_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
@@ -47,15 +59,17 @@ def multi_token_attention_tiled(
     The output is in q's dtype, or in the precision of the sums if `wide`.
     """
     parameters = Parameters(conv, post_conv, mix, post_mix)
-    if few_queries(q, k, (q, k, v, *parameters, bias)):
+    if few_queries(q, k, (q, k, v, *parameters, bias, sinks)):
         out = multi_token_attention_few(
-            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, two_sided=two_sided
-        )
+            q, k, v, parameters, visibility=visibility, scale=scale, bias=bias, softcap=softcap,
+            sinks=sinks, two_sided=two_sided,
+        )  # fmt: skip
         return out.to(output_dtype(q, wide))
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, bias, *seen, visibility.documents is not None,
-        visibility.causal, visibility.window, scale, two_sided, wide,
+        q, k, v, conv, post_conv, mix, post_mix, bias, sinks, *seen,
+        visibility.documents is not None, visibility.causal, visibility.window, scale,
+        softcap, two_sided, wide,
     )  # fmt: skip
 
 
@@ -71,21 +85,24 @@ class Operands(NamedTuple):
     parameters: Parameters
     scale: float
     bias: Float[Tensor, "#B #H Tq Tk"] | None
+    softcap: float | None
+    sinks: Float[Tensor, "H 1 1"] | None
 
-    def biased(self, logits: Tensor, block: "RowBlock") -> Tensor:
+    def biased(self, capped: Tensor, block: "RowBlock") -> Tensor:
         """The logits of the block's own rows with their bias, in place."""
-        return logits if self.bias is None else logits.add_(block.own(self.bias))
+        return capped if self.bias is None else capped.add_(block.own(self.bias))
 
 
 def operands(
     q: Tensor, k: Tensor, v: Tensor, parameters: Parameters, scale: float, steps: TileSteps,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
 ) -> Operands:  # fmt: skip
     """The call's tensors in the precisions in which these steps take them."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
     given = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
-    return Operands(*spread, given, scale, bias)
+    sinks = None if sinks is None else sinks.to(accumulating)[:, None, None]
+    return Operands(*spread, given, scale, bias, softcap, sinks)
 
 
 class RowBlock(NamedTuple):
@@ -153,11 +170,15 @@ class _Probabilities(NamedTuple):
 
     z: Tensor | None  # Mask_0(S), where a convolution follows
     c: Tensor | None  # Conv(Z), where mixing follows
+    slope: Tensor | None  # of the soft cap, where there is one and it is asked for
     p: Tensor
+    sunk: Tensor | None  # what of each row goes to the sink, where there is one
 
 
-def _probabilities(x: Operands, steps: TileSteps, block: RowBlock) -> _Probabilities:
-    """P = softmax(Mask_-inf(W Conv(Mask_0(S)))) on the rows that the block owns (MTA eq. 5, 7)."""
+def _probabilities(
+    x: Operands, steps: TileSteps, block: RowBlock, *, slopes: bool = False
+) -> _Probabilities:
+    """P = softmax(Mask_-inf(Cap(W Conv(Mask_0(S))))) on the block's own rows (MTA eq. 5, 7)."""
     conv, _, mix, _ = x.parameters
     logits = steps.scores(
         x.q[:, :, _cut(block.read)], x.k[:, :, block.keys], x.scale, last=conv is mix is None
@@ -170,7 +191,20 @@ def _probabilities(x: Operands, steps: TileSteps, block: RowBlock) -> _Probabili
     if mix is not None:
         c = logits
         logits = steps.mix(c, mix, last=True)
-    return _Probabilities(z, c, steps.softmax(x.biased(logits, block), owned, block.columns))
+    logits = cap_(logits, x.softcap)
+    slope = cap_slope(logits, x.softcap) if slopes else None
+    return _Probabilities(z, c, slope, *_softmax(x, steps, block, logits))
+
+
+def _softmax(
+    x: Operands, steps: TileSteps, block: RowBlock, capped: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The softmax of the block's own rows, and what of each row goes to the sink."""
+    logits, owned = x.biased(capped, block), block.tokens(block.rows)
+    if x.sinks is None:
+        return steps.softmax(logits, owned, block.columns), None
+    hidden = steps.scope.hidden(owned, block.columns)
+    return sunk_softmax_(logits.contiguous(), hidden, x.sinks)
 
 
 def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
@@ -178,7 +212,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
         logits = steps.mix(logits, x.parameters.mix, last=True)
-    return steps.softmax(x.biased(logits, block), block.tokens(block.rows), block.columns)
+    return _softmax(x, steps, block, cap_(logits, x.softcap))[0]
 
 
 def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
@@ -193,8 +227,8 @@ def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Ten
 
 def attend_backward(
     grad: Float[Tensor, "B H Tq Dv"], x: Operands, steps: TileSteps
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Parameters]:
-    """Gradients of q, k, v, bias and the parameters, in the precision of the sums.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Parameters]:
+    """Gradients of q, k, v, bias, sinks and the parameters, in the precision of the sums.
 
     But for that of the bias, as large as the map: it is in the bias's own.
     """
@@ -203,13 +237,18 @@ def attend_backward(
     dk, dv = (_zeros(t.mT, t.shape[2]) for t in (x.k, x.v))
     sums = Parameters(*(None if t is None else torch.zeros_like(t) for t in x.parameters))
     dbias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
+    dsinks = None if x.sinks is None else x.sinks.new_zeros(len(x.sinks))
     for block in _row_blocks(x, steps):
-        made = _probabilities(x, steps, block)
+        made = _probabilities(x, steps, block, slopes=True)
         d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
+        if dsinks is not None:
+            dsinks += sink_gradient(d, made.p, made.sunk)
         # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
         d = steps.softmax_backward(d, made.p)
         if dbias is not None:
             block.own(dbias).copy_(d.sum_to_size(block.own(dbias).shape))
+        if made.slope is not None:
+            d.mul_(made.slope)
         if x.parameters.mix is not None:
             d, dweights = steps.mix_backward(d, made.c, x.parameters.mix, last=True)
             sums.mix.add_(dweights)
@@ -221,7 +260,7 @@ def attend_backward(
         dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
         dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
         del z, d
-    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, sums
+    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, dsinks, sums
 
 
 def _after_softmax_backward(
@@ -274,17 +313,20 @@ def _cut(rows: range) -> slice:
 @torch.library.custom_op("heedful::multi_token_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
-    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, two_sided: bool, wide: bool,
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, documents: bool,
+    causal: bool, window: int | None, scale: float, softcap: float | None, two_sided: bool,
+    wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
-    out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
+    out = None
+    if softcap is None and sinks is None:
+        out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
         steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
-        out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias), steps)
+        out = _by_blocks(operands(q, k, v, parameters, scale, steps, bias, sinks, softcap), steps)
     return out.to(output_dtype(q, wide))
 
 
@@ -294,7 +336,9 @@ def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
     sight = steps.scope.sight
     two_sided = steps.reach(conv).after > 0
     wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
-    if wide is not None and all(parameter is None for parameter in (*rest, x.bias)):
+    if wide is not None and all(
+        parameter is None for parameter in (*rest, x.bias, x.softcap, x.sinks)
+    ):
         out = flash_attention(wide, x.v, sight)
         if out is not None:
             return out
@@ -314,25 +358,27 @@ def _(q, k, v, *options):
 @torch.library.custom_op("heedful::multi_token_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
-    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, segments: Tensor | None,
-    mutual: Tensor | None, places: Tensor | None, documents: bool, causal: bool,
-    window: int | None, scale: float, two_sided: bool, wide: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, documents: bool,
+    causal: bool, window: int | None, scale: float, softcap: float | None, two_sided: bool,
+    wide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
     steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
-    inputs = (q, k, v, conv, post_conv, mix, post_mix, bias)
-    return gradients(grad, inputs, scale, steps)
+    inputs = (q, k, v, conv, post_conv, mix, post_mix, bias, sinks)
+    return gradients(grad, inputs, scale, steps, softcap)
 
 
 def gradients(
-    grad: Tensor, inputs: tuple[Tensor | None, ...], scale: float, steps: TileSteps
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the parameters and the bias in their dtypes; empty for what is none."""
-    q, k, v, *parameters, bias = inputs
-    x = operands(q, k, v, Parameters(*parameters), scale, steps, bias)
-    *grads, dbias, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    grad: Tensor, inputs: tuple[Tensor | None, ...], scale: float, steps: TileSteps,
+    softcap: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, the parameters, bias and sinks in their dtypes; empty for none."""
+    q, k, v, *parameters, bias, sinks = inputs
+    x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, sinks, softcap)
+    *grads, dbias, dsinks, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
     found = [finished(grads, t) for t in (q, k, v)]
-    for g, t in zip((*sums, dbias), (*parameters, bias), strict=True):
+    for g, t in zip((*sums, dbias, dsinks), (*parameters, bias, sinks), strict=True):
         found.append(q.new_empty(0) if t is None else g.to(t.dtype))
     return tuple(found)
 
@@ -343,7 +389,7 @@ def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     return tuple(empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
 
-_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:8]))
+_tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:9]))
 refuse_second_derivative(_tiled_backward, "multi_token_attention")
 
 

@@ -12,10 +12,12 @@ from heedful.ops.common.checks import (
     check_flag,
     check_qkv,
     check_scale,
+    check_sinks,
+    check_softcap,
     check_tau,
     shown,
 )
-from heedful.ops.common.limits import biased, unseen
+from heedful.ops.common.limits import altered, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.selective.fused.plan import selective_attention_limit
@@ -50,18 +52,22 @@ def selective_attention(
     tau: float | None = None,
     protect_first: bool = True,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
     visibility: Visibility | None = None,
     scale: float | None = None,
     impl: Impl = "auto",
 ) -> SelectiveOutput:
     r"""Attention in which a token can hide earlier tokens from all later ones.
 
-    $$ O = \mathrm{softmax}(QK^\top s + b - F)\,V, \qquad F_{ij} = \sum_{j<p<i} S_{pj}, \qquad
-       S = \mathrm{ReLU}(Q^{sel} {K^{sel}}^\top s) $$
+    $$ O = \mathrm{softmax}(\mathrm{Cap}(QK^\top s) + b - F)\,V, \qquad
+       F_{ij} = \sum_{j<p<i} S_{pj}, \qquad S = \mathrm{ReLU}(Q^{sel} {K^{sel}}^\top s) $$
 
     with $S_{pj} = 0$ for the token itself, for what p cannot see, and for the first real token of
     every document and padded row. Every head subtracts the same F; a token hides only from
-    queries after it, so F never falls from query to query.
+    queries after it, so F never falls from query to query. With a `softcap` c, $\mathrm{Cap}(x) =
+    c \tanh(x / c)$, else nothing. F is subtracted after it: inside, the cap would bound how far a
+    token can be hidden. While F is zero, as with an untrained extra selector, both are the same.
 
     Arguments:
         q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
@@ -74,6 +80,10 @@ def selective_attention(
         protect_first: `False` lets first tokens be hidden (an ablation of the paper).
         bias: $b$, added to the logits, `[1 or B, 1 or H, Tq, Tk]`; it has a gradient. What selects
             does not see it.
+        softcap: the largest size of a logit, before bias and F; `None` caps nothing. What selects
+            is not capped.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor hidden: what
+            goes there is given to no token. It has a gradient.
         visibility: who sees whom; `None` is causal. Must be causal.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
@@ -104,6 +114,8 @@ def selective_attention(
     check_flag("protect_first", protect_first)
     state = _whole_state(state, (q.shape[0], selector_q.shape[1], keys), q)
     check_bias(bias, q, keys)
+    softcap = check_softcap(softcap)
+    check_sinks(sinks, q)
     scale = check_scale(scale, q)
     chosen = choose(
         "selective_attention",
@@ -111,12 +123,12 @@ def selective_attention(
         lambda: (
             no_triton(q)
             or unseen(visibility)
-            or biased(bias)
+            or altered(bias, softcap, sinks)
             or selective_attention_limit(q, v, selector_q, scale)
         ),
-        (q, k, v, selector_q, selector_k, state, bias),
+        (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias}
+    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
     if chosen == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
     elif chosen == "tiled":

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.tiles import cap_
 from heedful.ops.selective.reference import may_hide
 from heedful.ops.visibility import Visibility
 
@@ -26,6 +27,8 @@ def selective_attention_few(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`."""
     queries, keys = q.shape[2], k.shape[2]
@@ -46,12 +49,14 @@ def selective_attention_few(
         f = state[:, :, None] + hiding.cumsum(2).sub_(hiding)
         last = state + hiding.sum(2)
     less = f if bias is None else f - bias
-    if queries == 1 and hidden is None and scale > 0:
+    plain = softcap is None and sinks is None
+    if plain and queries == 1 and hidden is None and scale > 0:
         output = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=(-less).to(q.dtype), scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     else:
-        weights = few_weights(few_scores(q, k, scale).sub_(less), hidden)
+        logits = cap_(few_scores(q, k, scale), softcap)
+        weights = few_weights(logits.sub_(less), hidden, sinks)
         output = few_outputs(weights, v).to(q.dtype)
     memory = None
     if tau is not None:

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import Visibility
 
 
@@ -23,6 +24,8 @@ def selective_attention_reference(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, one line per step of its definition."""
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
@@ -33,9 +36,11 @@ def selective_attention_reference(
 
     logits = q @ k.repeat_interleave(heads // k.shape[1], dim=1).mT * scale
     f_less_bias = f if bias is None else f - bias.to(f.dtype)
-    logits = (logits.to(f.dtype) - f_less_bias).masked_fill(~visible, float("-inf"))
-    p = torch.where(visible.any(-1, keepdim=True), logits, 0).softmax(-1)
-    p = p.masked_fill(~visible, 0).to(q.dtype)
+    logits = logits.to(f.dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    sinks = None if sinks is None else sinks[:, None, None]
+    p = masked_softmax(logits - f_less_bias, visible, sinks).to(q.dtype)
     output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)
     memory = None
     if tau is not None:

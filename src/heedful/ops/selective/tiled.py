@@ -23,10 +23,13 @@ from heedful.ops.common.tiles import (
     Hidden,
     Scope,
     Sight,
+    cap_,
+    cap_slope,
     finished,
     row_blocks,
-    softmax_,
+    sink_gradient,
     spread_heads,
+    sunk_softmax_,
 )
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.decode import selective_attention_few
@@ -46,17 +49,20 @@ def selective_attention_tiled(
     visibility: Visibility,
     scale: float,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " H"] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operator of `selective_attention`, in blocks of query rows; dense where these are few."""
-    if few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias)):
+    if few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias, sinks)):
         return selective_attention_few(
             q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
-            visibility=visibility, scale=scale, bias=bias,
+            visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, bias, *seen, first, visibility.window, tau, scale,
+        q, k, v, selector_q, selector_k, state, bias, sinks, *seen, first, visibility.window,
+        tau, scale, softcap,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
@@ -71,21 +77,27 @@ class Operands(NamedTuple):
     selector_k: Tensor
     state: Tensor | None
     bias: Tensor | None
+    sinks: Float[Tensor, "H 1 1"] | None
     scope: Scope
     first: Tensor | None
     scale: float
+    softcap: float | None
 
 
 def operands(
-    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
-) -> Operands:
+    q, k, v, selector_q, selector_k, state, bias, sinks, segments, mutual, places, first, window,
+    scale, softcap,
+) -> Operands:  # fmt: skip
     """The call's tensors as its blocks take them, and who sees whom."""
     heads = q.shape[1]
     sight = Sight(segments, False, True, window, mutual, places)
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
+    if sinks is not None:
+        sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, bias, scope, first, scale,
+        operand(selector_q), operand(selector_k), state, bias, sinks, scope, first, scale,
+        softcap,
     )  # fmt: skip
 
 
@@ -128,7 +140,7 @@ def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
     room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, ascending=True):
         block = _row_block(x, start, stop)
-        f, p = _maps(x, block, total, room)
+        f, p, *_ = _maps(x, block, total, room=room)
         out.output[:, :, start:stop] = product(p, x.v[:, :, block.cut])
         total.add(block.sums, block.cut)
         if tau is not None:
@@ -182,22 +194,39 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     return block
 
 
-def _maps(
-    x: Operands, block: RowBlock, total: RunningTotal, room: Tensor | None = None
-) -> tuple[Float[Tensor, "B Hs R C"], Float[Tensor, "B H R C"]]:
-    """F and the probabilities of a block; `total` is of the blocks before it.
+class _Maps(NamedTuple):
+    """What a block of queries attends to; the soft cap and the sinks, where there are any."""
 
-    The logits are made in `room`, if that is given.
+    f: Float[Tensor, "B Hs R C"]
+    p: Float[Tensor, "B H R C"]
+    slope: Float[Tensor, "B H R C"] | None
+    sunk: Float[Tensor, "B H R 1"] | None  # what of each row goes to the sink
+
+
+def _maps(
+    x: Operands,
+    block: RowBlock,
+    total: RunningTotal,
+    *,
+    room: Tensor | None = None,
+    slopes: bool = False,
+) -> "_Maps":
+    """The maps of a block, with the slope of the soft cap if `slopes` asks for it.
+
+    `total` is of the blocks before it. The logits are made in `room`, if that is given.
     """
     base = total.rounded(block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
     f = base[:, :, None] + _earlier(block.s) @ block.s
     logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
+    cap_(logits, x.softcap)
+    slope = cap_slope(logits, x.softcap) if slopes else None
     logits.sub_(f)
     if x.bias is not None:
         logits.add_(x.bias[:, :, block.rows, block.cut])
-    return f, softmax_(logits, block.hidden)
+    p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
+    return _Maps(f, p, slope, sunk)
 
 
 def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
@@ -221,16 +250,19 @@ def attend_backward(
     dbias = pair.new_zeros(0)
     if x.bias is not None:
         dbias = torch.zeros(x.bias.shape, dtype=x.bias.dtype, device=pair.device)
+    dsinks = pair.new_zeros(0 if x.sinks is None else len(x.sinks))
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
     for start, stop in row_blocks(x.q.shape[2]):
         block = _row_block(x, start, stop)
         cut = block.cut
         total.add(-block.sums, cut)
-        f, p = _maps(x, block, total)
+        f, p, slope, sunk = _maps(x, block, total, slopes=True)
         out_grad = grad[:, :, start:stop]
         dv[..., cut] += product(out_grad.mT, p)
         dp = product(out_grad, x.v[:, :, cut].mT)
+        if sunk is not None:
+            dsinks += sink_gradient(dp, p, sunk)
         dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
         del dp, p  # tiles are what the peak is made of
         if x.bias is not None:
@@ -248,31 +280,35 @@ def attend_backward(
         dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
         dsk[..., cut] += product(x.selector_q[:, :, start:stop].mT, ds)
 
+        if slope is not None:
+            dlogits.mul_(slope)
         dlogits.mul_(x.scale)
         dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
         dk[..., cut] += product(x.q[:, :, start:stop].mT, dlogits)
-        del block, f, dlogits, df, ds
-    return dq, dk.mT, dv.mT, dsq, dsk.mT, dbias, later
+        del block, f, slope, dlogits, df, ds
+    return dq, dk.mT, dv.mT, dsq, dsk.mT, dbias, dsinks, later
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
-    bias: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
-    first: Tensor | None, window: int | None, tau: float | None, scale: float,
+    bias: Tensor | None, sinks: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
+    places: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
+    scale: float, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
-    if whole and state is None and tau is None:
+    if whole and state is None and tau is None and softcap is None and sinks is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair
     x = operands(
-        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
-    )
+        q, k, v, selector_q, selector_k, state, bias, sinks, segments, mutual, places, first,
+        window, scale, softcap,
+    )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     attend(x, tau, _Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
@@ -294,8 +330,8 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) 
 
 @_tiled.register_fake
 def _(
-    q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, tau,
-    scale,
+    q, k, v, selector_q, selector_k, state, bias, sinks, segments, mutual, places, first, window,
+    tau, scale, softcap,
 ):  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -311,20 +347,25 @@ def _(
 def _tiled_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
     v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None, bias: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
-    window: int | None, tau: float | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sinks: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
+    first: Tensor | None, window: int | None, tau: float | None, scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
-        q, k, v, selector_q, selector_k, state, bias, segments, mutual, places, first, window, scale
+        q, k, v, selector_q, selector_k, state, bias, sinks, segments, mutual, places, first,
+        window, scale, softcap,
+    )  # fmt: skip
+    *grads, dbias, dsinks, later = attend_backward(
+        operand(grad), grad_state, grad_memory, x, pair, tau
     )
-    *grads, dbias, later = attend_backward(operand(grad), grad_state, grad_memory, x, pair, tau)
-    return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, later
+    dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
+    return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, dsinks, later
 
 
 @_tiled_backward.register_fake
-def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, *_):
-    none = pair.new_empty(0)
-    inputs = (q, k, v, selector_q, selector_k, none if bias is None else bias, grad_state)
+def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, sinks, *_):
+    given = (pair.new_empty(0) if x is None else x for x in (bias, sinks))
+    inputs = (q, k, v, selector_q, selector_k, *given, grad_state)
     return tuple(x.new_empty(x.shape) for x in inputs)
 
 
@@ -332,20 +373,21 @@ refuse_second_derivative(_tiled_backward, "selective_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, window, tau, scale = inputs
+    *tensors, window, tau, scale, softcap = inputs
     pair = output[3]
     ctx.mark_non_differentiable(pair)
     ctx.save_for_backward(pair, *tensors)
-    ctx.options = (window, tau, scale)
-    ctx.from_state, ctx.biased = (x is not None for x in tensors[5:7])
+    ctx.options = (window, tau, scale, softcap)
+    ctx.given = tuple(x is not None for x in tensors[5:8])
 
 
 def _backward(ctx, grad, grad_state, grad_memory, _):
-    *grads, dbias, later = without_autocast(_tiled_backward)(
+    *grads, dbias, dsinks, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
-    state = later if ctx.from_state else None
-    return *grads, state, dbias if ctx.biased else None, *(None,) * 7
+    last = (later, dbias, dsinks)
+    optional = (x if given else None for x, given in zip(last, ctx.given, strict=True))
+    return *grads, *optional, *(None,) * 8
 
 
 _tiled.register_autograd(_backward, setup_context=_save)
