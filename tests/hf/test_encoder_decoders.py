@@ -24,7 +24,7 @@ MECHANISMS = {
     "selective": Selective(),
     "differential": Differential(),
     "grouped": Grouped(size=2, window=1),  # two groups fit in T5Gemma's window of 4
-    "grouped-cif": Grouped("cif", size=2, window=1, share=2, refine="attention"),
+    "grouped-cif": Grouped("cif", size=2, longest=3, window=1, share=2, refine="attention"),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {
