@@ -24,7 +24,7 @@ from heedful.experiments.scratch import Budget, Size
 from heedful.experiments.train import train
 from heedful.nn import Mechanism, Standard, to_json
 from heedful.ops import Visibility
-from heedful.ops.grouped.reach import score_pairs
+from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from heedful.ops.grouped import fixed_groups, grouped_attention, summarise
-from heedful.ops.grouped.reach import score_pairs
+from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 from heedful.testing import peak_memory_mib

@@ -40,7 +40,7 @@ def finished(tmp_path_factory):
     data.write_text("".join(f"line {i} says {i * i % 97}. " for i in range(4000)))
     out = tmp_path_factory.mktemp("compare") / "out"
     asked = replace(TEXT, data=(str(data),))
-    with pytest.warns(UserWarning, match="budgets: mta convolve over keys, so tokens cannot leave"):
+    with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
         compare(asked, out)
     return asked, out
 
@@ -167,10 +167,12 @@ def test_what_is_held_is_drawn_over_time():
 def test_budgets_that_nothing_can_be_scored_under_are_refused():
     asked = Comparison(tasks=("recall",), mechanisms=("mta",), budgets=(0.5,), layers=4)
     with pytest.raises(ValueError, match="budgets need a mechanism whose cache can let tokens go, "
-                                         "and mta convolve over keys: add standard"):  # fmt: skip
+                                         "and mta cannot"):  # fmt: skip
         chosen_setups(asked)
+    with pytest.raises(ValueError, match="and mta, grouped cannot"):
+        chosen_setups(replace(asked, mechanisms=("mta", "grouped")))
     assert chosen_setups(replace(asked, budgets=()))
-    with pytest.warns(UserWarning, match="budgets: mta convolve over keys"):
+    with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
         chosen_setups(replace(asked, mechanisms=("mta", "standard")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

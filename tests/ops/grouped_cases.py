@@ -1,12 +1,14 @@
-"""Groups of every kind over short rows, and who is in which by plain Python."""
+"""Groups of every kind over short rows, who is in which by plain Python, and calls with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
+from mechanisms import VISIBILITIES
 from torch import Tensor
 
-from heedful.ops import Groups, Visibility
+from heedful.ops import Groups, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import (
     boundary_groups,
     cif_groups,
@@ -154,3 +156,39 @@ def _slots_by_hand(z: Tensor, block: list[int]) -> Shares:
         ]
         found = shares(lambda i, k, means=means: float((z[block[i]] - means[k]).square().sum()))
     return [{t: found[i][k] for i, t in enumerate(block)} for k in range(SLOTS)]
+
+
+EXACT = {"rtol": 0, "atol": 1e-12}
+TOKENS = 37
+VISIBILITIES = VISIBILITIES | {
+    "both ways in a window": lambda keys: Visibility(causal=False, window=11)
+}
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def tensors(tokens: int = TOKENS, queries: int | None = None) -> dict[str, Tensor]:
+    """q, k, v of two rows, weights of the members, and a factor on the sizes per head."""
+    return {
+        "q": draw(2, 4, queries or tokens, 6),
+        "k": draw(2, 2, tokens, 6),
+        "v": draw(2, 2, tokens, 6),
+        "logits": draw(2, 2, tokens),
+        "beta": torch.rand(4, dtype=torch.float64) + 0.5,
+    }
+
+
+def attend(x, groups: Groups, impl: str, *, asking: bool = False, **options) -> Tensor:
+    """The operator with summaries made of `x`; groups ask by the means of the last queries."""
+    queries = None
+    if asking:
+        queries = summarise(x["q"], x["q"], groups).k
+    sums = summarise(x["k"], x["v"], groups, logits=x.get("logits"))._replace(q=queries)
+    return grouped_attention(
+        x["q"], x["k"], x["v"], groups=groups, summaries=sums, beta=x.get("beta", 1.0), impl=impl,
+        **options,
+    )  # fmt: skip

@@ -39,8 +39,12 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 
 
 def evictable(model: PreTrainedModel) -> bool:
-    """Whether tokens can leave the model's caches: a convolution over keys would see others."""
-    return not any(module.heedful.past_queries for module in attention_modules(model))
+    """Whether tokens can leave the model's caches.
+
+    A convolution over keys would see others, and summaries stand for tokens that are away already.
+    """
+    layers = [module.heedful for module in attention_modules(model)]
+    return not any(layer.past_queries or layer.summarises for layer in layers)
 
 
 def under_budget(

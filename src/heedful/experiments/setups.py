@@ -96,13 +96,13 @@ def _check_evictable(chosen: dict[str, Setup]) -> None:
     listed = ", ".join(left_out)
     if len(left_out) == len(names):
         raise ValueError(
-            f"budgets need a mechanism whose cache can let tokens go, and {listed} convolve over "
-            "keys: add standard or selective to the mechanisms"
+            f"budgets need a mechanism whose cache can let tokens go, and {listed} cannot (a "
+            "convolution over keys, or summaries): add standard or selective to the mechanisms"
         )
     if left_out:
         warnings.warn(
-            f"budgets: {listed} convolve over keys, so tokens cannot leave their caches: they are "
-            "trained, and not scored under budgets",
+            f"budgets: tokens cannot leave the caches of {listed} (a convolution over keys, or "
+            "summaries): they are trained, and not scored under budgets",
             stacklevel=4,
         )
 

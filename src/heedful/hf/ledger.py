@@ -121,7 +121,7 @@ def entered(
         near_index, near_weight, start, end, complete, mass, final, begins,
         _fill(held, features, made, grouping, begins, final), first, opened,
     )  # fmt: skip
-    reach = grouping.reach
+    reach = grouping.longest_span
     groups = Groups(index, weight, start, end, complete, reach, mass, held.first, made.hard)
     return Entry(made, to, groups, after)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heedful.checks import check_choice, check_whole, is_whole
-from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, reach_of
+from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, longest_span
 from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
 from heedful.nn.layer import parameter as empty_parameter
 from heedful.nn.shape import ROLES, HeadShape, Role, WideLinear
@@ -174,12 +174,12 @@ class GroupedAttention(Layer):
         self.needs = frozenset(needs)
 
         self.weight = self.place = self.inside = self.outside = self.beta = None
-        self.reach = reach_of(config.grouping, config.size, stride, longest)
+        self.longest_span = longest_span(config.grouping, config.size, stride, longest)
         if config.refine != "mean":
             channels = (shape.dim,) if config.refine == "channel" else ()
             width = shape.key_heads * (shape.dim if channels else 1)
             self.weight = WideLinear(shape.hidden, width, bias=False)
-            self.place = empty_parameter(self.reach, shape.key_heads, *channels)
+            self.place = empty_parameter(self.longest_span, shape.key_heads, *channels)
         if config.refine == "attention":
             self.inside = WideLinear(shape.hidden, 3 * shape.dim, bias=False)
             self.outside = WideLinear(shape.dim, 2 * shape.key_heads * shape.dim, bias=False)

@@ -27,7 +27,7 @@ _ROUTE = 64  # width of what a boundary is told by
 _CLUSTER = 32  # width of what slots cluster
 
 
-def reach_of(kind: Kind, size: int, stride: int, longest: int) -> int:
+def longest_span(kind: Kind, size: int, stride: int, longest: int) -> int:
     """The most tokens that a group spans."""
     match kind:
         case "sentence" | "boundary":
@@ -61,7 +61,7 @@ class Grouping(nn.Module):
         super().__init__()
         self.kind, self.size, self.stride = kind, size, stride
         self.shortest, self.longest, self.closing = shortest, longest, closing
-        self.reach = reach_of(kind, size, stride, longest)
+        self.longest_span = longest_span(kind, size, stride, longest)
         self.query = self.key = self.inner = self.outer = None
         match kind:
             case "boundary":

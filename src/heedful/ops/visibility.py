@@ -332,6 +332,7 @@ def _first_by_position(
 
 
 def is_whole_number(x: object) -> bool:
+    """`True` and `False` are none."""
     return isinstance(x, int) and not isinstance(x, bool)
 
 

@@ -1,5 +1,7 @@
 """Grouped attention: the public function."""
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -8,6 +10,7 @@ from heedful.ops.common.checks import (
     check_bias,
     check_dense,
     check_flag,
+    check_parameter,
     check_qkv,
     check_scale,
     shown,
@@ -183,9 +186,10 @@ def _log_size(
     if isinstance(beta, Tensor):
         if beta.shape not in ((), (heads,)):
             raise ValueError(f"beta must be one number or [{heads}] (per head), got {shown(beta)}")
+        check_parameter("beta", beta, tuple(beta.shape), q)
         beta = beta.to(wide).expand(heads)[None, :, None]
-    elif not isinstance(beta, int | float) or isinstance(beta, bool):
-        raise ValueError(f"beta must be a number or a tensor [{heads}], got {shown(beta)}")
+    elif not isinstance(beta, int | float) or isinstance(beta, bool) or not math.isfinite(beta):
+        raise ValueError(f"beta must be a finite number or a tensor [{heads}], got {shown(beta)}")
     size = groups.mass.to(wide).clamp(min=_NO_MASS).log()[:, None]
     return (beta * size).expand(q.shape[0], heads, -1)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights
 from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.reach import Reach
+from heedful.ops.grouped.neighbourhood import Neighbourhood
 from heedful.ops.grouped.summaries import Summaries
 
 
@@ -17,7 +17,7 @@ def grouped_attention_few(
     *,
     groups: Groups,
     summaries: Summaries,
-    reach: Reach,
+    reach: Neighbourhood,
     log_size: Float[Tensor, "B H M"],
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:

@@ -5,6 +5,8 @@ business. Every token's number may depend on tokens up to it, never on later one
 groups.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -40,17 +42,18 @@ def boundary_groups(
     (a straight-through estimate).
 
     Arguments:
-        p: probability that a token closes its group, `[B, T]`.
+        p: probability that a token closes its group, `[B, T]`, from 0 to 1.
         shortest, longest: tokens of a group; these come before p.
         visibility: documents and padding.
 
     Raises:
-        ValueError: `p` is not `[B, T]`, or a length does not fit.
+        ValueError: `p` is not `[B, T]`, no probability, or a length does not fit.
 
     Source: Hwang et al., "H-Net", arXiv 2507.07955, section 2.2 (router and estimator); there a
     boundary starts a chunk, here it ends a group.
     """
     _check_per_token("p", p, 2)
+    _check_between("p", p, 0, 1, "sigmoid(x) is")
     check_lengths(shortest, longest)
     places = places_of(p.shape[1], visibility, p.device)
     return boundaries_from(places, p, shortest, longest)
@@ -87,12 +90,7 @@ def cif_groups(
     """
     _check_per_token("alpha", alpha, 2)
     check_length("longest", longest)
-    least = alpha.detach().amin()
-    if alpha.device.type == "cpu" and not (least >= (1 - 1e-6) / longest and alpha.amax() <= 1):
-        raise ValueError(
-            f"alpha must be from 1/longest ({1 / longest:.4g}) to 1, got {least.item():.4g} to "
-            f"{alpha.detach().amax().item():.4g}; 1/longest + (1 - 1/longest) sigmoid(x) is"
-        )
+    _check_between("alpha", alpha, 1 / longest, 1, "1/longest + (1 - 1/longest) sigmoid(x) is")
     return cif_from(places_of(alpha.shape[1], visibility, alpha.device), alpha, longest)
 
 
@@ -166,8 +164,8 @@ def slot_groups(
         z: what is clustered, `[B, T, C]`.
         block: tokens that are clustered together.
         slots: groups of a block; one of one token each is no grouping at all.
-        spread: $\mu$, how strongly place decides.
-        temperature: $\tau$.
+        spread: $\mu$, how strongly place decides; 0 or more.
+        temperature: $\tau$, above 0.
         rounds: how often the means are taken.
         visibility: documents and padding.
 
@@ -178,6 +176,13 @@ def slot_groups(
     check_length("block", block)
     check_length("slots", slots)
     check_length("rounds", rounds, 0)
+    for name, x, fits in (
+        ("spread", spread, 0 <= spread < math.inf),
+        ("temperature", temperature, 0 < temperature < math.inf),
+    ):
+        if not fits:
+            least = "at least" if name == "spread" else "above"
+            raise ValueError(f"{name} must be a finite number of {least} 0, got {x}")
     if slots > block:
         raise ValueError(f"slots must be at most the block's {block} tokens, got {slots}")
     places = places_of(z.shape[1], visibility, z.device)
@@ -233,3 +238,14 @@ def _check_per_token(name: str, x: object, ndim: int) -> None:
     check_dense(name, x, what)
     if x.ndim != ndim or not x.is_floating_point():
         raise ValueError(f"{name} must be a floating-point tensor {what}, got {shown(x)}")
+
+
+def _check_between(name: str, x: Tensor, least: float, most: float, way_out: str) -> None:
+    """Raise unless all numbers lie between these, to rounding; where a look is free."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not x.numel():
+        return
+    low, high = x.detach().amin().item(), x.detach().amax().item()
+    if not (low >= least - 1e-6 and high <= most + 1e-6):  # NaN is neither
+        raise ValueError(
+            f"{name} must be from {least:.4g} to {most:.4g}, got {low:.4g} to {high:.4g}; {way_out}"
+        )

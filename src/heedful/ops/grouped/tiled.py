@@ -21,7 +21,7 @@ from heedful.ops.common.tiles import Hidden
 from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
 from heedful.ops.grouped.decode import grouped_attention_few
 from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.reach import reach_of
+from heedful.ops.grouped.neighbourhood import neighbourhood_of
 from heedful.ops.grouped.summaries import Summaries
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.visibility import Visibility
@@ -48,7 +48,7 @@ def grouped_attention_tiled(
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
     queries, keys = q.shape[2], k.shape[2]
-    reach = reach_of(groups, visibility, queries, keys, window, query_groups)
+    reach = neighbourhood_of(groups, visibility, queries, keys, window, query_groups)
     if not local and visibility.queries is None:
         own = torch.arange(keys - queries, keys, device=q.device)
         start = torch.maximum(reach.start, own)
@@ -70,7 +70,7 @@ def grouped_attention_tiled(
     )[0]  # fmt: skip
 
 
-class Part(NamedTuple):
+class SoftmaxPart(NamedTuple):
     """One part of a block's softmax, before it is joined: the largest logit, sum, and output."""
 
     top: Float[Tensor, "B H R 1"]
@@ -88,7 +88,7 @@ def attend(x: Operands, out: Float[Tensor, "B H Tq Dv"], lse: Float[Tensor, "B H
             part = _part(logits, x.group_v[:, :, block.groups.start : block.groups.stop])
             if x.unit is not None:
                 own = x.unit[rows] - block.units.start
-                part = Part(*(t.index_select(2, own) for t in part))
+                part = SoftmaxPart(*(t.index_select(2, own) for t in part))
             parts.append(part)
             if zoomed is not None:
                 logits = _zoomed_logits(x, block, zoomed)
@@ -110,10 +110,10 @@ def attend(x: Operands, out: Float[Tensor, "B H Tq Dv"], lse: Float[Tensor, "B H
         lse[:, :, rows] = (top + total.log()).masked_fill(blind, float("inf"))[..., 0]
 
 
-def _part(logits: Float[Tensor, "B H R C"], v: Float[Tensor, "B Hk C Dv"]) -> Part:
+def _part(logits: Float[Tensor, "B H R C"], v: Float[Tensor, "B Hk C Dv"]) -> SoftmaxPart:
     top = logits.amax(-1, keepdim=True)
     weights = _exp_(logits.sub_(top.masked_fill(top == float("-inf"), 0)))
-    return Part(top, weights.sum(-1, keepdim=True), _by_key_head(weights, v))
+    return SoftmaxPart(top, weights.sum(-1, keepdim=True), _by_key_head(weights, v))
 
 
 def _exp_(x: Tensor) -> Tensor:
@@ -202,11 +202,11 @@ def _zoomed_logits(x: Operands, block: Block, zoomed: Zoomed) -> Float[Tensor, "
 
 def _zoomed_part(
     logits: Float[Tensor, "B Hk g R n*L"], values: Float[Tensor, "B Hk R n*L D"]
-) -> Part:
+) -> SoftmaxPart:
     top = logits.amax(-1, keepdim=True)
     weights = _exp_(logits.sub_(top.masked_fill(top == float("-inf"), 0)))
     out = widen(torch.einsum("bhgrn,bhrnd->bhgrd", weights.to(values.dtype), values))
-    return Part(*(t.flatten(1, 2) for t in (top, weights.sum(-1, keepdim=True), out)))
+    return SoftmaxPart(*(t.flatten(1, 2) for t in (top, weights.sum(-1, keepdim=True), out)))
 
 
 def _token_logits(

@@ -1,8 +1,8 @@
 """What a query reaches: which groups as summaries, which tokens one by one, in plain numbers.
 
 Groups stand in the order of their ends, so that what a query sees of them is a run, or two with a
-gap where its own neighbourhood lies. `reach_of` finds where these begin and end; `reference.py`
-has the same as a definition.
+gap where its own neighbourhood lies. `neighbourhood_of` finds where these begin and end;
+`reference.py` has the same as a definition.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from heedful.ops.grouped.groups import Groups
 from heedful.ops.visibility import Visibility
 
 
-class Reach(NamedTuple):
+class Neighbourhood(NamedTuple):
     """Of every query; all `[B or 1, Tq]`.
 
     first, near, after, last: it sees the summaries `first .. near - 1` and `after .. last - 1`;
@@ -38,14 +38,14 @@ class Reach(NamedTuple):
         return torch.stack(torch.broadcast_tensors(*self), dim=1)
 
 
-def reach_of(
+def neighbourhood_of(
     groups: Groups,
     visibility: Visibility,
     queries: int,
     keys: int,
     window: int,
     query_groups: Groups | None = None,
-) -> Reach:
+) -> Neighbourhood:
     """The reach of the last `queries` of `keys` tokens, or of a cross-attention's own queries."""
     asking = groups if query_groups is None else query_groups
     device = groups.start.device
@@ -57,7 +57,7 @@ def reach_of(
         zero = torch.zeros_like(token)
         own = Visibility(padding=None if of_queries is None else of_queries >= 0)
         asks = _newest(asking, own, token, queries)
-        found = Reach(zero, count, count, count, zero, zero, asks)
+        found = Neighbourhood(zero, count, count, count, zero, zero, asks)
         return _without_padding(found, of_queries)
 
     token = groups.first + torch.arange(keys - queries, keys, device=device)[None]
@@ -87,7 +87,7 @@ def reach_of(
         asks = _newest(asking, visibility, token, keys)
     else:
         asks = _own(groups, keys - queries)
-    return _without_padding(Reach(first, near, after, last, start, stop, asks), of_queries)
+    return _without_padding(Neighbourhood(first, near, after, last, start, stop, asks), of_queries)
 
 
 def _newest(
@@ -112,12 +112,12 @@ def _own(groups: Groups, skipped: int) -> Int[Tensor, "B n"]:
     return own.where(own < groups.count, -1)
 
 
-def _without_padding(reach: Reach, segments: Int[Tensor, "B Tq"] | None) -> Reach:
+def _without_padding(reach: Neighbourhood, segments: Int[Tensor, "B Tq"] | None) -> Neighbourhood:
     """Padded queries reach nothing."""
     if segments is None:
         return reach
     real = segments >= 0
-    return Reach(*(x.where(real, 0) for x in reach[:6]), reach.asks.where(real, -1))
+    return Neighbourhood(*(x.where(real, 0) for x in reach[:6]), reach.asks.where(real, -1))
 
 
 def _below(ascending: Int[Tensor, "B M"], x: Int[Tensor, "B n"]) -> Int[Tensor, "B n"]:
@@ -151,7 +151,7 @@ def score_pairs(
     """
     tokens = groups.index.shape[1]
     visibility = Visibility() if visibility is None else visibility
-    reach = reach_of(groups, visibility, tokens, tokens, window)
+    reach = neighbourhood_of(groups, visibility, tokens, tokens, window)
     far = (reach.near - reach.first).clamp(min=0) + (reach.last - reach.after).clamp(min=0)
     index = groups.index[:, None]
     near, after = (x[..., None, None] for x in (reach.near, reach.after))
