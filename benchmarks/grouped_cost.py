@@ -76,8 +76,8 @@ def measure(tokens: int, rounds: int) -> list[dict]:
     groups, per_token = fixed_groups(SIZE, tokens), 2 * HEADS * DIM * 4
     pairs = {
         "sdpa": tokens * (tokens + 1) // 2,
-        "grouped": score_pairs(groups, window=WINDOW),
-        "grouped, groups ask": score_pairs(groups, window=WINDOW, asking=True),
+        "grouped": int(score_pairs(groups, window=WINDOW)),
+        "grouped, groups ask": int(score_pairs(groups, window=WINDOW, asking=True)),
     }
     records, first = [], None
     for name, measured in seconds.items():

@@ -16,6 +16,7 @@ from heedful.ops.common.checks import (
     shown,
 )
 from heedful.ops.common.precision import cast_inputs, without_autocast
+from heedful.ops.grouped.fused import grouped_attention_fused, unserved
 from heedful.ops.grouped.groups import Groups, check_length
 from heedful.ops.grouped.reference import grouped_attention_reference
 from heedful.ops.grouped.summaries import Summaries, summarise
@@ -73,7 +74,8 @@ def grouped_attention(
         visibility: who sees whom; `None` is causal. Documents and padding must be those of the
             groups. Under a window of the model's, a summary is seen while all its tokens are.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (of the cost that the definition has).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (of the cost that the definition has) or
+            `"fused"` (FlexAttention, on a GPU; neither `zoom` nor `bias`).
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype. Padded queries get zeros.
@@ -155,11 +157,15 @@ def grouped_attention(
     run = choose(
         "grouped_attention",
         impl,
-        lambda: "there are no kernels of its own for it yet",
+        lambda: unserved(q, zoom, bias, groups),
         (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None, bias),
     )
-    function = grouped_attention_tiled if run == "tiled" else grouped_attention_reference
-    return without_autocast(function)(
+    forms = {
+        "reference": grouped_attention_reference,
+        "tiled": grouped_attention_tiled,
+        "fused": grouped_attention_fused,
+    }
+    return without_autocast(forms[run])(
         q,
         k,
         v,

@@ -90,6 +90,25 @@ def neighbourhood_of(
     return _without_padding(Neighbourhood(first, near, after, last, start, stop, asks), of_queries)
 
 
+def reach_of(
+    groups: Groups,
+    visibility: Visibility,
+    queries: int,
+    keys: int,
+    window: int,
+    query_groups: Groups | None,
+    *,
+    local: bool,
+) -> Neighbourhood:
+    """The same, where a query may be left without any token but its own (`local=False`)."""
+    reach = neighbourhood_of(groups, visibility, queries, keys, window, query_groups)
+    if local or visibility.queries is not None:
+        return reach
+    own = torch.arange(keys - queries, keys, device=reach.start.device)
+    start = torch.maximum(reach.start, own)
+    return reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
+
+
 def _newest(
     groups: Groups, visibility: Visibility, token: Int[Tensor, "B Tq"], keys: int
 ) -> Int[Tensor, "B Tq"]:
@@ -138,20 +157,25 @@ def score_pairs(
     *,
     window: int,
     visibility: Visibility | None = None,
+    queries: int | None = None,
     asking: bool = False,
     zoom: int = 0,
-) -> int:
-    """How many pairs of a query and a key or summary one head scores, in all rows.
+) -> Int[Tensor, " B"]:
+    """How many pairs of a query and a key or summary one head scores, of each row.
 
     Arguments:
         groups: of whole rows.
         window, visibility: as for `grouped_attention`.
+        queries: of a cross-attention; by default the tokens ask.
         asking: groups ask: rows with the same query and the same summaries are one.
         zoom: the tokens of the groups that are looked into come on top.
+
+    Returns:
+        one number per row, or a single one where all rows have the same groups.
     """
     tokens = groups.index.shape[1]
     visibility = Visibility() if visibility is None else visibility
-    reach = neighbourhood_of(groups, visibility, tokens, tokens, window)
+    reach = neighbourhood_of(groups, visibility, queries or tokens, tokens, window)
     far = (reach.near - reach.first).clamp(min=0) + (reach.last - reach.after).clamp(min=0)
     index = groups.index[:, None]
     near, after = (x[..., None, None] for x in (reach.near, reach.after))
@@ -162,5 +186,5 @@ def score_pairs(
         same = torch.stack(torch.broadcast_tensors(*reach[:4], reach.asks), 1).diff(dim=2) == 0
         far = far.expand(len(same), -1).clone()
         far[:, 1:] *= ~same.all(1)
-    looked = int(torch.minimum(far, torch.full_like(far, zoom)).sum()) if zoom else 0
-    return int(far.sum()) + int(left.sum()) + looked * groups.longest
+    looked = far.clamp(max=zoom).sum(1) * groups.longest
+    return far.sum(1) + left.flatten(1).sum(1) + looked

@@ -21,7 +21,7 @@ from heedful.ops.common.tiles import Hidden
 from heedful.ops.grouped.blocks import Block, Operands, blocks_of, units_of
 from heedful.ops.grouped.decode import grouped_attention_few
 from heedful.ops.grouped.groups import Groups
-from heedful.ops.grouped.neighbourhood import neighbourhood_of
+from heedful.ops.grouped.neighbourhood import reach_of
 from heedful.ops.grouped.summaries import Summaries
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.visibility import Visibility
@@ -47,12 +47,7 @@ def grouped_attention_tiled(
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
-    queries, keys = q.shape[2], k.shape[2]
-    reach = neighbourhood_of(groups, visibility, queries, keys, window, query_groups)
-    if not local and visibility.queries is None:
-        own = torch.arange(keys - queries, keys, device=q.device)
-        start = torch.maximum(reach.start, own)
-        reach = reach._replace(start=start, stop=reach.stop.minimum(own + 1).maximum(start))
+    reach = reach_of(groups, visibility, q.shape[2], k.shape[2], window, query_groups, local=local)
     learned = (q, k, v, *summaries, groups.weight, log_size)
     if few_queries(q, k, learned) and not zoom and bias is None:
         return grouped_attention_few(

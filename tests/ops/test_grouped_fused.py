@@ -1,0 +1,167 @@
+"""Grouped attention by FlexAttention: held to the definition as it is written, without a GPU.
+
+FlexAttention that is not compiled computes what its functions say, gradients included, but for a
+check that refuses gradients on a CPU, which is lifted here. It reads no lists of blocks then, so
+these are held to the map by themselves.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from grouped_cases import (
+    EXACT,
+    TOKENS,
+    VISIBILITIES,
+    attend,
+    each_case,
+    tensors,
+)
+from oracle import against_oracle, with_grads
+
+from heedful.ops import Queries, Visibility, grouped_attention, summarise
+from heedful.ops.grouped import fixed_groups, sliding_groups
+from heedful.ops.grouped.fused import _blocks
+from heedful.ops.grouped.neighbourhood import reach_of
+
+SEEN = [name for name in VISIBILITIES if "mutual" not in name]
+asked = pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
+
+
+@pytest.fixture(autouse=True)
+def as_written(interpreted, device, monkeypatch) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(
+            "torch.nn.attention.flex_attention._validate_device", lambda *tensors: None
+        )
+
+
+@pytest.mark.crossed
+@each_case
+@asked
+@pytest.mark.parametrize("visible", SEEN)
+def test_fused_is_the_definition_in_fp64(case, asking, visible):
+    """With every gradient, those of learned groups too."""
+    visibility, drawn = VISIBILITIES[visible](TOKENS), case.draw(2, TOKENS)
+    x = tensors()
+    if drawn is not None and drawn.is_floating_point():
+        x["drawn"] = drawn
+
+    def run(impl):
+        def function(y):
+            groups = case.make(y.get("drawn", drawn), TOKENS, visibility)
+            return attend(y, groups, impl, asking=asking, window=5, visibility=visibility)
+
+        return function
+
+    actual, expected = (with_grads(run(impl), x) for impl in ("fused", "reference"))
+    for name, y in actual.items():
+        size = expected[name].abs().max().item()
+        torch.testing.assert_close(y, expected[name], rtol=0, atol=1e-12 * (1 + size), msg=name)
+
+
+@pytest.mark.crossed
+@pytest.mark.device
+@each_case
+@asked
+def test_fused_errs_at_most_twice_as_much_as_the_definition(case, asking):
+    drawn = case.draw(2, 300)
+    groups = case.make(drawn, 300, None)
+
+    def run(impl):
+        return lambda x: attend(x, groups, impl, asking=asking, window=40)
+
+    against_oracle(run("fused"), run("reference"), tensors(300), torch.float32, f"{case}")
+
+
+@each_case
+@asked
+@pytest.mark.parametrize("queries", [1, 9])
+def test_the_newest_queries_and_a_query_s_own_token_alone(case, asking, queries):
+    drawn, x = case.draw(2, TOKENS), tensors(TOKENS, TOKENS if asking else queries)
+    groups = case.make(drawn, TOKENS, None)
+    for options in ({"window": 4}, {"window": 4, "local": False}):
+        found, expected = (
+            attend(x, groups, impl, asking=asking, **options) for impl in ("fused", "reference")
+        )
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
+@each_case
+def test_cross_attention_and_groups_of_a_target_that_ask(case):
+    padding = VISIBILITIES["ragged, both ways"](TOKENS).padding
+    source = Visibility(causal=False, padding=padding)
+    groups, own = case.make(case.draw(2, TOKENS), TOKENS, source), fixed_groups(3, 11)
+    real = torch.arange(11)[None] < 9
+    visibility = replace(source, queries=Queries(padding=real))
+    x = tensors(TOKENS, 11)
+    sums = summarise(x["k"], x["v"], groups)
+    for q, target in ((None, None), (summarise(x["q"], x["q"], own).k, own)):
+        found, expected = (
+            grouped_attention(
+                x["q"], x["k"], x["v"], groups=groups, summaries=sums._replace(q=q),
+                query_groups=target, visibility=visibility, impl=impl,
+            )
+            for impl in ("fused", "reference")
+        )  # fmt: skip
+        torch.testing.assert_close(found, expected, **EXACT)
+        assert not bool(found[:, :, 9:].any())
+
+
+@pytest.mark.crossed
+@each_case
+@asked
+def test_a_later_token_changes_no_earlier_output(case, asking):
+    """In whole blocks of rows, with summaries made anew."""
+    x, drawn = tensors(200), case.draw(2, 200)
+
+    def run(y):
+        return attend(y, case.make(drawn, 200, None), "fused", asking=asking, window=3)
+
+    before = run(x)
+    for t in (5, 127, 128, 199):
+        changed = {name: y.clone() for name, y in x.items()}
+        for name in ("q", "k", "v", "logits"):
+            changed[name][:, :, t] += 1
+        after = run(changed)
+        torch.testing.assert_close(after[:, :, :t], before[:, :, :t], **EXACT)
+        assert (after[:, :, t] - before[:, :, t]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("visible", SEEN)
+@pytest.mark.parametrize("window", [1, 40, 500])
+def test_every_column_that_a_row_reaches_is_in_its_blocks(visible, window):
+    """And a block is left out where none of its rows reaches any of its columns."""
+    visibility = VISIBILITIES[visible](400)
+    groups = sliding_groups(6, 2, 400, visibility=visibility)
+    reach = reach_of(groups, visibility or Visibility(), 400, 400, window, None, local=True)
+    bounds, count = reach.stacked(), groups.count
+    number, order = (x[:, 0] for x in _blocks(bounds, count, 400))
+    column = torch.arange(count + 400)
+    first, near, after, last, start, stop, _ = (x[..., None] for x in bounds.unbind(1))
+    seen = ((column >= first) & (column < near)) | ((column >= after) & (column < last))
+    seen = seen & (column < count)
+    seen = seen | ((column - count >= start) & (column - count < stop))
+    for row in range(len(bounds)):
+        for block in range(4):
+            part = seen[row, 128 * block : 128 * (block + 1)].any(0)
+            needed = {c // 128 for c in part.nonzero().flatten().tolist()}
+            listed = order[row, block, : number[row, block]].tolist()
+            assert needed <= set(listed) and len(set(listed)) == len(listed)
+            # Runs of one row may end in a block of which another row's begins: at most so many.
+            assert len(listed) <= len(needed) + 2
+    if window == 1 and visible == "causal":
+        assert int(number.sum()) < number.numel() * order.shape[2] * 0.7
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"zoom": 1}, "zoom=1 chooses tokens in the middle of it"),
+        ({"bias": torch.zeros(1, 1, 40, 40)}, "a position bias is one number per token"),
+    ],
+)
+def test_what_it_does_not_serve(options, said):
+    q = torch.randn(1, 2, 40, 4)
+    with pytest.raises(ValueError, match=f"impl='fused' cannot serve this grouped.*{said}"):
+        grouped_attention(q, q, q, groups=fixed_groups(4, 40), impl="fused", **options)
