@@ -427,6 +427,7 @@ def test_tokens_are_spelled_as_the_text_has_them():
         (["--text", ""], "text must have at least one character, got an empty one"),
         (["--text", TEXT, "--file", "x"], "text must be given, or a file with it, and not both"),
         ([], "text must be given, or a file with it, and not both"),
+        (["--text", "binary.txt"], "got the name of a file, .binary.txt.; give it as --file"),
         (["--file", "nothing.txt"], "No such file or directory: nothing.txt"),
         (["--file", "binary.txt"], "file binary.txt is not UTF-8 text"),
         (["--text", "x" * 300], "text has 301 tokens, and the model has positions for 256 at most"),

@@ -132,7 +132,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     mine = ("my-model", "my-baseline", "runs/selective-30m")
-    made = {x for x in arguments if x in mine or x.startswith("runs/study")}
+    made = {x for x in arguments if x in mine or x.startswith(("runs/study", "runs/text-"))}
     for folder in made - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)

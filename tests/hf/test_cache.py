@@ -85,6 +85,7 @@ def in_steps(model, ids: Tensor, sizes: list[int], cache=None, **options) -> Ten
     return torch.cat(parts, dim=1)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "family"), FITTING)
 def test_cached_steps_are_the_full_forward(name, family):
     """Longer than the sliding windows of 4, so that these layers let tokens go."""
@@ -106,6 +107,7 @@ def test_padded_rows_in_steps_are_the_full_forward(name, family):
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=rounding(name))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", [name for name in MECHANISMS if name.startswith("grouped")])
 def test_padding_anywhere_in_steps_is_the_full_forward(name, family):
@@ -131,6 +133,7 @@ MODES = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FEW)
@@ -149,6 +152,7 @@ def test_every_mode_of_generate_is_the_uncached_one(name, mode, family):
     assert torch.equal(found[0], expected)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", FEW)
 def test_assisted_decoding_is_greedy_decoding(name, family):

@@ -41,12 +41,9 @@ MECHANISMS = {
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {
-    "standard": Standard(),
+    **{name: MECHANISMS[name] for name in ("standard", "talking-heads", "canon", "knocking-heads")},
     "mta": MultiToken(conv_every=1),
-    "talking-heads": TalkingHeads(),
     "selective with an extra head": Selective(selector="extra"),
-    "canon": Canon(),
-    "knocking-heads": KnockingHeads(("q", "k", "v")),
 }
 EVERYWHERE = ("decoder", "encoder", "cross")
 
@@ -99,6 +96,7 @@ def test_each_place_changes_logits_by_itself(family):
         assert all(not torch.equal(seen[-1], before) for before in seen[:-1])
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_no_target_token_changes_an_earlier_logit(family, name):
@@ -106,6 +104,7 @@ def test_no_target_token_changes_an_earlier_logit(family, name):
     assert_causal(lambda ids: logits(model, source, ids), tokens(3, 9), dim=1)
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_cached_generation_is_the_uncached_one(family, name):
@@ -141,6 +140,7 @@ def test_cached_generation_is_the_uncached_one(family, name):
     assert len(written) > 8, written
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_a_ragged_batch_is_its_rows(family, name):
@@ -154,6 +154,7 @@ def test_a_ragged_batch_is_its_rows(family, name):
         assert torch.equal(found[: len(alone)], alone)
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_target_tokens_in_pieces_are_the_whole_row(family, name):

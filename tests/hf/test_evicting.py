@@ -39,6 +39,7 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_a_whole_row_is_its_steps(name, policy):
     """Token by token, after a prompt at once, and in pieces."""
@@ -56,6 +57,7 @@ def test_a_whole_row_is_its_steps(name, policy):
     assert not torch.equal(found[1], found[15])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_padded_rows_are_their_steps(name, policy):
     model, ids, mask = converted(name), tokens(3, 22), ragged_mask(3, 22)
@@ -66,6 +68,7 @@ def test_padded_rows_are_their_steps(name, policy):
     same(found[mask.bool()], expected[mask.bool()])
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_sliding_windows_are_their_steps(name, policy, family):

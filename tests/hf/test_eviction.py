@@ -24,6 +24,7 @@ SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "can
            for policy in (StreamingLLM, H2O)]  # fmt: skip
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_a_full_budget_is_none_bit_for_bit(name, policy, family):
@@ -142,6 +143,7 @@ def test_random_keeps_a_uniform_sample():
     assert counts.min() > 30 and counts.max() < 72
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_no_more_is_held_than_the_budget_and_the_chunk(name, policy):
     model = converted(name, max_position_embeddings=512, dtype=torch.float32)
@@ -172,6 +174,7 @@ def test_slots_are_used_again(policy):
     assert len(places) == 1
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(("name", "policy"), [x for x in SERVED if x[1] is not Random])
 def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):

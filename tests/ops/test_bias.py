@@ -40,6 +40,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, spread, d
     against_oracle(*functions, biased(mechanism, Shape().long(111), spread), dtype)
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("queries", [150, 70])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])

@@ -44,6 +44,7 @@ def test_with_a_bias_and_a_cap(mechanism):
     against_oracle(*functions, tensors, torch.float32)
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("queries", [150, 70])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])

@@ -37,6 +37,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, cap, dtyp
     against_oracle(*functions, with_bias(mechanism, Shape().long(111)), dtype)
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("queries", [150, 70])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])

@@ -1,0 +1,159 @@
+"""The scripts in `benchmarks/` that train and score models, on rows that take them seconds."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import heedful
+from heedful.records.budgeted import read_budgeted
+from heedful.tasks import TASKS, Recall
+from heedful.tasks.samples import Recipe
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Call a script's `main` as its command would, in an empty folder and with small rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    small = Recall(length=96, names=4, pool=4, references=2, instructions=1, questions=2)
+    monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 3, 2, 2e-3, (), held_out=4))
+    monkeypatch.setitem(TASKS, "recall", type("Short", (), {"default": lambda data=(): small}))
+
+    def call(name: str, *arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *map(str, arguments)])
+        __import__(name).main()
+
+    return call
+
+
+def lines(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_a_grid_of_groupings_goes_on_where_it_was(run):
+    names = ["full attention", "window alone", "cif, weighted", "fixed, mean"]
+    run("grouped", "recall", "--seeds", 1, "--only", *names[:2], "--out", "grid.jsonl")
+    before = lines("grid.jsonl")
+    run("grouped", "recall", "--seeds", 1, "--only", *names, "--out", "grid.jsonl")
+    found = {line["name"]: line for line in lines("grid.jsonl")}
+    assert lines("grid.jsonl")[:2] == before and list(found) == names
+    full, window, _, fixed = found.values()
+    # By hand: half a square; 20 tokens; of groups of 8 what ended 16 tokens ago, tokens after them.
+    assert full["pairs"] == {"decoder": [96 * 97 / 2] * 2} and full["groups"] == {}
+    assert window["pairs"]["decoder"][0] == sum(min(t + 1, 20) for t in range(96))
+    far = [sum(8 * j + 7 <= t - 16 for j in range(12)) for t in range(96)]
+    assert fixed["pairs"]["decoder"][1] == sum(n + t + 1 - 8 * n for t, n in enumerate(far))
+    assert fixed["groups"] == {"decoder": [12.0, 12.0]}
+    assert fixed["cache_nbytes"] < full["cache_nbytes"] and len(full["loss_by_position"]) == 8
+
+
+def test_wrong_words_of_the_scores_under_small_caches(run):
+    with pytest.raises(SystemExit, match="models must be NAME=FOLDER, got 'folder'"):
+        run("small_caches", "folder", "--out", "scored.jsonl")
+    with pytest.raises(SystemExit, match=r"--policies must be of MostHidden.*got \['TOVO'\]"):
+        run("small_caches", "a=folder", "--policies", "TOVO", "--out", "scored.jsonl")
+    assert not Path("scored.jsonl").exists()
+
+
+def test_a_grid_can_begin_with_a_trained_model(run):
+    run("grouped", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
+    with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
+        run("grouped", "recall", "--start", "runs/none", "--out", "grid.jsonl")
+    with pytest.raises(SystemExit, match=r"--only must be of full attention.*got fixd"):
+        run("grouped", "recall", "--only", "fixd", "--out", "grid.jsonl")
+
+
+def test_what_is_trained_side_by_side(run, tmp_path):
+    """Rates first, then all of a seed; equal time is fewer steps of what is slow."""
+    import training
+
+    def planned(*options: tuple) -> list[tuple]:
+        asked = argparse.Namespace(
+            steps=800, seeds=2, only=["standard", "mta"], long=None, continual=False
+        )
+        vars(asked).update(options)
+        return [tuple(x) for x in training.plan(asked, {"mta": 1.6, "standard": 1.0})]
+
+    rates = [("rate", x, 100, 200, rate) for x in ("standard", "mta") for rate in training.RATES]
+    assert planned() == rates + [
+        run
+        for seed in (0, 1)
+        for run in (
+            ("steps", "standard", seed, 800, None),
+            ("steps", "mta", seed, 800, None),
+            ("time", "mta", seed, 500, None),
+        )
+    ]
+    longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
+    assert planned(("long", 2000)) == rates + longer
+    going_on = [("continual", x, 0, 400, training.ADAPTED_WITH) for x in ("standard", "mta")]
+    assert planned(("continual", True)) == rates[:3] + going_on
+
+
+@pytest.fixture
+def trained(run) -> Path:
+    """A selective model of the small rows, as `heedful compare` leaves one."""
+    from heedful.experiments.scratch import Size, from_scratch
+
+    task = TASKS["recall"].default()
+    model = from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # so that something is hidden
+    model.save_pretrained("selective")
+    return Path("selective")
+
+
+@pytest.mark.slow
+def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
+    """Standard attention begins with a selective model's weights, and learns to hide after it."""
+    asked = ("--task", "recall", "--steps", 2, "--batch", 2)
+    run("retrofit", trained, *asked, "--mechanism", "standard", "--to", "standard")
+    run("retrofit", "standard", *asked, "--mechanism-rate", 20, "--to", "hiding")
+    said = json.loads(Path("hiding/taught.json").read_text())
+    standard, hiding = (heedful.load(x, budgets=False) for x in ("standard", "hiding"))
+    # An extra selector hides nothing before it has learnt: the score is that of its start.
+    assert said["before"] == json.loads(Path("standard/taught.json").read_text())["after"]
+    kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, hiding)]
+    assert kinds == ["StandardAttention", "SelectiveAttention"]
+    with pytest.raises(SystemExit, match="--to must be a new folder, but hiding is there"):
+        run("retrofit", "standard", *asked, "--to", "hiding")
+
+    scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
+    run("small_caches", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    found = read_budgeted(Path("scored.jsonl"))
+    assert {x.policy for x in found if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
+    searched = [x for x in found if x.policy.startswith("searched")]
+    assert [x.mechanism for x in searched] == ["b"]  # what hides nothing has no such search
+    budgets = [int(x) for x in searched[0].policy.split()[1].split("/")]
+    assert all(13 <= x <= 96 for x in budgets) and searched[0].tokens == round(sum(budgets) / 2)
+    run("small_caches", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    assert len(read_budgeted(Path("scored.jsonl"))) == len(found)
+
+
+def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
+    """The weights are those of the start: nothing is learnt in a step of no size."""
+    grid = ("--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
+    run("grouped", "recall", "--start", trained, "--steps", 1, *grid)
+    run("grouped", "recall", "--steps", 1, *grid)
+    begun, fresh = lines("grid.jsonl")
+    assert begun["start"] == "selective" and fresh["start"] is None
+    assert begun["loss_by_position"] != fresh["loss_by_position"]
+
+
+@pytest.mark.slow
+def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
+    asked = ("--seeds", 1, "--steps", 2, "--blocks", 3, "--out", "toy.jsonl")
+    run("toy_table", *asked, "--only", "standard")
+    run("toy_table", *asked)
+    found = lines("toy.jsonl")
+    assert [x["name"] for x in found] == ["standard"] * 6 + ["mta"] * 6
+    columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
+    assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
+    assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
