@@ -1,5 +1,6 @@
 """What `heedful inspect` is asked for; no torch, for the command line."""
 
+import os
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -50,6 +51,11 @@ class Inspection:
         check_literals(self)
         if (self.text is None) == (self.file is None):
             raise ValueError("text must be given, or a file with it, and not both")
+        if self.text is not None and os.path.isfile(self.text):
+            raise ValueError(
+                f"text must be what is looked at, got the name of a file, {self.text!r}; give it "
+                "as --file to look at what is in it"
+            )
         if not self.out:
             raise ValueError("out must be a file, got an empty text; leave it out for inspect.html")
         if self.tokens is not None:

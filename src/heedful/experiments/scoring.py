@@ -5,7 +5,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from heedful.experiments.scratch import Budget
-from heedful.tasks import Pairs, Task, token_losses
+from heedful.tasks import Pairs, Samples, Task, token_losses
 from heedful.tasks.samples import IGNORE
 
 
@@ -17,20 +17,24 @@ def final_scores(model: PreTrainedModel, task: Task, budget: Budget) -> tuple[st
     return task.metric, final | {name: judged[name] for name in task.also}
 
 
-@torch.no_grad()
 def score(model: PreTrainedModel, task: Task, budget: Budget) -> dict[str, float]:
     """The task's scores of a model on held-out rows, the same rows at every call."""
-    rows = task.held_out(budget.held_out)
+    return score_rows(model, task, task.held_out(budget.held_out), budget.batch)
+
+
+@torch.no_grad()
+def score_rows(
+    model: PreTrainedModel, task: Task, rows: Samples | Pairs, batch: int
+) -> dict[str, float]:
+    """The task's scores of a model on these rows, `batch` of them at once."""
     training = model.training
     model.eval()
     if task.paired:
-        found = _score_pairs(model, task, rows, budget.batch)
+        found = _score_pairs(model, task, rows, batch)
         model.train(training)
         return found
     values = []
-    for ids, labels in zip(
-        rows.input_ids.split(budget.batch), rows.labels.split(budget.batch), strict=True
-    ):
+    for ids, labels in zip(rows.input_ids.split(batch), rows.labels.split(batch), strict=True):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
         predicted = task.scored_by == "predictions"
         values.append(logits.argmax(-1) if predicted else token_losses(logits, labels))

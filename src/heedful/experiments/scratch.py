@@ -5,6 +5,7 @@ It is a configuration of transformers plus `convert`; there is no own language m
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import (
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from heedful.checks import check_whole
-from heedful.hf import convert
+from heedful.hf import convert, load, revert
 from heedful.nn import LocalGlobal, Mechanism, to_json
 from heedful.tasks import Task
 
@@ -117,6 +118,12 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
         )
     )
     return convert(model, mechanism).model
+
+
+def from_trained(folder: Path, mechanism: Attention, seed: int) -> PreTrainedModel:
+    """A trained model with another mechanism in its place; the seed is of what that begins with."""
+    torch.manual_seed(seed)
+    return convert(revert(load(folder, budgets=False)), mechanism).model
 
 
 def _encoder_decoder(task: Task, size: Size) -> BartForConditionalGeneration:

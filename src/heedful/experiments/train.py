@@ -16,8 +16,16 @@ from heedful.checks import check_choice
 from heedful.experiments.checkpoints import Checkpoints
 from heedful.experiments.comparison import Device, check_memory_loss
 from heedful.experiments.scoring import final_scores, score
-from heedful.experiments.scratch import Attention, Budget, Size, described, from_scratch
+from heedful.experiments.scratch import (
+    Attention,
+    Budget,
+    Size,
+    described,
+    from_scratch,
+    from_trained,
+)
 from heedful.experiments.trainer import InOrder, parameter_groups
+from heedful.hf.budgets import fingerprint
 from heedful.hf.losses import MemoryLoss
 from heedful.tasks import Task
 from heedful.testing import process_peak_mib
@@ -69,6 +77,7 @@ def train(
     seed: int,
     folder: Path,
     *,
+    start: Path | None = None,
     memory_loss: float = 0.0,
     device: Device = "auto",
     progress: Progress | None = None,
@@ -86,6 +95,8 @@ def train(
         size, budget: model and training.
         seed: of the initialisation and the training rows; held-out rows are the same for all.
         folder: for this run's state while training; gone again after the run.
+        start: a trained model's folder, whose weights are begun with, in place of a new model of
+            this size.
         memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
             are told without it. That of learned groups (`heedful.GroupingLoss`) is always added.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
@@ -102,11 +113,15 @@ def train(
     check_device(device)
     check_memory_loss(memory_loss)
     rows = _Rows(task, budget, seed)
-    model = from_scratch(task, mechanism, size, seed)
+    if start is None:
+        model = from_scratch(task, mechanism, size, seed)
+    else:
+        model = from_trained(start, mechanism, seed)
     if memory_loss:
         MemoryLoss(model).remove()  # refused before anything is written
     identity = _run_identity(task, mechanism, size, budget, seed, rows)
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
+    identity |= {} if start is None else {"start": fingerprint(model)}
     checkpoints = Checkpoints(Path(folder), identity)
     checkpoint = checkpoints.newest()
     watch = _Watch(task, budget, checkpoints, progress, should_stop, save_seconds)
