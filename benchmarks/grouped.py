@@ -1,18 +1,23 @@
 """What grouping costs in quality: every grouping with every refinement beside its controls.
 
-Small models are trained from scratch, all with the same rows and the same number of summaries: one
-for every eight tokens, measured. Beside them stand full attention, a window of as many tokens as a
-grouped query sees one by one, and groups that are plain means and weigh as much as one token.
+Small models are trained, all with the same rows and the same number of summaries: one for every
+eight tokens, measured. Beside them stand full attention, a window of as many tokens as a grouped
+query sees one by one, and groups that are plain means and weigh as much as one token. Tasks with a
+source and a target have encoder-decoders and fewer mechanisms. What is not learnt from scratch at
+this size can begin with the weights of a model that has learnt it (`--start`).
 
-    python benchmarks/grouped.py text --data books --seeds 3 --out runs/grouped.jsonl
+    python benchmarks/grouped.py text --seeds 3 --out runs/grouped-text.jsonl
+    python benchmarks/grouped.py recall --start runs/recall-standard --steps 400 --seeds 3 \
+        --out runs/grouped-recall.jsonl
+    python benchmarks/grouped.py translate --seeds 3 --out runs/grouped-pairs.jsonl
 
 A run that ended early goes on with the next model that is not in the file.
 """
 
 import argparse
 import json
-import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,19 +27,23 @@ import heedful
 from heedful import Grouped
 from heedful.experiments.scratch import Budget, Size
 from heedful.experiments.train import train
-from heedful.nn import Mechanism, Standard, to_json
+from heedful.nn import Mechanism, Selective, Standard, to_json
 from heedful.ops import Visibility
 from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.records.environment import environment
-from heedful.tasks import TASKS, Task
+from heedful.records.files import append_line
+from heedful.tasks import TASKS, Task, token_losses
+from heedful.tasks.samples import IGNORE
 
 SIZE, WINDOW = 8, 16
+ROWS = ("text", "copy", "selective-copy", "recall")
+PAIRS = ("translate", "summarise", "spans")
 REFINES = ("mean", "weighted", "channel", "attention")
 
 
-def mechanisms(closing: tuple[int, ...]) -> dict[str, Mechanism]:
-    """By name. A sentence ends at a space or a line's end, between four and sixteen tokens."""
-    sentence = {"closing": closing, "shortest": 5, "longest": 2 * SIZE}
+def mechanisms(task: Task) -> dict[str, Mechanism]:
+    """By name, for a task of rows; sentences have four to sixteen tokens."""
+    sentence = {"closing": closing_of(task), "shortest": 5, "longest": 2 * SIZE}
     shapes = {
         "fixed": {},
         "sliding": {"size": 2 * SIZE, "stride": SIZE},
@@ -58,107 +67,129 @@ def mechanisms(closing: tuple[int, ...]) -> dict[str, Mechanism]:
     return found
 
 
+def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
+    """By name, for a source and a target; groups in every role, windows where a row asks itself."""
+    if kind == "spans":
+        return {"full attention": Standard(), "selective in the decoder": Selective()}
+    recipe = task.recipe.changes["grouped"]
+    size, window = recipe["size"], recipe["window"]
+    wide = {"size": 2 * size, "stride": size, "window": window}
+    return {
+        "full attention": Standard(),
+        "window alone": Standard(window=window + size // 2),
+        "fixed, mean, no size": Grouped(**recipe, refine="mean", size_bias="none"),
+        "sliding, channel": Grouped("sliding", refine="channel", **wide),
+        "cif, weighted": Grouped("cif", **recipe, share=task.recipe.layers),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=("text", "copy", "selective-copy", "recall"))
+    parser.add_argument("task", choices=(*ROWS, *PAIRS))
     parser.add_argument("--data", nargs="*", default=())
+    parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))
-    recipe = task.recipe
-    size = Size(recipe.hidden, recipe.layers, recipe.heads)
-    budget = Budget(
-        args.steps or recipe.steps,
-        recipe.batch,
-        recipe.learning_rate,
-        evaluations=2,
-        held_out=recipe.held_out,
-    )
-    found = mechanisms(closing_of(task))
+    budget = replace(budget_of(task), steps=args.steps or task.recipe.steps)
+    found = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
     if unknown := set(args.only or ()) - set(found):
         raise SystemExit(f"--only must be of {', '.join(found)}, got {', '.join(sorted(unknown))}")
+    if args.start is not None and not args.start.is_dir():
+        raise SystemExit(f"--start must be a folder, got {args.start}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    known = {(x["task"], x["name"], x["seed"], x["steps"]) for x in lines(args.out)}
+    start = args.start and args.start.name
+    known = {(x["task"], x["name"], x["seed"], x["steps"], x.get("start")) for x in lines(args.out)}
     for seed in range(args.seeds):
         for name, mechanism in tqdm(found.items(), desc=f"seed {seed}"):
             if args.only and name not in args.only:
                 continue
-            if (args.task, name, seed, budget.steps) in known:
-                continue
-            print(name, flush=True)
-            append(args.out, one(args.task, task, name, mechanism, size, budget, seed, args.out))
+            if (args.task, name, seed, budget.steps, start) not in known:
+                print(name, flush=True)
+                line = {"task": args.task, "name": name, "seed": seed, "start": start}
+                line |= one(task, mechanism, budget, line, args)
+                append_line(args.out, json.dumps(line))
 
 
-def one(
-    kind: str, task: Task, name: str, mechanism: Mechanism, size: Size, budget: Budget, seed: int,
-    out: Path,
-) -> dict:  # fmt: skip
+def budget_of(task: Task) -> Budget:
+    recipe = task.recipe
+    return Budget(
+        recipe.steps, recipe.batch, recipe.learning_rate, evaluations=2, held_out=recipe.held_out
+    )
+
+
+def one(task: Task, mechanism: Mechanism, budget: Budget, key: dict, args) -> dict:
     """Train one model; what it scored, and what its attention took."""
-    folder = out.parent / f".{out.stem}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
-    run = train(task, mechanism, size, budget, seed, folder)
+    name, seed = key["name"].replace(", ", "-").replace(" ", "-"), key["seed"]
+    folder = args.out.parent / f".{args.out.stem}-{args.task}-{name}-{seed}"
+    size = Size(task.recipe.hidden, task.recipe.layers, task.recipe.heads)
+    run = train(task, mechanism, size, budget, seed, folder, start=args.start)
     line = {
-        "task": kind, "name": name, "seed": seed, "steps": budget.steps,
-        "mechanism": to_json(mechanism), "metric": run.metric, "final": run.final,
-        "parameters": run.parameters, "seconds": run.seconds,
+        "steps": budget.steps, "mechanism": to_json(mechanism), "metric": run.metric,
+        "final": run.final, "parameters": run.parameters, "seconds": run.seconds,
         "peak_memory_mib": run.peak_memory_mib,
     }  # fmt: skip
-    line |= taken(run.model, task, mechanism, budget)
-    return line | {"environment": environment()}
+    return line | taken(run.model.eval(), task) | {"environment": environment()}
 
 
 @torch.no_grad()
-def taken(model: torch.nn.Module, task: Task, mechanism: Mechanism, budget: Budget) -> dict:
-    """Groups, score pairs per head and row, bytes of a cache, and the loss by position."""
+def taken(model: torch.nn.Module, task: Task) -> dict:
+    """Groups, score pairs per head and row by role, bytes of a cache, and the loss by position.
+
+    Numbers of groups and pairs are those of each layer, means over the rows.
+    """
     samples = task.held_out(16)
-    model.eval()
-    made = []
+    given = samples.inputs() if task.paired else {"input_ids": samples.input_ids}
     layers = [m.heedful for m in model.modules() if hasattr(m, "heedful")]
-    hooks = []
-    if isinstance(mechanism, Grouped):
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda layer, args, kwargs: made.append((layer, args, kwargs)), with_kwargs=True
-            )
-            for layer in layers
-        ]
-    out = model(input_ids=samples.input_ids, use_cache=False)
+    called = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: called.append((layer, args, kwargs)), with_kwargs=True
+        )
+        for layer in layers
+    ]
+    logits = model(**given, use_cache=False).logits.float()
     for hook in hooks:
         hook.remove()
-    rows, tokens = samples.input_ids.shape
-    logits = out.logits[:, :-1].flatten(0, 1).float()
-    labels = samples.labels[:, 1:]
-    loss = torch.nn.functional.cross_entropy(
-        logits, labels.flatten(), ignore_index=-100, reduction="none"
-    ).view(labels.shape)
-    counted = (labels != -100).sum(0)
-    by_position = [
-        (loss[:, at].sum() / counted[at].sum().clamp(min=1)).item()
-        for at in torch.arange(tokens - 1).chunk(8)
-    ]
-    pairs, groups = [], []
-    for layer, given, options in made:
-        groups_made, _, _ = layer._made(*given[:2], options.get("visibility"), options["given"])
-        groups.append(groups_made.there.expand(rows, -1).sum().item() / rows)
-        pairs.append(
-            score_pairs(
-                groups_made, window=mechanism.window, zoom=mechanism.zoom,
-                asking=mechanism.queries == "groups",
-            ) / len(groups_made.start)
-        )  # fmt: skip
-    if not made:
-        window = mechanism.window or tokens
-        seen = Visibility(window=window).dense(tokens, tokens, torch.device("cpu"))
-        pairs = [float(seen.sum())]
+    rows = len(samples.input_ids)
+    groups, pairs = {}, {}
+    for layer, (q, k, *_), options in called:
+        role, visibility = layer.shape.role, options.get("visibility")
+        if isinstance(layer.config, Grouped):
+            made, _, _ = layer._made(q, k, visibility, options["given"])
+            groups.setdefault(role, []).append(made.there.expand(rows, -1).sum().item() / rows)
+            scored = score_pairs(
+                made, window=layer.config.window, visibility=layer._seen(visibility),
+                queries=q.shape[2], zoom=layer.config.zoom,
+                asking=layer.config.queries == "groups",
+            )  # fmt: skip
+        else:
+            visibility = visibility or Visibility()
+            if window := getattr(layer.config, "window", None):
+                visibility = replace(visibility, window=window)
+            scored = visibility.dense(q.shape[2], k.shape[2], q.device).flatten(1).sum(1)
+        pairs.setdefault(role, []).append(scored.expand(rows).sum().item() / rows)
     cache = heedful.new_cache(model)
-    model(input_ids=samples.input_ids, past_key_values=cache, use_cache=True)
-    model(input_ids=samples.input_ids[:, :1], past_key_values=cache, use_cache=True)
+    model(**given, past_key_values=cache, use_cache=True)
+    if not task.paired:
+        model(input_ids=samples.input_ids[:, :1], past_key_values=cache, use_cache=True)
     return {
         "groups": groups, "pairs": pairs, "cache_nbytes": cache.nbytes / rows,
-        "whole_nbytes": cache.whole_nbytes / rows, "loss_by_position": by_position,
+        "whole_nbytes": cache.whole_nbytes / rows,
+        "loss_by_position": [] if task.paired else by_position(logits, samples.labels),
     }  # fmt: skip
+
+
+def by_position(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """The mean loss in each eighth of a row, in nats; nan where nothing is asked."""
+    losses, asked = token_losses(logits, labels)[:, :-1], labels[:, 1:] != IGNORE
+    return [
+        (losses[:, at].sum() / asked[:, at].sum()).item()
+        for at in torch.arange(losses.shape[1]).chunk(8)
+    ]
 
 
 def closing_of(task: Task) -> tuple[int, ...]:
@@ -175,14 +206,6 @@ def lines(path: Path) -> Iterator[dict]:
     """The lines of a results file, if it is there."""
     if path.exists():
         yield from map(json.loads, path.read_text().splitlines())
-
-
-def append(path: Path, line: dict) -> None:
-    """One line more, whole or not at all."""
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 if __name__ == "__main__":

@@ -1,86 +1,100 @@
-"""Teach a trained model to hide tokens, and see how small its KV cache may be afterwards.
+"""Teach a trained model another attention for some steps, in a plain loop.
 
-A model of `heedful compare` goes on training for some steps with the memory loss in a plain loop: a
-standard one gets an extra selector, which changes nothing at first; a selective one keeps its own.
-Scores under every policy and budget follow, as in `heedful compare --budgets`.
+A standard model gets an extra selector, which changes nothing at first, and learns to hide tokens
+under the memory loss; a selective one keeps its own and learns to hide more. The other way round,
+standard attention and the hybrid can start with the weights of a model that has learnt a task. What
+the models are worth under small caches is scored by `benchmarks/small_caches.py`.
 
     python benchmarks/retrofit.py runs/study-text/models/text-standard-0 --task text --data books \
-        --tokenizer bpe --length 768 --steps 45 --out benchmarks/results/retrofit-cpu.jsonl
+        --tokenizer bpe --length 768 --steps 200 --rate 5e-5 --mechanism-rate 20 --to runs/taught
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 import heedful
-from heedful.experiments.budgeted import plans, scored_as, under_budget
 from heedful.experiments.scoring import score
-from heedful.experiments.scratch import Budget
-from heedful.nn import Selective
-from heedful.records.budgeted import append_budgeted
-from heedful.tasks import TASKS
+from heedful.experiments.scratch import Budget, local_global
+from heedful.experiments.trainer import parameter_groups
+from heedful.nn import Selective, Standard
+from heedful.records.environment import environment
+from heedful.tasks import TASKS, Task
+
+MECHANISMS = ("selective", "standard", "local-global")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, help="folder of a model that heedful compare trained")
+    parser.add_argument("model", type=Path, help="folder of a trained model")
     parser.add_argument("--task", choices=("text", "recall"), default="text")
     parser.add_argument("--data", nargs="*", default=())
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--length", type=int)
+    parser.add_argument("--mechanism", choices=MECHANISMS, default="selective")
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--memory-loss", type=float, default=0.1)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[0.25, 0.125, 0.0625, 0.03125])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--mechanism-rate", type=float, default=1.0, help="factor on --rate")
+    parser.add_argument("--memory-loss", type=float, default=0.1, help="of selective attention")
+    parser.add_argument("--to", type=Path, required=True, help="folder of the taught model, new")
     args = parser.parse_args()
     if not args.model.is_dir():
-        raise SystemExit(f"model must be a folder of heedful compare, got {args.model}")
+        raise SystemExit(f"model must be a folder, got {args.model}")
+    if args.to.exists():
+        raise SystemExit(f"--to must be a new folder, but {args.to} is there")
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
     budget = Budget(args.steps, args.batch, held_out=task.recipe.held_out)
-    torch.manual_seed(0)  # of an extra selector's start
-    model = heedful.load(args.model)
-    name = "selective"
-    if not any(layer.keeps for layer in layers(model)):
-        heedful.revert(model)
-        heedful.convert(model, Selective(selector="extra"))
-        name = "standard"
-    name += (
-        f" + {args.steps} steps with memory loss" if args.memory_loss else f" + {args.steps} steps"
-    )
+    model = changed(heedful.load(args.model, budgets=False), args.mechanism, task)
     split, judged = next(iter(task.evaluations().items()))
-    print(f"before: {split} {score(model, judged, budget)}", flush=True)
+    before = score(model, judged, budget)
+    kinds = {type(m.heedful).__name__ for m in model.modules() if hasattr(m, "heedful")}
+    print(f"becomes {', '.join(sorted(kinds))}; before: {split} {before}", flush=True)
     seconds = teach(model, task, args)
-    print(f"after {seconds:.0f} s: {split} {score(model, judged, budget)}", flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    model.eval()
-    for eviction in tqdm(list(plans(model, task, tuple(args.budgets)))):
-        scored = under_budget(model, task, eviction, budget)
-        line = scored_as((args.task, name, 0), task, eviction, scored)
-        append_budgeted(args.out, line)
-        print(
-            f"{line.policy} {line.tokens}: {line.final}, {line.peak_bytes:,.0f} bytes", flush=True
-        )
+    after = score(model, judged, budget)
+    print(f"after {seconds:.0f} s: {split} {after}", flush=True)
+    model.save_pretrained(args.to)
+    about = {
+        "from": str(args.model), "task": args.task, "length": task.length,
+        "mechanism": args.mechanism, "steps": args.steps, "batch": args.batch, "rate": args.rate,
+        "mechanism_rate": args.mechanism_rate, "memory_loss": args.memory_loss,
+        "before": before, "after": after, "seconds": seconds, "environment": environment(),
+    }  # fmt: skip
+    (args.to / "taught.json").write_text(json.dumps(about) + "\n")
 
 
-def layers(model: torch.nn.Module) -> list:
-    return [m.heedful for m in model.modules() if hasattr(m, "heedful")]
+def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedModel:
+    """The model with another attention and the same weights; selective attention stays itself."""
+    config = model.config
+    config.max_position_embeddings = max(config.max_position_embeddings, task.length)
+    if mechanism == "selective" and hides(model):
+        return model
+    heedful.revert(model)
+    torch.manual_seed(0)  # of an extra selector's start
+    kinds = {"selective": Selective(selector="extra"), "standard": Standard()}
+    kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
+    return heedful.convert(model, kinds[mechanism]).model
 
 
-def teach(model: torch.nn.Module, task, args: argparse.Namespace) -> float:
-    """The plain loop: language modelling, and the memory loss beside it."""
+def hides(model: PreTrainedModel) -> bool:
+    return any(m.heedful.keeps for m in model.modules() if hasattr(m, "heedful"))
+
+
+def teach(model: PreTrainedModel, task: Task, args: argparse.Namespace) -> float:
+    """The plain loop: the task's own loss, and the memory loss beside it where tokens hide."""
     start = time.perf_counter()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0
-    )
+    groups = parameter_groups(model, args.rate, mechanism_rate=args.mechanism_rate)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.rate, total_steps=args.steps, pct_start=0.1, cycle_momentum=False
-    )
-    memory = heedful.MemoryLoss(model) if args.memory_loss else None
+        optimizer, [group["lr"] for group in groups], total_steps=args.steps, pct_start=0.1,
+        cycle_momentum=False,
+    )  # fmt: skip
+    memory = heedful.MemoryLoss(model) if args.memory_loss and hides(model) else None
     model.train()
     for step in tqdm(range(args.steps)):
         rows = task.batch(args.batch, 1, step)
@@ -94,6 +108,7 @@ def teach(model: torch.nn.Module, task, args: argparse.Namespace) -> float:
         optimizer.zero_grad()
     if memory is not None:
         memory.remove()
+    model.eval()
     return time.perf_counter() - start
 
 

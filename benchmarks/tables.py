@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import grouped_tables
+from table_parts import RESULTS, ROOT, made, markdown, missing, origin
+
 from heedful.bench.cases import PEERS
 from heedful.bench.config import sizes
 from heedful.records.budgeted import WHOLE, read_budgeted
@@ -18,17 +21,16 @@ from heedful.report import configurations, findings, read_records, summarise, ta
 from heedful.report.budgets import tables as budget_tables
 from heedful.report.summary import RULE
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
 TEXT, LONGER = RESULTS / "text-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
 TILED = RESULTS / "operators-tiled-cpu.jsonl"
 HALF = RESULTS / "operators-cpu-bf16.jsonl"
 SMALL_TEXT, SMALL_RECALL = RESULTS / "caches-text-cpu.jsonl", RESULTS / "caches-recall-cpu.jsonl"
+LONG_RECALL, TAUGHT = RESULTS / "caches-recall-1024-cpu.jsonl", RESULTS / "taught-cpu.jsonl"
 RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jsonl"
-GROUPED, GROUPED_COST = RESULTS / "grouped-text-cpu.jsonl", RESULTS / "grouped-cost-cpu.jsonl"
-GROUPED_PAIRS = RESULTS / "grouped-pairs-cpu.jsonl"
+LONG_RETROFIT = RESULTS / "retrofit-1024-cpu.jsonl"
 DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
+PAIRS = RESULTS / "pairs-cpu.jsonl"
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 
 
@@ -47,14 +49,21 @@ def blocks() -> dict[str, Callable[[], str]]:
         "caches-text": lambda: caches(SMALL_TEXT),
         "caches-recall": lambda: caches(SMALL_RECALL),
         "caches-short": caches_short,
+        "caches-recall-long": lambda: caches(LONG_RECALL),
         "retrofit": lambda: caches(RETROFIT),
+        "retrofit-long": lambda: caches(LONG_RETROFIT),
+        "taught": taught,
         "decoding": decoding,
         "decoding-short": lambda: decoding(8192),
         "decoding-grouped": lambda: decoding(path=DECODING_GROUPED),
-        "grouped-text": grouped_text,
-        "grouped-cost": grouped_cost,
-        "grouped-pairs": grouped_pairs,
+        "grouped-text": grouped_tables.text,
+        "grouped-recall": grouped_tables.recall,
+        "grouped-cost": grouped_tables.cost,
+        "grouped-pairs": grouped_tables.pairs,
+        "pairs": pairs,
         "training": training,
+        "training-long": lambda: training_longer("long"),
+        "training-continual": lambda: training_longer("continual"),
         "training-overhead": training_overhead,
     }
 
@@ -62,19 +71,19 @@ def blocks() -> dict[str, Callable[[], str]]:
 def compare() -> str:
     """The comparison: table, findings, and where it was made."""
     if not COMPARE.is_file():
-        return _missing(COMPARE)
+        return missing(COMPARE)
     records = read_records(COMPARE)
     rows = summarise(records)
     said = "\n".join(f"- {sentence}" for sentence in [*findings(rows), *configurations(records)])
-    made = origin([record.environment for record in records])
-    return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{made}"
+    when = origin([record.environment for record in records])
+    return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{when}"
 
 
 def longer() -> str:
     """Perplexity per byte of one seed after short and longer training, beside standard's."""
     for path in (COMPARE, LONGER):
         if not path.is_file():
-            return _missing(path)
+            return missing(path)
     short = [r for r in read_records(COMPARE) if r.task == "text" and r.seed == 0]
     long = read_records(LONGER)
     lines = []
@@ -91,15 +100,15 @@ def longer() -> str:
                 ),
             ]
         )
-    table = _markdown(["steps", *(r.mechanism for r in long)], lines)
-    made = origin([record.environment for record in long])
-    return f"{table}\n\nPerplexity per byte, seed 0, and × standard.\n\n{made}"
+    table = markdown(["steps", *(r.mechanism for r in long)], lines)
+    when = origin([record.environment for record in long])
+    return f"{table}\n\nPerplexity per byte, seed 0, and × standard.\n\n{when}"
 
 
 def corpora() -> str:
     """Perplexity per byte on texts given with `--data`, with what can be told apart."""
     if not TEXT.is_file():
-        return _missing(TEXT)
+        return missing(TEXT)
     records = read_records(TEXT)
     names = list(dict.fromkeys(record.config["task"]["paths"][0] for record in records))
     lines, said = [], []
@@ -110,15 +119,15 @@ def corpora() -> str:
         mechanisms = [row.mechanism for row in rows]
     seeds = len({record.seed for record in records})
     about = f"Perplexity per byte, mean and standard deviation of {seeds} seeds."
-    made = origin([record.environment for record in records])
-    table = _markdown(["text", *mechanisms], lines)
-    return "\n\n".join([table, about, "\n".join(said), RULE, made])
+    when = origin([record.environment for record in records])
+    table = markdown(["text", *mechanisms], lines)
+    return "\n\n".join([table, about, "\n".join(said), RULE, when])
 
 
 def bench(passed: str) -> str:
     """Times of one pass beside SDPA's and the reference's, and how peak memory grows with T."""
     if not OPERATORS.is_file():
-        return _missing(OPERATORS)
+        return missing(OPERATORS)
     records = [json.loads(line) for line in OPERATORS.read_text().splitlines()]
     cases = {(r["mechanism"], r["impl"], r["tokens"]): r for r in records if r["pass"] == passed}
     lengths = sorted({tokens for _, _, tokens in cases})
@@ -147,18 +156,18 @@ def bench(passed: str) -> str:
     measured = any(case["peak_mib"] for case in cases.values())
     if not measured:
         head, lines = head[:-2], [line[:-2] for line in lines]
-    parts = [_markdown(head, lines)]
+    parts = [markdown(head, lines)]
     if measured and len(lengths) > 1:
         parts.append(_growth(cases, names, lengths[0], lengths[-1]))
     memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
-    parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", _origin(records)]
+    parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", made(records)]
     return "\n\n".join(parts)
 
 
 def tiled() -> str:
     """The tiled forms alone beside SDPA, one row of long inputs and four rows in both layouts."""
     if not TILED.is_file():
-        return _missing(TILED)
+        return missing(TILED)
     records = [json.loads(line) for line in TILED.read_text().splitlines()]
     kinds = list(dict.fromkeys(map(_kind, records)))
     cases = {(r["mechanism"], *_kind(r)): r for r in records}
@@ -169,7 +178,7 @@ def tiled() -> str:
         for name in names
     ]
     about = "Forward and backward, × SDPA on the same inputs in the same run."
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def _kind(record: dict) -> tuple[int, int, str]:
@@ -179,7 +188,7 @@ def _kind(record: dict) -> tuple[int, int, str]:
 def half() -> str:
     """bf16 beside the fp32 of the main table: what a CPU's units for it are worth."""
     if not HALF.is_file():
-        return _missing(HALF)
+        return missing(HALF)
     records = [json.loads(line) for line in HALF.read_text().splitlines()]
     cases = {(r["mechanism"], r["pass"], r["tokens"], r["config"]["dtype"]): r for r in records}
     head = ["mechanism", "pass", "T", "fp32 ms", "bf16 ms", "fp32 / bf16", "bf16 / SDPA in bf16"]
@@ -191,13 +200,13 @@ def half() -> str:
                 name, passed, f"{tokens:,}", _number(wide, "ms"), _number(narrow, "ms"),
                 f"{wide['ms'] / narrow['ms']:.2f} ×", _number(narrow, "sdpa_ratio", " ×"),
             ])  # fmt: skip
-    return f"{_markdown(head, lines)}\n\n{_sizes(records)}.\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{made(records)}"
 
 
 def peers() -> str:
     """Other people's implementations beside ours, where they exist and can run."""
     if not OPERATORS.is_file():
-        return _missing(OPERATORS)
+        return missing(OPERATORS)
     records = [json.loads(line) for line in OPERATORS.read_text().splitlines()]
     foreign = {(r["mechanism"], r["pass"]) for r in records if r["impl"] in PEERS}
     shown = [r for r in records if (r["mechanism"], r["pass"]) in foreign]
@@ -210,27 +219,49 @@ def peers() -> str:
         ]
         for r in shown
     ]  # fmt: skip
-    return f"{_markdown(head, lines)}\n\n{_sizes(records)}.\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{made(records)}"
 
 
 def caches(path: Path) -> str:
     """Trained models under small caches: every policy at every budget."""
     if not path.is_file():
-        return _missing(path)
+        return missing(path)
     scored = read_budgeted(path)
-    rows = sorted({x.rows for x in scored})
+    rows = dict.fromkeys(f"{x.rows} of {x.length} tokens" for x in scored)
     return (
-        f"{budget_tables(scored, markdown=True)}\n\nBy held-out rows of {scored[0].length} tokens "
-        f"({', '.join(map(str, rows))} of them), token by token; lower is better. In brackets: how "
-        "many times less its caches took at their peak than the whole cache.\n\n"
+        f"{budget_tables(scored, markdown=True)}\n\nBy held-out rows ({', '.join(rows)}), token by "
+        "token; lower is better. In brackets: how many times less its caches took at their peak "
+        "than the whole cache.\n\n"
         f"{origin([x.environment for x in scored])}"
     )
+
+
+def taught() -> str:
+    """What models were taught after their training, and from what."""
+    if not TAUGHT.is_file():
+        return missing(TAUGHT)
+    records = [json.loads(line) for line in TAUGHT.read_text().splitlines()]
+    head = ["begun with", "becomes", "rows", "rate × its own", "memory loss", "before", "after"]
+    lines = []
+    for r in records:
+        command = r["environment"]["command"].split()
+        metric = "answer_error" if r["task"] == "recall" else "perplexity"
+        scores = [r[when][metric] for when in ("before", "after")]
+        said = [f"{100 * x:.1f} %" if r["task"] == "recall" else f"{x:.2f}" for x in scores]
+        loss = f"{r['memory_loss']:g}" if r["mechanism"] == "selective" else "–"
+        lines.append([
+            f"`{r['from']}`", f"`{command[command.index('--to') + 1]}`",
+            f"{r['steps']:,} × {r['batch']} of {r['length']:,}",
+            f"{r['rate']:g} × {r['mechanism_rate']:g}", loss, *said,
+        ])  # fmt: skip
+    about = "Held-out rows: wrong answers, or perplexity per token, with the whole cache."
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def caches_short() -> str:
     """The whole cache and the smallest one of every text model, with its best policy there."""
     if not SMALL_TEXT.is_file():
-        return _missing(SMALL_TEXT)
+        return missing(SMALL_TEXT)
     scored = read_budgeted(SMALL_TEXT)
     lines = []
     for name in dict.fromkeys(x.mechanism for x in scored):
@@ -244,83 +275,22 @@ def caches_short() -> str:
             )
             held = held.replace(f", {x.tokens} tokens", " tokens") if x in searched else held
             lines.append([name, held, f"{x.value:.2f}", f"{x.peak_bytes / 1024:,.0f}"])
-    return _markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
+    return markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
 
 
-def grouped_text() -> str:
-    """Perplexity per byte of every grouping and refinement, with what its attention takes."""
-    if not GROUPED.is_file():
-        return _missing(GROUPED)
-    records = [json.loads(line) for line in GROUPED.read_text().splitlines()]
-    head = [
-        "attention", "perplexity per byte", "first eighth of the row", "last eighth",
-        "groups of a row", "score pairs per query", "cache bytes",
-    ]  # fmt: skip
-    whole = next(r for r in records if r["name"] == "full attention")["whole_nbytes"]
-    lines = []
-    for name in dict.fromkeys(r["name"] for r in records):
-        rows = [r for r in records if r["name"] == name]
-        found = [next(iter(r["final"].values())) for r in rows]
-        spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-        first, last = (statistics.mean(r["loss_by_position"][i] for r in rows) for i in (0, -1))
-        groups = [statistics.mean(r["groups"]) for r in rows if r["groups"]]
-        pairs = statistics.mean(statistics.mean(r["pairs"]) for r in rows) / 256
-        lines.append([
-            name, f"{statistics.mean(found):.2f}{spread}", f"{first:.3f}", f"{last:.3f}",
-            f"{statistics.mean(groups):.1f}" if groups else "", f"{pairs:.0f}",
-            f"{statistics.mean(r['cache_nbytes'] for r in rows) / whole:.2f} ×",
-        ])  # fmt: skip
-    one = records[0]
-    seeds = len({r["seed"] for r in records})
-    about = (
-        f"Rows of 256 bytes, {one['steps']} steps; {seeds} seeds where a spread stands beside the "
-        "mean, else one. The columns by position are nats per byte; bytes of a cache, with its "
-        "room for later tokens, are held against the keys and values of all tokens. Trained "
-        "beside other work: times in the file mean nothing."
-    )
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
-
-
-def grouped_cost() -> str:
-    """Seconds, memory and score pairs of the operator beside SDPA's."""
-    if not GROUPED_COST.is_file():
-        return _missing(GROUPED_COST)
-    records = [json.loads(line) for line in GROUPED_COST.read_text().splitlines()]
-    head = [
-        "tokens", "attention", "forward s", "gain", "with backward s", "gain", "peak MiB",
-        "score pairs per query", "cache, fp32",
-    ]  # fmt: skip
-    lines = [
-        [
-            f"{r['tokens']:,}", r["way"], f"{r['forward_s']:.3f}", f"{r['forward_gain']:.2f} ×",
-            f"{r['backward_s']:.3f}", f"{r['backward_gain']:.2f} ×", f"{r['peak_mib']:.0f}",
-            f"{r['pairs'] / r['tokens']:.0f}", f"{r['cache_bytes'] / 2**20:.1f} MiB",
-        ]
-        for r in records
-    ]  # fmt: skip
-    one = records[0]
-    about = (
-        f"One operator, {one['heads']} heads of {one['dim']}, fp32, one row, groups of "
-        f"{one['size']}, window {one['window']}; medians of rounds taken in turn. Gains are SDPA's "
-        "time over ours; bytes of a cache are counted, not measured, here."
-    )
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
-
-
-def grouped_pairs() -> str:
-    """Encoder-decoders on tasks with a source and a target."""
-    if not GROUPED_PAIRS.is_file():
-        return _missing(GROUPED_PAIRS)
-    records = read_records(GROUPED_PAIRS)
-    rows = summarise(records)
-    made = origin([record.environment for record in records])
-    return f"{table(rows, format='markdown')}\n\n{RULE}\n\n{made}"
+def pairs() -> str:
+    """Encoder-decoders as `heedful compare` trains them."""
+    if not PAIRS.is_file():
+        return missing(PAIRS)
+    records = read_records(PAIRS)
+    when = origin([record.environment for record in records])
+    return f"{table(summarise(records), format='markdown')}\n\n{RULE}\n\n{when}"
 
 
 def training() -> str:
     """Bits per byte at equal steps and at equal time, with the rate that served each best."""
     if not TRAINING.is_file():
-        return _missing(TRAINING)
+        return missing(TRAINING)
     records = [json.loads(line) for line in TRAINING.read_text().splitlines()]
     head = ["mechanism", "parameters", "learning rate", "equal steps", "equal time", "its steps"]
     lines = []
@@ -336,7 +306,7 @@ def training() -> str:
             cells.append(f"{statistics.mean(found):.3f}{spread}{seeds}" if found else "–")
         cells.append(f"{rows['time'][0]['steps']}" if rows["time"] else "–")
         lines.append(cells)
-    one = records[0]
+    one = next((r for r in records if r["kind"] == "steps"), records[0])
     about = (
         f"Bits per byte of held-out books, seeds in brackets; {one['steps']} steps of "
         f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
@@ -344,13 +314,28 @@ def training() -> str:
         "time: as many steps as a mechanism takes in the time of standard attention's, by the "
         "table of overheads."
     )
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def training_longer(kind: str) -> str:
+    """Bits per byte in the course of long runs, or of going on from a standard model."""
+    if not TRAINING.is_file():
+        return missing(TRAINING)
+    records = [json.loads(line) for line in TRAINING.read_text().splitlines()]
+    records = [r for r in records if r["kind"] == kind]
+    if not records:
+        return missing(TRAINING)
+    steps = [step for step, _ in records[0]["curve"]]
+    head = ["mechanism", *(f"{step:,} steps" for step in steps)]
+    lines = [[r["name"], *(f"{value:.3f}" for _, value in r["curve"])] for r in records]
+    about = "Bits per byte of held-out books, one seed."
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def training_overhead() -> str:
     """Tokens per second of `heedful train` beside a plain Trainer on the stock model."""
     if not OVERHEAD.is_file():
-        return _missing(OVERHEAD)
+        return missing(OVERHEAD)
     records = [json.loads(line) for line in OVERHEAD.read_text().splitlines()]
     head = ["trained", "tokens/s", "time of a step, × plain loop"]
     names = {"plain": "stock model, plain Trainer"}
@@ -365,13 +350,13 @@ def training_overhead() -> str:
         f"{one['length']} tokens packed with documents; medians of {one['rounds']} rounds taken in "
         "turn, ratios within a round."
     )
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def decoding(only: int | None = None, path: Path = DECODING) -> str:
     """Milliseconds per decoded token and bytes held, beside the unconverted model's."""
     if not path.is_file():
-        return _missing(path)
+        return missing(path)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     head = ["model and cache", "context", "ms / token", "× unconverted", "MiB held", "MiB peak"]
     lines = [
@@ -387,7 +372,7 @@ def decoding(only: int | None = None, path: Path = DECODING) -> str:
         f"A Llama of random weights with {one['layers']} layers, width {one['hidden']}, "
         f"{one['heads']} heads, fp32, one row; medians of {one['rounds']} rounds taken in turn."
     )
-    return f"{_markdown(head, lines)}\n\n{about}\n\n{_origin(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def _sizes(records: Sequence[dict]) -> str:
@@ -396,34 +381,6 @@ def _sizes(records: Sequence[dict]) -> str:
         said = said.replace(f", {records[0]['config']['dtype']}", "")
     rounds = records[0]["config"]["rounds"]
     return f"{said[0].upper()}{said[1:]}; median of {rounds} rounds taken in turn"
-
-
-def _origin(records: Sequence[dict]) -> str:
-    return origin([record["environment"] for record in records])
-
-
-def origin(environments: Sequence[dict]) -> str:
-    """One line: command, commit, machine, versions and date of some results."""
-
-    def several(values) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values if value))
-
-    versions = (
-        f"{name} {version}"
-        for each in environments
-        for name, version in each.get("versions", {}).items()
-        if name in ("torch", "transformers")
-    )
-    dates = sorted(each["date"][:10] for each in environments)
-    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    threads = sorted({each["threads"] for each in environments})
-    return (
-        f"*Made by `{several(each['command'] for each in environments)}` at commit "
-        f"{several(each.get('commit') or 'unknown' for each in environments)} on "
-        f"{several(each['machine'] for each in environments)} with "
-        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, {several(versions)}, "
-        f"{days}.*"
-    )
 
 
 def filled(text: str) -> str:
@@ -473,18 +430,6 @@ def _number(record: dict | None, field: str, unit: str = "") -> str:
         return "–"
     digits = 0 if value >= 100 or field == "peak_mib" else 1
     return f"{value:,.{digits}f}{unit}"
-
-
-def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
-
-
-def _missing(path: Path) -> str:
-    return (
-        f"*No results yet: `{path.relative_to(ROOT)}` is missing. `benchmarks/README.md` has the "
-        "command that makes it.*"
-    )
 
 
 if __name__ == "__main__":

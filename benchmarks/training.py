@@ -1,20 +1,26 @@
 """Language models side by side as `heedful train` trains them: equal steps, and equal time.
 
 Every mechanism is trained from scratch on the same rows with the learning rate that served it best
-of three, tried on a seed of its own; then with several seeds for equally many steps, and once more
-for as many steps as it takes in the time of standard attention. How much slower a step is comes
-from a file of `benchmarks/training_overhead.py`, so that a noisy machine changes no run.
+of three, tried on a seed of its own for a quarter of the steps; then with several seeds for equally
+many steps, and once more for as many steps as it takes in the time of standard attention. How much
+slower a step is comes from a file of `benchmarks/training_overhead.py`, so that a noisy machine
+changes no run. `--long` trains one seed of a few mechanisms for longer. `--continual` goes on from
+a trained standard model, converted and not, for half as many steps.
 
-    python benchmarks/training.py --data books --speeds benchmarks/results/training-overhead-cpu.jsonl --out runs/training.jsonl
+    python benchmarks/training.py --data books-read --held-out books-held-out \\
+        --speeds benchmarks/results/training-overhead-cpu.jsonl --out runs/training.jsonl
+    python benchmarks/training.py --data books-read --held-out books-held-out --long 2000 \\
+        --only standard mta selective --out runs/training.jsonl
 
 What is in the file already is not trained again, and a run that was killed goes on where it was.
-"""  # noqa: E501
+"""
 
 import argparse
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from heedful.experiments.train_text import train_text
 from heedful.experiments.training import Training
@@ -39,14 +45,18 @@ MECHANISMS = {
 }
 RATES = (1e-3, 2e-3, 4e-3)
 TRIED_WITH = 100  # the seed of the learning rates
+ADAPTED_WITH = 3e-4  # the rate with which a trained model goes on
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", required=True)
+    parser.add_argument("--held-out", nargs="*", default=())
     parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--long", type=int, help="one seed each, for so many steps")
+    parser.add_argument("--continual", action="store_true", help="go on from a standard model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
@@ -55,31 +65,46 @@ def main() -> None:
     if unknown := set(args.only or ()) - set(MECHANISMS):
         raise SystemExit(f"--only must be of {', '.join(MECHANISMS)}, got {sorted(unknown)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    slower = slowness(args.speeds)
-    for kind, name, seed, steps, rate in plan(args, slower):
-        rate = best_rate(args, name) if rate is None else rate
-        if any(is_of(line, kind, name, seed, steps, rate, args) for line in lines(args.out)):
-            continue
-        found = one(args, name, seed, steps, rate)
-        line = {"kind": kind, "name": name, "seed": seed, "steps": steps, "rate": rate}
-        line |= {"batch": args.batch, "length": args.length, "config": CONFIG}
-        line |= {"mechanism": MECHANISMS[name]} | found | {"environment": environment()}
-        append_line(args.out, json.dumps(line))
-        print(kind, name, seed, steps, rate, f"{found['bits_per_byte']:.4f}", flush=True)
+    for wanted in plan(args, slowness(args.speeds)):
+        if wanted.rate is None:
+            wanted = wanted._replace(rate=best_rate(args, wanted.name))
+        if not any(is_of(line, wanted, args) for line in lines(args.out)):
+            found = one(args, wanted)
+            line = wanted._asdict() | {"batch": args.batch, "length": args.length}
+            line |= {"config": CONFIG, "mechanism": MECHANISMS[wanted.name]} | found
+            append_line(args.out, json.dumps(line | {"environment": environment()}))
+            print(*wanted, f"{found['bits_per_byte']:.4f}", flush=True)
 
 
-def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[tuple]:
+class Wanted(NamedTuple):
+    """One run; a rate of `None` is the best of those that were tried."""
+
+    kind: str
+    name: str
+    seed: int
+    steps: int
+    rate: float | None = None
+
+
+def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]:
     """What to train, in an order in which whatever is done is a comparison."""
     names = [name for name in MECHANISMS if not args.only or name in args.only]
-    for name in names:
+    for name in ("standard",) if args.continual else names:
         for rate in RATES:
-            yield "rate", name, TRIED_WITH, args.steps, rate
-    for seed in range(args.seeds):
+            yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
+    if args.continual:
         for name in names:
-            yield "steps", name, seed, args.steps, None
+            yield Wanted("continual", name, 0, args.steps // 2, ADAPTED_WITH)
+    elif args.long is not None:
         for name in names:
-            if slower.get(name, 1.0) > 1:
-                yield "time", name, seed, round(args.steps / slower[name]), None
+            yield Wanted("long", name, 0, args.long)
+    else:
+        for seed in range(args.seeds):
+            for name in names:
+                yield Wanted("steps", name, seed, args.steps)
+            for name in names:
+                if slower.get(name, 1.0) > 1:
+                    yield Wanted("time", name, seed, round(args.steps / slower[name]))
 
 
 def slowness(path: Path | None) -> dict[str, float]:
@@ -93,33 +118,48 @@ def slowness(path: Path | None) -> dict[str, float]:
 def best_rate(args: argparse.Namespace, name: str) -> float:
     tried = [
         line for line in lines(args.out) for rate in RATES
-        if is_of(line, "rate", name, TRIED_WITH, args.steps, rate, args)
+        if is_of(line, Wanted("rate", name, TRIED_WITH, args.steps // 4, rate), args)
     ]  # fmt: skip
     return min(tried, key=lambda line: line["bits_per_byte"])["rate"]
 
 
-def is_of(line: dict, kind: str, name: str, seed: int, steps: int, rate: float, args) -> bool:
-    asked = (kind, name, seed, steps, rate, args.batch, args.length)
-    known = ("kind", "name", "seed", "steps", "rate", "batch", "length")
-    return asked == tuple(line[x] for x in known)
+def is_of(line: dict, wanted: Wanted, args: argparse.Namespace) -> bool:
+    asked = wanted._asdict() | {"batch": args.batch, "length": args.length}
+    return all(line[name] == value for name, value in asked.items())
 
 
-def one(args: argparse.Namespace, name: str, seed: int, steps: int, rate: float) -> dict:
-    """Train one model; its scores on the way, and what it ended with."""
-    folder = args.out.parent / f".{args.out.stem}"
+def one(args: argparse.Namespace, wanted: Wanted) -> dict:
+    """Train one model; its scores on the way, and what it ended with.
+
+    Models of long runs, and those that others go on from, are kept beside the file of results.
+    """
+    folder = args.out.parent / args.out.stem
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    run = folder / f"{name.replace(' ', '')}-{seed}-{steps}-{rate:g}"
+    model, more = str(folder / "config.json"), {"warmup": wanted.steps // 10}
+    if wanted.kind == "continual":
+        model = str(folder / f"base-{args.steps}")
+        base = Training(
+            str(folder / "config.json"), tuple(args.data), model, held_out=tuple(args.held_out),
+            steps=args.steps, batch=args.batch, length=args.length, warmup=args.steps // 10,
+            learning_rate=best_rate(args, "standard"), seed=0, save_minutes=1.0,
+        )  # fmt: skip
+        train_text(base)
+        more |= {"mechanism_rate": 20.0}
+    run = folder / f"{wanted.kind}-{wanted.name.replace(' ', '')}-{wanted.seed}-{wanted.steps}"
+    run = run.with_name(f"{run.name}-{wanted.rate:g}")
     trained = train_text(
         Training(
-            str(folder / "config.json"), tuple(args.data), str(run), MECHANISMS[name],
-            steps=steps, batch=args.batch, length=args.length, learning_rate=rate,
-            warmup=steps // 10, seed=seed, save_minutes=1.0,
+            model, tuple(args.data), str(run), MECHANISMS[wanted.name],
+            held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
+            length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
+            **more,
         )
     )  # fmt: skip
     scored = [line for line in lines(run / "log.jsonl") if "eval_bits_per_byte" in line]
     curve = [(line["step"], line["eval_bits_per_byte"]) for line in scored]
-    shutil.rmtree(run)
+    if wanted.kind != "long":
+        shutil.rmtree(run)
     about = trained._asdict()
     del about["folder"], about["steps"]
     return about | {"curve": curve}

@@ -1,0 +1,50 @@
+"""What every table of results is made of: cells in a row, where they come from, what is missing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; the first column is of words."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def missing(path: Path) -> str:
+    """What stands in the place of a table whose results are not there."""
+    return (
+        f"*No results yet: `{path.relative_to(ROOT)}` is missing. `benchmarks/README.md` has the "
+        "command that makes it.*"
+    )
+
+
+def made(records: Sequence[dict]) -> str:
+    """Where records come from."""
+    return origin([record["environment"] for record in records])
+
+
+def origin(environments: Sequence[dict]) -> str:
+    """One line: command, commit, machine, versions and date of some results."""
+
+    def several(values) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values if value))
+
+    versions = (
+        f"{name} {version}"
+        for each in environments
+        for name, version in each.get("versions", {}).items()
+        if name in ("torch", "transformers")
+    )
+    dates = sorted(each["date"][:10] for each in environments)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    threads = sorted({each["threads"] for each in environments})
+    return (
+        f"*Made by `{several(each['command'] for each in environments)}` at commit "
+        f"{several(each.get('commit') or 'unknown' for each in environments)} on "
+        f"{several(each['machine'] for each in environments)} with "
+        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, {several(versions)}, "
+        f"{days}.*"
+    )

@@ -1,0 +1,100 @@
+"""The toy table of Multi-Token Attention (arXiv 2504.00927, table 1) at a size for two cores.
+
+Which of several blocks holds all letters of the question: blocks of five and of eight letters, and
+the whole block, its first or its last letter as the answer. Models are trained with attention
+dropout, as in the paper, and scored with it left on, as the released code scores standard
+attention, and off.
+
+    python benchmarks/toy_table.py --seeds 3 --out runs/toy.jsonl
+
+What is in the file already is not trained again, and a run that was killed goes on where it was.
+"""
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from heedful.experiments.scratch import Budget, Size, from_scratch
+from heedful.experiments.train import train
+from heedful.nn import Mechanism, mechanism, to_json
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+from heedful.tasks import Blocks
+
+LETTERS, ANSWERS = (5, 8), ("all", "first", "last")
+MECHANISMS = ("standard", "mta")
+DROPOUT = 0.1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--only", nargs="*", choices=MECHANISMS, default=MECHANISMS)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    wanted = [
+        (letters, answer, name, seed)
+        for seed in range(args.seeds)
+        for letters in LETTERS
+        for answer in ANSWERS
+        for name in args.only
+    ]
+    known = [] if not args.out.exists() else map(json.loads, args.out.read_text().splitlines())
+    done = {(x["letters"], x["answer"], x["name"], x["seed"], x["steps"]) for x in known}
+    for key in tqdm(wanted):
+        if (*key, args.steps) not in done:
+            append_line(args.out, json.dumps(one(*key, args) | {"environment": environment()}))
+
+
+def one(letters: int, answer: str, name: str, seed: int, args: argparse.Namespace) -> dict:
+    """Train one model, and score it with dropout off and on."""
+    task = Blocks(blocks=args.blocks, letters=letters, answer=answer)
+    recipe = task.recipe
+    config = replace(mechanism(name), **recipe.changes.get(name, {}))
+    size = Size(recipe.hidden, recipe.layers, recipe.heads)
+    budget = Budget(
+        args.steps, recipe.batch, recipe.learning_rate, mechanism_rate=recipe.mechanism_rate,
+        evaluations=4,
+    )  # fmt: skip
+    folder = args.out.parent / f".{args.out.stem}-{name}-{letters}-{answer}-{seed}"
+    start = begun(task, config, size, seed, folder.with_suffix(".start"))
+    run = train(task, config, size, budget, seed, folder, start=start)
+    shutil.rmtree(start)
+    return {
+        "letters": letters, "answer": answer, "name": name, "seed": seed, "steps": args.steps,
+        "blocks": args.blocks, "mechanism": to_json(config), "dropout": DROPOUT,
+        "final": run.final, "with_dropout": left_on(run.model, task, budget),
+        "parameters": run.parameters, "seconds": run.seconds, "curve": run.curve,
+    }  # fmt: skip
+
+
+def begun(task: Blocks, config: Mechanism, size: Size, seed: int, folder: Path) -> Path:
+    """A new model whose family drops attention weights in training, in a folder."""
+    model = from_scratch(task, config, size, seed)
+    model.config.attention_dropout = DROPOUT
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def left_on(model: PreTrainedModel, task: Blocks, budget: Budget) -> float:
+    """The error with what is meant for training left on."""
+    rows = task.held_out(budget.held_out)
+    torch.manual_seed(0)
+    model.train()
+    logits = [model(input_ids=ids, use_cache=False).logits for ids in rows.input_ids.split(64)]
+    model.eval()
+    return task.score(torch.cat(logits).argmax(-1), rows.labels)[task.metric]
+
+
+if __name__ == "__main__":
+    main()
