@@ -48,14 +48,15 @@ def main(folder: Path) -> None:
 
 
 def gains() -> Figure:
-    """Errors, perplexity after short and longer training, and perplexity under small caches."""
+    """Errors, perplexity after short and longer training, and what small caches cost."""
     runs: dict[tuple[str, str], list[dict]] = {}
     for run in [*_results("compare-cpu.jsonl"), *_results("text-1600-cpu.jsonl")]:
         runs.setdefault((run["task"], run["mechanism"]), []).append(run)
     colours = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
     names = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
-    figure = Figure(figsize=(10.2, 2.7), layout="constrained", facecolor="white")
-    blocks, assignment, text, caches = figure.subplots(1, 4, width_ratios=[2, 2, 3.4, 4])
+    figure = Figure(figsize=(13, 2.7), layout="constrained", facecolor="white")
+    parts = figure.subplots(1, 5, width_ratios=[2, 2, 3.4, 4, 4])
+    blocks, assignment, text, caches, recall = parts
     for axes, task, title in (
         (blocks, "blocks", "find a block of letters"),
         (assignment, "assignment", "variable assignment"),
@@ -82,32 +83,46 @@ def gains() -> Figure:
     text.set_title("text, 400 and 1,600 steps", fontsize=9)
     text.set_ylabel("perplexity per byte", fontsize=8)
     text.set_ylim(0, 5.8)
-    lines = {
+    names = {
         "standard": ("standard, best policy", "#8a8a8a"),
         "local-global": ("local and global layers", "#009e73"),
         "selective + memory loss": ("selective, memory loss", "#d55e00"),
     }
-    for kind, (label, colour) in lines.items():
-        best = {}
-        for run in _results("caches-text-cpu.jsonl"):
-            if run["mechanism"] == kind and run["policy"] != "Random":
-                peak = run["peak_bytes"] / 1024
-                found = (run["final"]["held-out"], peak)
-                key = run["policy"] if "searched" in run["policy"] else run["tokens"]
-                best[key] = min(best.get(key, found), found)
-        points = sorted((peak, value) for value, peak in best.values())
-        caches.plot(*zip(*points, strict=True), "o-", color=colour, label=label, ms=3.5, lw=1.4)
-    caches.set_xscale("log")
+    _under_budgets(caches, "caches-text-cpu.jsonl", "held-out", names)
     caches.set_xticks([64, 256, 1024, 3072], ["64", "256", "1,024", "3,072"], fontsize=8)
-    caches.minorticks_off()
-    caches.set_xlabel("peak KV cache, KiB", fontsize=8)
     caches.set_ylabel("perplexity per token", fontsize=8)
     caches.set_title("text (books) under small caches", fontsize=9)
-    caches.legend(fontsize=7.5, frameon=False)
-    for axes in (blocks, assignment, text, caches):
+    names["selective"] = names.pop("selective + memory loss")
+    _under_budgets(recall, "caches-recall-cpu.jsonl", "in-distribution", names, share=True)
+    recall.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"], fontsize=8)
+    recall.set_ylabel("answers wrong, %", fontsize=8)
+    recall.set_title("recall under small caches", fontsize=9)
+    for axes in (blocks, assignment, text, caches, recall):
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False) -> None:
+    """The best policy at every budget, against the peak bytes of a row's cache."""
+    for kind, (label, colour) in names.items():
+        best, searched = {}, []
+        for run in _results(file):
+            if run["mechanism"] == kind and run["policy"] != "Random":
+                found = (run["final"][split] * (100 if share else 1), run["peak_bytes"] / 1024)
+                if "searched" in run["policy"]:
+                    searched.append(found)
+                else:
+                    best[run["tokens"]] = min(best.get(run["tokens"], found), found)
+        points = sorted((peak, value) for value, peak in best.values())
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label, ms=3.5, lw=1.4)
+        if searched:
+            values, peaks = zip(*searched, strict=True)
+            axes.plot(peaks, values, "*", color=colour, label="budgets per layer", ms=9)
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xlabel("peak KV cache, KiB", fontsize=8)
+    axes.legend(fontsize=7.5, frameon=False)
 
 
 def _results(name: str) -> list[dict]:
