@@ -214,6 +214,7 @@ def laws(tests: tuple[str, ...], left: float) -> dict:
 
     cuda = torch.cuda.is_available()
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-m", "not slow"]  # of the crosses everything: only the interpreter is slow there
     command += [*tests, *(("--device", "cuda", "-n", "8") if cuda else ())]
     # Its own settings of Triton and of the workers are for it to make.
     hidden = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")

@@ -11,6 +11,8 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from crosses import leave_covers
+
 # Shapes inside the operators are checked at every call. The public functions are left out, as they
 # answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
 # process without it.
@@ -46,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device: runs on the device that --device names")
-    config.addinivalue_line("markers", "crossed: all of the cross is slow, a cover of it is not")
+    config.addinivalue_line(
+        "markers", "crossed: a cover of the cross is run, the rest of it is exhaustive"
+    )
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made: they run on any machine
     elif not torch.cuda.is_available():
@@ -56,27 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--device") == "cpu":
-        _leave_a_cover(items)
+        leave_covers(items)
     else:
         others = [item for item in items if item.get_closest_marker("device") is None]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
-
-
-def _leave_a_cover(items: list[pytest.Item]) -> None:
-    """Of a test of a cross the fast suite runs as many cases as bring every value of each axis."""
-    seen: set[tuple] = set()
-    for item in items:
-        if item.get_closest_marker("crossed") is None or item.get_closest_marker("slow"):
-            continue
-        case = {(item.location[0], item.originalname, *x) for x in _values(item)}
-        if case <= seen:
-            item.add_marker(pytest.mark.slow)
-        seen |= case
-
-
-def _values(item: pytest.Function) -> list[tuple[str, str]]:
-    return [(axis, repr(value)) for axis, value in item.callspec.params.items()]
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_bench_checks_every_mechanism():
     check(config, cases_here(config)[0])
 
 
-@pytest.mark.parametrize("impl", ["x-transformers", "flex"])
+@pytest.mark.parametrize("impl", ["x-transformers", pytest.param("flex", marks=pytest.mark.slow)])
 def test_others_implementations_compute_the_same(impl):
     config = Bench(heads=4, dim=16, impls=(impl,))
     cases, reasons = cases_here(config)

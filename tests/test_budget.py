@@ -105,7 +105,7 @@ def plain_greedy(start, least, step, limit, perplexity_of) -> tuple[int, ...]:
     return tuple(budgets)
 
 
-@pytest.mark.parametrize("name", ["selective", "standard"])
+@pytest.mark.parametrize("name", ["selective", pytest.param("standard", marks=pytest.mark.slow)])
 def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
     found = finished[1] if name == "selective" else search(asked(folder, name))
     model = heedful.load(folder / name)
@@ -174,6 +174,7 @@ def family(name: str):
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mechanism", ["standard", "selective", "differential"])
 @pytest.mark.parametrize(
     "name", [FAMILIES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES[1:])]
@@ -303,6 +304,7 @@ def test_windows_are_where_the_search_begins(folder):
     assert found.start == (24, 24) and found.kept <= 1
 
 
+@pytest.mark.slow
 def test_a_reference_sets_the_limit(folder):
     worse = heedful.load(folder / "selective")
     with torch.no_grad():

@@ -72,6 +72,7 @@ def test_every_policy_is_scored_at_every_budget(finished):
         assert math.isfinite(x.value) and x.environment["versions"]
 
 
+@pytest.mark.slow
 def test_the_whole_cache_scores_what_the_run_did(finished):
     _, out = finished
     final = {r.mechanism: r.final["held-out"] for r in read_records(out / "results.jsonl")}
@@ -80,6 +81,7 @@ def test_the_whole_cache_scores_what_the_run_did(finished):
             assert x.value == pytest.approx(final[x.mechanism], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_a_real_cache(finished):
     _, out = finished
     scored = {(x.mechanism, x.policy, x.tokens): x for x in read_budgeted(out / "budgets.jsonl")}
@@ -95,6 +97,7 @@ def test_bytes_are_those_of_a_real_cache(finished):
     assert 0.3 < ratio < 0.6
 
 
+@pytest.mark.slow
 def test_a_model_of_text_has_its_tokenizer_beside_it(finished):
     _, out = finished
     tokenizer = AutoTokenizer.from_pretrained(out / "models" / "text-selective-memory-loss-0")
@@ -118,6 +121,7 @@ def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):
     assert {key[-1] for key in found.keys() - old.keys()} == {20}
 
 
+@pytest.mark.slow
 def test_the_page_shows_it(finished):
     _, out = finished
     page = (out / "report.html").read_text()

@@ -33,6 +33,7 @@ from test_generate import small, tokenizer_of_words
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SLOW = ("compiled.py", "fsdp.py")
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
 
 
@@ -98,7 +99,11 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("page", "script"),
-    [pytest.param(page, script, id=script) for page in PAGES for script in scripts(page)],
+    [
+        pytest.param(page, script, id=script, marks=pytest.mark.slow if script in SLOW else ())
+        for page in PAGES
+        for script in scripts(page)
+    ],
 )
 def test_scripts_of_a_page_run(page, script, tmp_path):
     """In processes of their own, by the command that the page gives, and without our hooks."""

@@ -110,17 +110,17 @@ def test_padded_rows_in_steps_are_the_full_forward(name, family):
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", [name for name in MECHANISMS if name.startswith("grouped")])
-def test_padding_anywhere_in_steps_is_the_full_forward(name, family):
+@pytest.mark.parametrize("rows", [slice(0, 4), slice(0, 1), slice(2, 4), slice(3, 4)], ids=str)
+def test_padding_anywhere_in_steps_is_the_full_forward(name, family, rows):
     """On the right, in between, longer than a piece, in all rows at once, and a row of nothing."""
     model, ids = converted(name, family), tokens(4, 23)
     mask = torch.ones(4, 23).long()
     mask[0, 4:8] = mask[0, 15:17] = mask[1, 16:] = mask[2, :] = mask[3, :9] = 0
-    for rows in (slice(0, 4), slice(0, 1), slice(2, 4), slice(3, 4)):
-        row, real = ids[rows], mask[rows].bool()
-        expected = logits(model, row, attention_mask=mask[rows])
-        for sizes in ([23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23):
-            found = in_steps(model, row, sizes, attention_mask=mask[rows])
-            torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
+    row, real = ids[rows], mask[rows].bool()
+    expected = logits(model, row, attention_mask=mask[rows])
+    for sizes in ([23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23):
+        found = in_steps(model, row, sizes, attention_mask=mask[rows])
+        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
 
 
 MODES = {
@@ -152,20 +152,33 @@ def test_every_mode_of_generate_is_the_uncached_one(name, mode, family):
     assert torch.equal(found[0], expected)
 
 
+DRAFTS = {
+    "a look into the prompt": lambda name, family, model: {"prompt_lookup_num_tokens": 3},
+    "standard": lambda name, family, model: {"assistant_model": converted("standard", family)},
+    "other weights": lambda name, family, model: {"assistant_model": converted(name, family)},
+    "itself": lambda name, family, model: {"assistant_model": twin(model)},
+    "unconverted": lambda name, family, model: {"assistant_model": tiny(family)},
+}
+GIVEN = {
+    "no cache": lambda model: {},
+    "our cache": lambda model: {"past_key_values": heedful.new_cache(model)},
+    "its cache": lambda model: {"past_key_values": DynamicCache(config=model.config)},
+}
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", FEW)
-def test_assisted_decoding_is_greedy_decoding(name, family):
+def test_assisted_decoding_is_greedy_decoding(name, given, draft, family):
     model, ids = converted(name, family), tokens(1, 9)
     expected = greedy(model, ids, 14, use_cache=False)
-    assert torch.equal(greedy(model, ids, 14, prompt_lookup_num_tokens=3), expected)
-    drafts = [converted("standard", family), converted(name, family), twin(model), tiny(family)]
-    for assistant in drafts:
-        assert torch.equal(greedy(model, ids, 14, assistant_model=assistant), expected)
-    for cache in (heedful.new_cache(model), DynamicCache(config=model.config)):
-        found = greedy(model, ids, 14, assistant_model=twin(model), past_key_values=cache)
-        assert torch.equal(found, expected)
-        assert cache.get_seq_length() == expected.shape[1] - 1
+    cache = GIVEN[given](model)
+    found = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
+    assert torch.equal(found, expected)
+    if cache:
+        assert cache["past_key_values"].get_seq_length() == expected.shape[1] - 1
 
 
 @pytest.mark.parametrize("name", FEW)

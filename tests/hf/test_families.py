@@ -45,6 +45,7 @@ rivals = pytest.mark.parametrize(
 MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("mechanism", UNCHANGING)
 def test_outputs_are_unchanged_in_fp64(family, mechanism):
@@ -58,6 +59,7 @@ def test_outputs_are_unchanged_in_fp64(family, mechanism):
         torch.testing.assert_close(after[real], before[name][real], rtol=0, atol=1e-12)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x not in EAGER])
 @pytest.mark.parametrize("mechanism", UNCHANGING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,12 +161,14 @@ def rival(name: str, family: str, dtype: torch.dtype = torch.float64):
     return model
 
 
+@pytest.mark.crossed
 @rivals
 def test_before_the_rotation_no_token_changes_an_earlier_logit(name, family):
     model = rival(name, family)
     assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
 
 
+@pytest.mark.crossed
 @rivals
 def test_before_the_rotation_padded_and_packed_rows_are_rows_alone(name, family):
     model, ids = rival(name, family), tokens(3)
@@ -183,6 +187,7 @@ def test_before_the_rotation_padded_and_packed_rows_are_rows_alone(name, family)
         torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=rounding(name))
 
 
+@pytest.mark.crossed
 @rivals
 def test_before_the_rotation_a_checkpoint_comes_back_and_reverts(name, family, tmp_path):
     model, ids = rival(name, family, torch.float32), tokens()

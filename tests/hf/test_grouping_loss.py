@@ -69,7 +69,7 @@ def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
 
 def test_training_brings_the_size_back():
     torch.manual_seed(0)
-    model, ids = converted("cif"), tokens(4, 120)
+    model, ids = converted("cif"), tokens(2, 60)
     own = [p for grouping in push(model, 6.0) for p in grouping.parameters()]
     optimizer, losses = torch.optim.Adam(own, lr=0.1), []
     with GroupingLoss(model) as grouping:

@@ -145,9 +145,14 @@ def test_untrusted_it_is_refused_and_the_folder_says_how_else(folder, elsewhere)
 @pytest.mark.parametrize(
     "imports",
     [
-        "import heedful; from transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM; import heedful",
-        "import transformers; import heedful; from transformers import AutoModelForCausalLM",
+        pytest.param(
+            "import heedful; from transformers import AutoModelForCausalLM", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "import transformers; import heedful; from transformers import AutoModelForCausalLM",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_after_importing_heedful_no_trust_is_needed(imports, folder, elsewhere):

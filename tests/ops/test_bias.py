@@ -207,9 +207,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["mta", *(pytest.param(x, marks=pytest.mark.slow) for x in CALLS if x != "mta")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
 def test_memory_beside_that_of_the_bias_and_its_gradient(name):
     """A map of all heads would take 128 MiB, the bias takes 16; autograd holds two at a time."""
     plain, more = (peak_memory_mib(PROGRAM.format(call=CALLS[name], bias=b)) for b in (False, True))

@@ -110,6 +110,7 @@ def test_gradients_by_finite_differences(mechanism, impl):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
+@pytest.mark.crossed
 @every
 @each_impl
 def test_on_average_nothing_is_dropped(mechanism, impl):

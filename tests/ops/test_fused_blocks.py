@@ -6,6 +6,7 @@ from mechanisms import MECHANISMS, Shape, ragged
 from oracle import against_oracle
 from torch import Tensor
 
+from crosses import exhausting
 from heedful.ops import Visibility
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.mta import tiled
@@ -79,9 +80,9 @@ def test_it_errs_at_most_twice_as_much_as_the_definition(parameters, dtype):
         pytest.param(40, ragged(70)[0], marks=slow),
         pytest.param(70, Visibility(window=9), marks=slow),
         (41, Visibility(documents=ragged(70)[1][:1], window=20)),
-        (1, Visibility()),
+        exhausting(1, Visibility()),
         pytest.param(40, Visibility(causal=False), marks=slow),
-        (70, Visibility(padding=torch.zeros(2, 70, dtype=torch.bool))),
+        exhausting(70, Visibility(padding=torch.zeros(2, 70, dtype=torch.bool))),
     ],
     ids=["ragged", "ragged, cross", "window", "documents in a window", "one", "both ways", "none"],
 )
@@ -90,7 +91,7 @@ def test_visibilities_and_cross_lengths(queries, visible):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dim"), [(1, 16), (3, 5), (17, 96), pytest.param(65, 16, marks=slow)]
+    ("tokens", "dim"), [(1, 16), exhausting(3, 5), (17, 96), pytest.param(65, 16, marks=slow)]
 )
 def test_odd_sizes(tokens, dim):
     hold(FULL, tokens, tokens, torch.float32, Visibility(), dim)

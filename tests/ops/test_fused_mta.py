@@ -9,6 +9,7 @@ from mechanisms import VISIBILITIES, ragged
 from oracle import against_oracle, fixed, with_grads
 from torch import Tensor
 
+from crosses import exhausting
 from heedful.ops import Visibility
 from heedful.ops.differential.fused import differential_attention_fused
 from heedful.ops.differential.reference import differential_attention_reference
@@ -62,15 +63,11 @@ def hold(
     )
 
 
-KERNELS = [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1), None]
-
-
+@pytest.mark.crossed
 @pytest.mark.parametrize(
-    ("kernel", "dtype"),
-    [(kernel, torch.float16) for kernel in KERNELS]
-    + [(kernel, dtype) for kernel in ((6, 11), None) for dtype in (torch.bfloat16, torch.float32)],
-    ids=str,
+    "kernel", [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1), None], ids=str
 )
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.usefixtures("bfloat16")
 def test_it_errs_at_most_twice_as_much_as_the_definition(kernel, dtype):
     hold(draw(kernel, 40, 40), dtype, Visibility())
@@ -82,18 +79,15 @@ SERVED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("visible", "queries"),
-    [(visible, 150) for visible in SERVED]
-    + [(visible, 70) for visible in ("window 9", "window 70", "ragged documents")]
-    + [(visible, 1) for visible in ("window 9", "ragged documents", "both ways")],
-)
+@pytest.mark.crossed
+@pytest.mark.parametrize("visible", SERVED)
+@pytest.mark.parametrize("queries", [1, 70, 150])
 def test_visibilities_and_cross_lengths(visible, queries):
     tensors = draw((3, 5), queries, 150, batch=2, heads=1)
     hold(tensors, torch.float16, VISIBILITIES[visible](150))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
+@pytest.mark.parametrize("tokens", [1, *(exhausting(x) for x in (2, 3, 17, 63, 64, 257)), 65])
 def test_odd_lengths(tokens):
     dtype = torch.float16 if tokens > 64 else torch.float32
     hold(draw((3, 5), tokens, tokens, batch=2 if tokens < 4 else 1), dtype, Visibility())
@@ -117,7 +111,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(plan, "SCRATCH", 8 * 2**10)
 
 
-@pytest.mark.parametrize("visible", ["window 9", "ragged documents"])
+@pytest.mark.parametrize("visible", [exhausting("window 9"), "ragged documents"])
 def test_many_pieces(small, visible):
     tensors = draw((3, 5), 40, 48, batch=2, heads=2)
     hold(tensors, torch.float32, VISIBILITIES[visible](48))
@@ -129,7 +123,9 @@ def test_a_launch_takes_no_more_heads_than_a_grid(monkeypatch):
     assert list(x.chunks(4)) == [(0, 4), (4, 2)]
 
 
-@pytest.mark.parametrize("visible", ["causal", "window 9", "ragged documents"])
+@pytest.mark.parametrize(
+    "visible", [exhausting("causal"), exhausting("window 9"), "ragged documents"]
+)
 def test_no_token_changes_an_earlier_output_by_a_bit(visible):
     visibility = VISIBILITIES[visible](70)
     tensors = {name: x.float() for name, x in draw((3, 5), 70, 70, batch=2, heads=1).items()}
@@ -220,10 +216,10 @@ def differential(function):
     ("queries", "visible", "dtype"),
     [
         (70, "causal", torch.float16),
-        (70, "ragged documents", torch.float32),
+        exhausting(70, "ragged documents", torch.float32),
         (33, "window 9", torch.float16),
-        (70, "both ways", torch.float16),
-        (1, "causal", torch.float32),
+        exhausting(70, "both ways", torch.float16),
+        exhausting(1, "causal", torch.float32),
     ],
 )
 def test_differential_attention(queries, visible, dtype):

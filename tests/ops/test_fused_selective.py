@@ -10,6 +10,7 @@ from oracle import against_oracle, cast, with_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from crosses import exhausting
 from heedful.ops import Visibility
 from heedful.ops.selective.fused import plan as launches
 from heedful.ops.selective.fused.flash import (
@@ -74,6 +75,7 @@ def hold(tensors: dict[str, Tensor], dtype: torch.dtype, tile=SMALL, **options) 
     return against_oracle(fused(tile=tile, **options), reference(**options), tensors, dtype)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("selector", ["head 0", "own", "one per head"])
 def test_it_errs_at_most_twice_as_much_as_the_definition(selector, dtype):
@@ -84,7 +86,7 @@ def test_it_errs_at_most_twice_as_much_as_the_definition(selector, dtype):
         hold(draw(40, 40, selectors=selectors, state=True), dtype, tau=0.7)
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (4, 2), (3, 1), (10, 2)], ids=str)
+@pytest.mark.parametrize("counts", [(4, 4), (4, 2), (3, 1), exhausting((10, 2))], ids=str)
 def test_heads_that_share_a_program(counts, monkeypatch):
     """Key heads of their own, in groups, one for all, in groups of five; in several launches."""
     heads, key_heads = counts
@@ -215,7 +217,7 @@ def test_segments_with_state_are_the_whole():
             assert_matches_oracle(name, found, plain[name], oracle[name], 40)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, exhausting(torch.float16)], ids=str)
 def test_no_token_changes_an_earlier_output_by_a_bit(dtype):
     tensors = cast(draw(19, 19, key_heads=2), dtype)
 
@@ -236,7 +238,7 @@ def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
     return cast(tensors, torch.float32)
 
 
-@pytest.mark.parametrize(("queries", "state"), [(96, False), (70, True)])
+@pytest.mark.parametrize(("queries", "state"), [(96, False), exhausting(70, True)])
 def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
     x = strong(queries, 96, state)
     options = {"tile": SMALL, "tau": 200.0}

@@ -126,6 +126,7 @@ def test_head_dims(mechanism, dim):
     hold(mechanism, Shape(batch=1, dim=dim).long(70), torch.float32, None)
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("queries", [150, 70, 1])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])
@@ -220,6 +221,7 @@ def test_differential_without_its_second_map_is_standard_attention(impl):
     torch.testing.assert_close(mechanism.run(tensors, impl)[0], expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.crossed
 @every
 @each_impl
 @pytest.mark.parametrize("visible", ["causal", "window", "ragged"])

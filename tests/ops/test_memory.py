@@ -40,7 +40,7 @@ def peak(name: str, impl: str, tokens: int, train: bool, heads: int = 8, dim: in
     return peak_memory_mib(PROGRAM.format(call=call, train=train, **sizes))
 
 
-_SHORT = ("mta", "selective", "grouped")  # the others in the slow suite
+_SHORT = ("selective",)  # the others in the slow suite
 
 
 @pytest.mark.parametrize(

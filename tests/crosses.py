@@ -1,0 +1,31 @@
+"""Which cases the usual suites run: of a cross a cover, and not what takes minutes to interpret."""
+
+import pytest
+
+
+def exhausting(*values):
+    """A case that the usual suites leave out."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def leave_covers(items: list[pytest.Item]) -> None:
+    """Of a cross (`@pytest.mark.crossed`) what is not in its cover is marked as exhaustive."""
+    crosses: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if item.get_closest_marker("crossed") and not item.get_closest_marker("slow"):
+            crosses.setdefault((item.location[0], item.originalname), []).append(item)
+    for cases in crosses.values():
+        kept = cover([set(map(repr, case.callspec.params.items())) for case in cases])
+        for at, case in enumerate(cases):
+            if at not in kept:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def cover(cases: list[set[str]]) -> set[int]:
+    """Which few cases together have all that any has; those with most that is new come first."""
+    missing, kept = set().union(*cases), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda at: len(cases[at] & missing))
+        kept.add(best)
+        missing -= cases[best]
+    return kept
