@@ -10,12 +10,8 @@ from table_parts import RESULTS, made, markdown, missing
 TEXT, RECALL = RESULTS / "grouped-text-cpu.jsonl", RESULTS / "grouped-recall-cpu.jsonl"
 PAIRS, COST = RESULTS / "grouped-pairs-cpu.jsonl", RESULTS / "grouped-cost-cpu.jsonl"
 MEMORY = RESULTS / "grouped-memory-cpu.jsonl"
-STEP = ("a step: MiB", "CPU seconds") if MEMORY.is_file() else ()
-STEP_NOTE = (
-    " A step of training was measured in a process of its own (`grouped-memory-cpu.jsonl`)."
-    if MEMORY.is_file()
-    else ""
-)
+STEP = ("a step: MiB", "CPU seconds")
+STEP_NOTE = " A step of training was measured in a process of its own (`grouped-memory-cpu.jsonl`)."
 WRONG = {"translate": "sentences wrong", "summarise": "facts wrong"}
 
 
@@ -98,6 +94,7 @@ def pairs() -> str:
     notes = (
         "A sentence with any wrong token is wrong; the perplexity is that of missing spans. Pairs "
         "are means over 16 held-out rows and the layers."
+        f"{STEP_NOTE}"
     )
     return f"{markdown(head, body)}\n\n{notes}\n\n{made(records)}"
 
@@ -130,8 +127,6 @@ def cost() -> str:
 
 def step_of(record: dict) -> tuple[str, ...]:
     """Peak memory and processor seconds of a step of training, if they were measured."""
-    if not MEMORY.is_file():
-        return ()
     for line in lines_of(MEMORY):
         if (line["task"], line["name"]) == (record["task"], record["name"]):
             return f"{line['step_peak_mib']:.0f}", f"{line['step_cpu_seconds']:.2f}"
