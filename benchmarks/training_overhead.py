@@ -1,7 +1,8 @@
 """What `heedful train` costs beside a plain Trainer loop on the stock model, and each mechanism.
 
 The same rows, model, optimiser and dtype in fresh processes, one after the other in turn; medians
-of the steps' times. The plain loop is transformers' Trainer with nothing of heedful but the rows.
+of the steps' times on one thread, as the processor counts them, so that other work on the machine
+does not. The plain loop is transformers' Trainer with nothing of heedful but the rows.
 
     python benchmarks/training_overhead.py --out benchmarks/results/training-overhead-cpu.jsonl
 """
@@ -37,20 +38,21 @@ STEPS, SKIPPED, BATCH, LENGTH = 12, 4, 4, 512
 
 
 class Clock(TrainerCallback):
-    """The time of each step."""
+    """The processor's time of each step."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
     def on_step_begin(self, *_, **__) -> None:
-        self.since = time.perf_counter()
+        self.since = time.process_time()
 
     def on_step_end(self, *_, **__) -> None:
-        self.seconds.append(time.perf_counter() - self.since)
+        self.seconds.append(time.process_time() - self.since)
 
 
 def one(kind: str) -> None:
     """Print the step times of one run."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(CONFIG))

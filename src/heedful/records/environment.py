@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def environment(command: list[str] | None = None) -> dict:
 
     packages = ("heedful", "torch", "transformers", "triton")
     return {
-        "command": " ".join(command or _command()),
+        "command": shlex.join(command or _command()),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
