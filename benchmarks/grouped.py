@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from arguments import count
 from tqdm import tqdm
 
 import heedful
@@ -88,8 +89,8 @@ def main() -> None:
     parser.add_argument("task", choices=(*ROWS, *PAIRS))
     parser.add_argument("--data", nargs="*", default=())
     parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--steps", type=count)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

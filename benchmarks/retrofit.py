@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -35,10 +36,10 @@ def main() -> None:
     parser.add_argument("--task", choices=("text", "recall"), default="text")
     parser.add_argument("--data", nargs="*", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int)
+    parser.add_argument("--length", type=count)
     parser.add_argument("--mechanism", choices=MECHANISMS, default="selective")
-    parser.add_argument("--steps", type=int, default=45)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=count, default=45)
+    parser.add_argument("--batch", type=count, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--mechanism-rate", type=float, default=1.0, help="factor on --rate")
     parser.add_argument("--memory-loss", type=float, default=0.1, help="of selective attention")

@@ -10,6 +10,8 @@ training nor search has seen. One line more for the tables of `heedful compare -
 import argparse
 from pathlib import Path
 
+from arguments import count
+
 import heedful
 from heedful.experiments.budgeted import under_budget
 from heedful.experiments.scratch import Budget
@@ -24,7 +26,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
     parser.add_argument("--data", nargs="*", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--length", type=count, default=256)
     parser.add_argument("--name", default="selective + memory loss")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from arguments import count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -42,11 +43,11 @@ def main() -> None:
     parser.add_argument("--task", choices=("text", "recall"), default="recall")
     parser.add_argument("--data", nargs="*", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int)
+    parser.add_argument("--length", type=count)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--policies", nargs="*", help="names of policies; default all")
-    parser.add_argument("--rows", type=int, default=256, help="of held-out rows")
-    parser.add_argument("--batch", type=int, default=32, help="rows that are scored at once")
+    parser.add_argument("--rows", type=count, default=256, help="of held-out rows")
+    parser.add_argument("--batch", type=count, default=32, help="rows that are scored at once")
     parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

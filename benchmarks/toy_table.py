@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from arguments import count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -34,9 +35,9 @@ DROPOUT = 0.1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--steps", type=count, default=4000)
+    parser.add_argument("--blocks", type=count, default=8)
     parser.add_argument("--only", nargs="*", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

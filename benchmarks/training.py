@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from arguments import count
+
 from heedful.experiments.train_text import train_text
 from heedful.experiments.training import Training
 from heedful.records.environment import environment
@@ -56,12 +58,12 @@ def main() -> None:
     # What is set apart of the data would depend on the steps.
     parser.add_argument("--held-out", nargs="+", required=True)
     parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=480)
-    parser.add_argument("--long", type=int, help="one seed each, for so many steps")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--steps", type=count, default=480)
+    parser.add_argument("--long", type=count, help="one seed each, for so many steps")
     parser.add_argument("--continual", action="store_true", help="go on from a standard model")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=count, default=8)
+    parser.add_argument("--length", type=count, default=512)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

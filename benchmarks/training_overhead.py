@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from arguments import count
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from heedful.experiments.token_rows import TrainingRows, encode
@@ -93,7 +94,7 @@ def _plain(asked: Training, folder: Path, clock: Clock) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

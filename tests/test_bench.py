@@ -1,6 +1,6 @@
 """`heedful bench`: what it times is right, and what it cannot time it says."""
 
-import importlib.util
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -165,14 +165,13 @@ def test_bench_refuses_wrong_options(options, message):
         Bench(**options)
 
 
-def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
 
 
-def test_where_the_time_of_a_small_call_goes(tmp_path, capsys):
+def test_where_the_time_of_a_small_call_goes(script, tmp_path, capsys):
     out = tmp_path / "parts.jsonl"
     arguments = ["--mechanisms", "mta", "--impl", "tiled", "--tokens", "70", "--dtype", "float32"]
     assert script("where_time_goes").main([*arguments, "--out", str(out)]) == 0
@@ -186,7 +185,7 @@ def test_where_the_time_of_a_small_call_goes(tmp_path, capsys):
     assert "aten::bmm" in capsys.readouterr().out
 
 
-def test_training_steps_of_a_small_model(tmp_path, capsys):
+def test_training_steps_of_a_small_model(script, tmp_path, capsys):
     module = script("training_step")
     out = tmp_path / "steps.jsonl"
     sizes = "--layers 3 --hidden 32 --heads 4 --feed-forward 48 --vocabulary 50 --batch 2"

@@ -61,6 +61,14 @@ def test_wrong_words_of_the_scores_under_small_caches(run):
     assert not Path("scored.jsonl").exists()
 
 
+@pytest.mark.parametrize("word", ["-3", "0", "2.5", "many"])
+def test_a_number_of_nothing_is_refused(run, word, capsys):
+    with pytest.raises(SystemExit):
+        run("grouped", "recall", "--steps", word, "--out", "grid.jsonl")
+    said = f"argument --steps: must be a whole number of at least 1, got {word!r}"
+    assert said in capsys.readouterr().err
+
+
 def test_a_grid_can_begin_with_a_trained_model(run):
     run("grouped", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
     with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
