@@ -83,7 +83,7 @@ class Summarise(TextPairTask):
     salient: int = 3
 
     recipe: ClassVar[Recipe] = Recipe(
-        64, 2, 4, 2500, 32, 2e-3, ("standard", "selective"), held_out=64,
+        64, 3, 4, 4000, 32, 1e-3, ("standard", "selective"), held_out=64,
         changes={"grouped": {"size": 4, "window": 8}},
     )  # fmt: skip
 
