@@ -30,7 +30,7 @@ LONG_RECALL, TAUGHT = RESULTS / "caches-recall-1024-cpu.jsonl", RESULTS / "taugh
 RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jsonl"
 LONG_RETROFIT = RESULTS / "retrofit-1024-cpu.jsonl"
 DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
-PAIRS = RESULTS / "pairs-cpu.jsonl"
+PAIRS, ASSIGNMENT = RESULTS / "pairs-cpu.jsonl", RESULTS / "assignment-cpu.jsonl"
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 
 
@@ -38,6 +38,7 @@ def blocks() -> dict[str, Callable[[], str]]:
     """What fills each marked block, by name."""
     return {
         "compare": compare,
+        "assignment": assignment,
         "longer": longer,
         "corpora": corpora,
         "bench": lambda: bench("forward+backward"),
@@ -77,6 +78,21 @@ def compare() -> str:
     said = "\n".join(f"- {sentence}" for sentence in [*findings(rows), *configurations(records)])
     when = origin([record.environment for record in records])
     return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{when}"
+
+
+def assignment() -> str:
+    """Variable assignment on rows as in training and on others: the share of wrong answers."""
+    if not ASSIGNMENT.is_file():
+        return missing(ASSIGNMENT)
+    records = read_records(ASSIGNMENT)
+    splits = list(records[0].final)
+    body = []
+    for name in dict.fromkeys(record.mechanism for record in records):
+        those = [record.final for record in records if record.mechanism == name]
+        errors = (grouped_tables.spread([x[split] for x in those], share=True) for split in splits)
+        body.append([name, str(len(those)), *errors])
+    when = origin([record.environment for record in records])
+    return f"{markdown(['mechanism', 'seeds', *splits], body)}\n\n{when}"
 
 
 def longer() -> str:
