@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=480)
     parser.add_argument("--long", type=count, help="one seed each, for so many steps")
     parser.add_argument("--continual", action="store_true", help="go on from a standard model")
-    parser.add_argument("--batch", type=count, default=8)
+    parser.add_argument("--batch", type=count, default=4)
     parser.add_argument("--length", type=count, default=512)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)

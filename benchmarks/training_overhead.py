@@ -4,7 +4,7 @@ The same rows, model, optimiser and dtype in fresh processes, one after the othe
 of the steps' times on one thread, as the processor counts them, so that other work on the machine
 does not. The plain loop is transformers' Trainer with nothing of heedful but the rows.
 
-    python benchmarks/training_overhead.py --out benchmarks/results/training-overhead-cpu.jsonl
+    python benchmarks/training_overhead.py --rounds 3 --out runs/training-overhead.jsonl
 """
 
 import argparse
