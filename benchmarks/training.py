@@ -69,7 +69,17 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.only or ()) - set(MECHANISMS):
         raise SystemExit(f"--only must be of {', '.join(MECHANISMS)}, got {sorted(unknown)}")
+    if args.speeds is not None and not args.speeds.is_file():
+        raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        compare(args)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Train what is planned and not in the file yet."""
     for wanted in plan(args, slowness(args.speeds)):
         if wanted.rate is None:
             wanted = wanted._replace(rate=best_rate(args, wanted.name))

@@ -77,6 +77,16 @@ def test_a_grid_can_begin_with_a_trained_model(run):
         run("grouped", "recall", "--only", "fixd", "--out", "grid.jsonl")
 
 
+def test_training_side_by_side_says_what_is_missing(run):
+    asked = ("--data", "none", "--held-out", "nothing", "--out", "runs/training.jsonl")
+    with pytest.raises(SystemExit, match="--speeds must be a file of training_overhead"):
+        run("training", *asked, "--speeds", "none.jsonl")
+    assert not Path("runs").exists()
+    with pytest.raises(SystemExit, match="'none', which does not exist; give a file"):
+        run("training", *asked)
+    assert not Path("runs/training.jsonl").exists()
+
+
 def test_what_is_trained_side_by_side(run, tmp_path):
     """Rates first, then all of a seed; equal time is fewer steps of what is slow."""
     import training
