@@ -2,10 +2,10 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from table_parts import RESULTS, made, markdown, missing
+from table_parts import RESULTS, made, markdown, missing, spread
 
 TEXT, RECALL = RESULTS / "grouped-text-cpu.jsonl", RESULTS / "grouped-recall-cpu.jsonl"
 PAIRS, COST = RESULTS / "grouped-pairs-cpu.jsonl", RESULTS / "grouped-cost-cpu.jsonl"
@@ -131,14 +131,6 @@ def step_of(record: dict) -> tuple[str, ...]:
         if (line["task"], line["name"]) == (record["task"], record["name"]):
             return f"{line['step_peak_mib']:.0f}", f"{line['step_cpu_seconds']:.2f}"
     return "–", "–"
-
-
-def spread(found: Sequence[float], share: bool = False) -> str:
-    """Mean and standard deviation of the seeds."""
-    values, unit = [100 * x if share else x for x in found], " %" if share else ""
-    digits = 1 if share else 2
-    more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{more}{unit}"
 
 
 def mean(values: Iterable[float]) -> float:

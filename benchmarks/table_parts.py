@@ -1,5 +1,6 @@
 """What every table of results is made of: cells in a row, where they come from, what is missing."""
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,14 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table; the first column is of words."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def spread(found: Sequence[float], share: bool = False, digits: int | None = None) -> str:
+    """Mean and standard deviation of the seeds; shares in percent."""
+    values, unit = [100 * x if share else x for x in found], " %" if share else ""
+    digits = (1 if share else 2) if digits is None else digits
+    more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{more}{unit}"
 
 
 def missing(path: Path) -> str:

@@ -6,13 +6,13 @@ ones are out of date (exit status 1).
 
 import json
 import re
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grouped_tables
-from table_parts import RESULTS, ROOT, made, markdown, missing, origin
+import training_tables
+from table_parts import RESULTS, ROOT, made, markdown, missing, origin, spread
 
 from heedful.bench.cases import PEERS
 from heedful.bench.config import sizes
@@ -31,7 +31,6 @@ RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jso
 LONG_RETROFIT = RESULTS / "retrofit-1024-cpu.jsonl"
 DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
 PAIRS, ASSIGNMENT = RESULTS / "pairs-cpu.jsonl", RESULTS / "assignment-cpu.jsonl"
-TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -62,10 +61,11 @@ def blocks() -> dict[str, Callable[[], str]]:
         "grouped-cost": grouped_tables.cost,
         "grouped-pairs": grouped_tables.pairs,
         "pairs": pairs,
-        "training": training,
-        "training-long": lambda: training_longer("long"),
-        "training-continual": lambda: training_longer("continual"),
-        "training-overhead": training_overhead,
+        "training": training_tables.side_by_side,
+        "training-long": lambda: training_tables.longer("long"),
+        "training-continual": lambda: training_tables.longer("continual"),
+        "training-ablation": training_tables.ablation,
+        "training-overhead": training_tables.overhead,
     }
 
 
@@ -89,7 +89,7 @@ def assignment() -> str:
     body = []
     for name in dict.fromkeys(record.mechanism for record in records):
         those = [record.final for record in records if record.mechanism == name]
-        errors = (grouped_tables.spread([x[split] for x in those], share=True) for split in splits)
+        errors = (spread([x[split] for x in those], share=True) for split in splits)
         body.append([name, str(len(those)), *errors])
     when = origin([record.environment for record in records])
     return f"{markdown(['mechanism', 'seeds', *splits], body)}\n\n{when}"
@@ -301,72 +301,6 @@ def pairs() -> str:
     records = read_records(PAIRS)
     when = origin([record.environment for record in records])
     return f"{table(summarise(records), format='markdown')}\n\n{RULE}\n\n{when}"
-
-
-def training() -> str:
-    """Bits per byte at equal steps and at equal time, with the rate that served each best."""
-    if not TRAINING.is_file():
-        return missing(TRAINING)
-    records = [json.loads(line) for line in TRAINING.read_text().splitlines()]
-    head = ["mechanism", "parameters", "learning rate", "equal steps", "equal time", "its steps"]
-    lines = []
-    for name in dict.fromkeys(r["name"] for r in records):
-        rows = {kind: [r for r in records if (r["name"], r["kind"]) == (name, kind)]
-                for kind in ("rate", "steps", "time")}  # fmt: skip
-        best = min(rows["rate"], key=lambda r: r["bits_per_byte"])
-        cells = [name, f"{best['parameters']:,}", f"{best['rate']:g}"]
-        for kind in ("steps", "time"):
-            found = [r["bits_per_byte"] for r in rows[kind]]
-            spread = f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else ""
-            seeds = f" ({len(found)})"
-            cells.append(f"{statistics.mean(found):.3f}{spread}{seeds}" if found else "–")
-        cells.append(f"{rows['time'][0]['steps']}" if rows["time"] else "–")
-        lines.append(cells)
-    one = next((r for r in records if r["kind"] == "steps"), records[0])
-    about = (
-        f"Bits per byte of held-out books, seeds in brackets; {one['steps']} steps of "
-        f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
-        f"{len({r['rate'] for r in records if r['kind'] == 'rate'})} on a seed of its own. Equal "
-        "time: as many steps as a mechanism takes in the time of standard attention's, by the "
-        "table of overheads."
-    )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
-
-
-def training_longer(kind: str) -> str:
-    """Bits per byte in the course of long runs, or of going on from a standard model."""
-    if not TRAINING.is_file():
-        return missing(TRAINING)
-    records = [json.loads(line) for line in TRAINING.read_text().splitlines()]
-    records = [r for r in records if r["kind"] == kind]
-    if not records:
-        return missing(TRAINING)
-    steps = [step for step, _ in records[0]["curve"]]
-    head = ["mechanism", *(f"{step:,} steps" for step in steps)]
-    lines = [[r["name"], *(f"{value:.3f}" for _, value in r["curve"])] for r in records]
-    about = "Bits per byte of held-out books, one seed."
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
-
-
-def training_overhead() -> str:
-    """Tokens per second of `heedful train` beside a plain Trainer on the stock model."""
-    if not OVERHEAD.is_file():
-        return missing(OVERHEAD)
-    records = [json.loads(line) for line in OVERHEAD.read_text().splitlines()]
-    head = ["trained", "tokens/s", "time of a step, × plain loop"]
-    names = {"plain": "stock model, plain Trainer"}
-    lines = [
-        [names.get(r["kind"], r["kind"]), f"{r['tokens_per_second']:,.0f}",
-         f"{r['times_plain']:.2f} ×"]
-        for r in records
-    ]  # fmt: skip
-    one = records[0]
-    about = (
-        f"A Llama of 4 layers, width {one['config']['hidden_size']}, {one['batch']} rows of "
-        f"{one['length']} tokens packed with documents; medians of {one['rounds']} rounds taken in "
-        "turn, ratios within a round."
-    )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
 def decoding(only: int | None = None, path: Path = DECODING) -> str:

@@ -6,11 +6,14 @@ many steps, and those whose step takes longer once more for as many steps as the
 of standard attention. How much longer comes from a file of `benchmarks/training_overhead.py`, so
 that a noisy machine changes no run. `--long` trains one seed of a few mechanisms for longer.
 `--continual` goes on from a trained standard model, converted and not, for half as many steps.
+`--ablation` trains forms of multi-token attention with parts left out, all with its learning rate.
 
     python benchmarks/training.py --data books-read --held-out books-held-out \\
         --speeds benchmarks/results/training-overhead-cpu.jsonl --out runs/training.jsonl
     python benchmarks/training.py --data books-read --held-out books-held-out --long 2000 \\
         --only standard mta selective --out runs/training.jsonl
+    python benchmarks/training.py --data books-read --held-out books-held-out --ablation \\
+        --out runs/training.jsonl
 
 What is in the file already is not trained again, and a run that was killed goes on where it was.
 """
@@ -45,6 +48,17 @@ MECHANISMS = {
     "knocking-heads": ("knocking-heads",),
     "canon": ("canon",),
 }
+# Of `heedful.nn.ablations()`, those that tell the rows of the paper's table apart.
+FORMS = {
+    "pre+post conv, pre+post mix, scalar gate": ("mta:norm=plain,gate=scalar",),
+    "pre conv, pre+post mix, scalar gate": ("mta:post_conv=null,norm=plain,gate=scalar",),
+    "pre conv, pre+post mix, no norm": ("mta:post_conv=null",),
+    "pre conv, post mix, no norm": ("mta:post_conv=null,mix=null",),
+    "post conv, post mix, no norm": ("mta:conv=null,mix=null",),
+    "pre conv, pre mix, no norm": ("mta:post_conv=null,post_mix=null",),
+    "6x11 pre conv only, depth scaling": ("mta:post_conv=null,mix=null,post_mix=null,norm=depth",),
+    "pre conv, post mix, layer-norm scaling": ("mta:post_conv=null,mix=null,input_scaling=depth",),
+}
 RATES = (1e-3, 2e-3, 4e-3)
 TRIED_WITH = 100  # the seed of the learning rates
 ADAPTED_WITH = 3e-4  # the rate with which a trained model goes on
@@ -60,15 +74,18 @@ def main() -> None:
     parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=count, default=480)
-    parser.add_argument("--long", type=count, help="one seed each, for so many steps")
-    parser.add_argument("--continual", action="store_true", help="go on from a standard model")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--long", type=count, help="one seed each, for so many steps")
+    kinds.add_argument("--continual", action="store_true", help="go on from a standard model")
+    kinds.add_argument("--ablation", action="store_true", help="multi-token attention in parts")
     parser.add_argument("--batch", type=count, default=4)
     parser.add_argument("--length", type=count, default=512)
     parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if unknown := set(args.only or ()) - set(MECHANISMS):
-        raise SystemExit(f"--only must be of {', '.join(MECHANISMS)}, got {sorted(unknown)}")
+    known = FORMS if args.ablation else MECHANISMS
+    if unknown := set(args.only or ()) - set(known):
+        raise SystemExit(f"--only must be of {', '.join(known)}, got {sorted(unknown)}")
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -82,11 +99,11 @@ def compare(args: argparse.Namespace) -> None:
     """Train what is planned and not in the file yet."""
     for wanted in plan(args, slowness(args.speeds)):
         if wanted.rate is None:
-            wanted = wanted._replace(rate=best_rate(args, wanted.name))
+            wanted = wanted._replace(rate=best_rate(args, wanted.tried))
         if not any(is_of(line, wanted, args) for line in lines(args.out)):
             found = one(args, wanted)
             line = wanted._asdict() | {"batch": args.batch, "length": args.length}
-            line |= {"config": CONFIG, "mechanism": MECHANISMS[wanted.name]} | found
+            line |= {"config": CONFIG, "mechanism": wanted.mechanism} | found
             append_line(args.out, json.dumps(line | {"environment": environment()}))
             print(*wanted, f"{found['bits_per_byte']:.4f}", flush=True)
 
@@ -100,11 +117,22 @@ class Wanted(NamedTuple):
     steps: int
     rate: float | None = None
 
+    @property
+    def mechanism(self) -> tuple[str, ...]:
+        """As `heedful train` takes it."""
+        return (FORMS if self.kind == "ablation" else MECHANISMS)[self.name]
+
+    @property
+    def tried(self) -> str:
+        """Whose learning rate it has: forms of multi-token attention that of the whole."""
+        return "mta" if self.kind == "ablation" else self.name
+
 
 def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]:
     """What to train, in an order in which whatever is done is a comparison."""
-    names = [name for name in MECHANISMS if not args.only or name in args.only]
-    for name in ("standard",) if args.continual else names:
+    known = FORMS if args.ablation else MECHANISMS
+    names = [name for name in known if not args.only or name in args.only]
+    for name in ("standard",) if args.continual else ("mta",) if args.ablation else names:
         for rate in RATES:
             yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
     if args.continual:
@@ -113,6 +141,10 @@ def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]
     elif args.long is not None:
         for name in names:
             yield Wanted("long", name, 0, args.long)
+    elif args.ablation:
+        for seed in range(args.seeds):
+            for name in names:
+                yield Wanted("ablation", name, seed, args.steps)
     else:
         for seed in range(args.seeds):
             for name in names:
@@ -166,7 +198,7 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
     run = run.with_name(f"{run.name}-{wanted.rate:g}")
     trained = train_text(
         Training(
-            model, tuple(args.data), str(run), MECHANISMS[wanted.name],
+            model, tuple(args.data), str(run), wanted.mechanism,
             held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
             length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
             evaluations=1 if wanted.kind == "rate" else EVALUATIONS, **more,

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import heedful
+from heedful.experiments.models import mechanisms_named
+from heedful.nn import ablations
 from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
 from heedful.tasks.samples import Recipe
@@ -93,8 +95,9 @@ def test_what_is_trained_side_by_side(run, tmp_path):
 
     def planned(*options: tuple) -> list[tuple]:
         asked = argparse.Namespace(
-            steps=800, seeds=2, only=["standard", "mta"], long=None, continual=False
-        )
+            steps=800, seeds=2, only=["standard", "mta"], long=None, continual=False,
+            ablation=False,
+        )  # fmt: skip
         vars(asked).update(options)
         return [tuple(x) for x in training.plan(asked, {"mta": 1.6, "standard": 1.0})]
 
@@ -112,6 +115,20 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     assert planned(("long", 2000)) == rates + longer
     going_on = [("continual", x, 0, 400, training.ADAPTED_WITH) for x in ("standard", "mta")]
     assert planned(("continual", True)) == rates[:3] + going_on
+    forms = [*training.FORMS][:2]
+    in_parts = [("ablation", x, seed, 800, None) for seed in (0, 1) for x in forms]
+    assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts
+
+
+def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import training
+    import training_tables
+
+    known = ablations()
+    for name, words in training.FORMS.items():
+        assert mechanisms_named(words) == {known[name]: None}
+        assert name in training_tables.PUBLISHED
 
 
 @pytest.fixture

@@ -1,0 +1,108 @@
+"""The tables of training: at equal steps and time, longer, in parts, and what a step costs."""
+
+import json
+from pathlib import Path
+
+from table_parts import RESULTS, made, markdown, missing, spread
+
+TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
+PUBLISHED = {
+    "standard": 11.25,
+    "talking-heads": 11.04,
+    "pre+post conv, pre+post mix, scalar gate": 10.90,
+    "pre conv, pre+post mix, scalar gate": 10.95,
+    "pre conv, pre+post mix, no norm": 10.99,
+    "pre conv, post mix, no norm": 11.16,
+    "post conv, post mix, no norm": 11.19,
+    "pre conv, pre mix, no norm": 11.20,
+    "6x11 pre conv only, depth scaling": 11.23,
+    "pre conv, post mix, layer-norm scaling": 11.41,
+}
+"""Perplexities of Golovneva et al., arXiv 2504.00927, tables 2 and 5."""
+
+
+def side_by_side() -> str:
+    """Bits per byte at equal steps and at equal time, with the rate that served each best."""
+    records = read(TRAINING)
+    trained = [r for r in records if r["kind"] == "steps"]
+    if not trained:
+        return missing(TRAINING)
+    head = ["mechanism", "parameters", "learning rate", "equal steps", "equal time", "its steps"]
+    lines = []
+    for name in dict.fromkeys(r["name"] for r in trained):
+        equal = [r for r in trained if r["name"] == name]
+        faster = [r for r in records if (r["name"], r["kind"]) == (name, "time")]
+        cells = [name, f"{equal[0]['parameters']:,}", f"{equal[0]['rate']:g}", scores(equal)]
+        lines.append([*cells, scores(faster), str(faster[0]["steps"]) if faster else "–"])
+    one = trained[0]
+    about = (
+        f"Bits per byte of held-out books, seeds in brackets; {one['steps']} steps of "
+        f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
+        f"{len({r['rate'] for r in records if r['kind'] == 'rate'})} on a seed of its own. Equal "
+        "time: as many steps as a mechanism takes in the time of standard attention's, by the "
+        "table of overheads."
+    )
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def longer(kind: str) -> str:
+    """Bits per byte in the course of long runs, or of going on from a standard model."""
+    records = [r for r in read(TRAINING) if r["kind"] == kind]
+    if not records:
+        return missing(TRAINING)
+    steps = [step for step, _ in records[0]["curve"]]
+    head = ["mechanism", *(f"{step:,} steps" for step in steps)]
+    lines = [[r["name"], *(f"{value:.3f}" for _, value in r["curve"])] for r in records]
+    about = "Bits per byte of held-out books, one seed."
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def ablation() -> str:
+    """Multi-token attention in parts, beside the perplexities of the paper, in its order."""
+    records = [r for r in read(TRAINING) if r["kind"] in ("steps", "ablation")]
+    if not any(r["kind"] == "ablation" for r in records):
+        return missing(TRAINING)
+    records = [r for r in records if r["name"] in PUBLISHED]
+    head = ["form", "bits per byte", "parameters", "published perplexity"]
+    lines = []
+    for name, perplexity in sorted(PUBLISHED.items(), key=lambda item: item[1]):
+        rows = [r for r in records if r["name"] == name]
+        if rows:
+            lines.append([name, scores(rows), f"{rows[0]['parameters']:,}", f"{perplexity:.2f}"])
+    about = (
+        "Bits per byte of held-out books, seeds in brackets. The published ones are those of 880M "
+        "parameters on SlimPajama (arXiv 2504.00927, tables 2 and 5)."
+    )
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def overhead() -> str:
+    """Tokens per second of `heedful train` beside a plain Trainer on the stock model."""
+    records = read(OVERHEAD)
+    if not records:
+        return missing(OVERHEAD)
+    head = ["trained", "tokens/s", "time of a step, × plain loop"]
+    names = {"plain": "stock model, plain Trainer"}
+    lines = [
+        [names.get(r["kind"], r["kind"]), f"{r['tokens_per_second']:,.0f}",
+         f"{r['times_plain']:.2f} ×"]
+        for r in records
+    ]  # fmt: skip
+    one = records[0]
+    about = (
+        f"A Llama of 4 layers, width {one['config']['hidden_size']}, {one['batch']} rows of "
+        f"{one['length']} tokens packed with documents; medians of {one['rounds']} rounds taken in "
+        "turn, ratios within a round."
+    )
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def scores(records: list[dict]) -> str:
+    """Mean and spread of the seeds, and how many there are."""
+    if not records:
+        return "–"
+    return f"{spread([r['bits_per_byte'] for r in records], digits=3)} ({len(records)})"
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
