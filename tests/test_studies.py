@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import torch
 
 import heedful
 from heedful.experiments.models import mechanisms_named
+from heedful.experiments.train_text import train_text
+from heedful.experiments.training import Training
 from heedful.nn import ablations
 from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
+from heedful.tasks.needles import CITIES
 from heedful.tasks.samples import Recipe
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -192,3 +196,34 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
     columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
     assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
+
+
+@pytest.mark.slow
+def test_needles_are_asked_of_models_that_were_taught_to_answer(run):
+    Path("books").mkdir()
+    words = [f"{a}{b}" for a in ("ba", "ke", "mo", "ti") for b in ("la", "ne", "ru")]
+    for name in ("one", "two"):
+        said = [f"The {words[i % 12]} saw a {words[(i * i + 3) % 12]}." for i in range(3000)]
+        asked = [f"What is the magic number of {x}? Answer: Of {x} it is one." for x in CITIES]
+        Path("books", f"{name}.txt").write_text(" ".join(said + 9 * asked))
+    config = {
+        "model_type": "llama", "vocab_size": 700, "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512,
+    }  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    train_text(Training("config.json", ("books/one.txt",), "model", steps=1, batch=1, length=64))
+    asked = ("--data", "books/one.txt", "--held-out", "books/two.txt", "--out", "found.jsonl")
+    few = ("--seeds", 2, "--steps", 2, "--batch", 1, "--samples", 1)
+    with pytest.raises(SystemExit, match="models must be NAME=FOLDER, got 'small=nowhere'"):
+        run("long_context", "small=nowhere", *asked)
+    run("long_context", "small=model", *asked, *few)
+    found = lines("found.jsonl")
+    tasks = [(x["task"], x.get("seed"), x["samples"]) for x in found if x["task"] != "lambada"]
+    parts = [("needles", 15), *((f"needles, n = {n}", 5) for n in (1, 2, 4))]
+    assert tasks == [(task, seed, count) for task, count in parts for seed in (0, 1)]
+    assert {x["measure"] for x in found[:2]} == {"accuracy", "perplexity"}
+    lesson = [line["text"] for line in lines("found/lesson.jsonl")]
+    for text in lesson:
+        city, number = re.search(r"magic number of (\w+) is (\d{7})\.$", text).groups()
+        assert text.count(f"The magic number of {city} is {number}.") == 2  # told, and answered
+    assert {text.count("The magic number") - 1 for text in lesson} == {1, 2, 4}
