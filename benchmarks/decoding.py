@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import heedful
@@ -27,6 +27,7 @@ BUDGETS = (0.25, 0.1)
 CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=count, nargs="+", default=[512, 2048, 8192])

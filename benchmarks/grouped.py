@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from tqdm import tqdm
 
 import heedful
@@ -84,6 +84,7 @@ def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
     }
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=(*ROWS, *PAIRS))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 
 from heedful.ops.grouped import fixed_groups, grouped_attention, summarise
 from heedful.ops.grouped.neighbourhood import score_pairs
@@ -25,6 +25,7 @@ from heedful.testing import peak_memory_mib
 HEADS, DIM, SIZE, WINDOW = 8, 64, 16, 128
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=count, nargs="+", default=[512, 1024, 2048, 8192, 32768])

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from arguments import count
+from command_line import command, count
 from transformers import AutoTokenizer
 
 from heedful.experiments.evaluate import evaluate
@@ -39,6 +39,7 @@ PASSAGES = 500
 TAUGHT_WITH = 1  # the seed of the lesson's needles; those that are asked for have 0
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
@@ -57,10 +58,7 @@ def main() -> None:
         if not folder or not Path(folder).is_dir():
             raise SystemExit(f"models must be NAME=FOLDER, got {given!r}")
         models[folder] = name
-    try:
-        measure(models, args)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    measure(models, args)
 
 
 def measure(models: dict[str, str], args: argparse.Namespace) -> None:

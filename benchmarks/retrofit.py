@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -30,6 +30,7 @@ from heedful.tasks import TASKS, Task
 MECHANISMS = ("selective", "standard", "local-global")
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a trained model")

@@ -10,7 +10,7 @@ training nor search has seen. One line more for the tables of `heedful compare -
 import argparse
 from pathlib import Path
 
-from arguments import count
+from command_line import command, count
 
 import heedful
 from heedful.experiments.budgeted import under_budget
@@ -21,6 +21,7 @@ from heedful.records.environment import environment
 from heedful.tasks import Text
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -37,6 +37,7 @@ from heedful.tasks import TASKS, Task
 SEARCHED_ON = 2**20  # a training step that no run comes to: rows for the search
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -33,6 +33,7 @@ MECHANISMS = ("standard", "mta")
 DROPOUT = 0.1
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=count, default=3)

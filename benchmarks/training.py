@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from arguments import count
+from command_line import command, count
 
 from heedful.experiments.train_text import train_text
 from heedful.experiments.training import Training
@@ -66,6 +66,7 @@ SLOWER = 1.02  # a step that takes less than this is as fast as one of standard 
 EVALUATIONS = 6  # of a run whose curve is shown; learning rates are told apart at the end
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", nargs="+", required=True)
@@ -89,10 +90,7 @@ def main() -> None:
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        compare(args)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:

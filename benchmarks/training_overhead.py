@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import command, count
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from heedful.experiments.token_rows import TrainingRows, encode
@@ -92,6 +92,7 @@ def _plain(asked: Training, folder: Path, clock: Clock) -> None:
     Trainer(model, arguments, train_dataset=rows, callbacks=[clock]).train()
 
 
+@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=count, default=5)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import count
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful

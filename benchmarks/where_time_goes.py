@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from arguments import count
+from command_line import count
 from torch.profiler import ProfilerActivity, profile
 
 from heedful.bench.cases import MECHANISMS, device

@@ -83,6 +83,26 @@ def test_a_grid_can_begin_with_a_trained_model(run):
         run("grouped", "recall", "--only", "fixd", "--out", "grid.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("said", "asked"),
+    [
+        ("does not exist; give a file", ("grouped", "text", "--data", "none")),
+        ("must be a checkpoint", ("small_caches", "a=.")),
+        ("must be a checkpoint", ("retrofit", ".", "--to", "taught")),
+        ("must be a checkpoint", ("searched", ".")),
+        ("File exists", ("toy_table",)),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_a_script_ends_with_what_was_wrong(run, said, asked):
+    """The folder is empty but for a file where one of results should come to lie in a folder."""
+    Path("runs").touch()
+    out = "runs/found.jsonl" if asked == ("toy_table",) else "found.jsonl"
+    to = () if asked[0] == "retrofit" else ("--out", out)
+    with pytest.raises(SystemExit, match=said):
+        run(*asked, *to)
+
+
 def test_training_side_by_side_says_what_is_missing(run):
     asked = ("--data", "none", "--held-out", "nothing", "--out", "runs/training.jsonl")
     with pytest.raises(SystemExit, match="--speeds must be a file of training_overhead"):
