@@ -1,11 +1,17 @@
 """What every table of results is made of: cells in a row, where they come from, what is missing."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a file; none where there is none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -25,8 +31,8 @@ def spread(found: Sequence[float], share: bool = False, digits: int | None = Non
 def missing(path: Path) -> str:
     """What stands in the place of a table whose results are not there."""
     return (
-        f"*No results yet: `{path.relative_to(ROOT)}` is missing. `benchmarks/README.md` has the "
-        "command that makes it.*"
+        f"*No results yet: `benchmarks/results/{path.name}` is missing. `benchmarks/README.md` has "
+        "the command that makes it.*"
     )
 
 

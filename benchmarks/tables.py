@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grouped_tables
+import reproductions
 import training_tables
 from table_parts import RESULTS, ROOT, made, markdown, missing, origin, spread
 
@@ -66,6 +67,8 @@ def blocks() -> dict[str, Callable[[], str]]:
         "training-continual": lambda: training_tables.longer("continual"),
         "training-ablation": training_tables.ablation,
         "training-overhead": training_tables.overhead,
+        "toy": reproductions.toy,
+        "long-context": reproductions.long_context,
     }
 
 

@@ -1,9 +1,6 @@
 """The tables of training: at equal steps and time, longer, in parts, and what a step costs."""
 
-import json
-from pathlib import Path
-
-from table_parts import RESULTS, made, markdown, missing, spread
+from table_parts import RESULTS, made, markdown, missing, read, spread
 
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 PUBLISHED = {
@@ -102,7 +99,3 @@ def scores(records: list[dict]) -> str:
     if not records:
         return "–"
     return f"{spread([r['bits_per_byte'] for r in records], digits=3)} ({len(records)})"
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

@@ -216,6 +216,12 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
     columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
     assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
+    import reproductions
+
+    rows = [line.split(" | ") for line in reproductions.toy(Path("toy.jsonl")).splitlines()[2:8]]
+    error = 100 * found[11]["final"]["in-distribution"]  # mta, N = 8, last
+    assert rows[2][0] == "| mta" and rows[2][-1] == f"{error:.1f} % |" and rows[2][1] == "1"
+    assert rows[4][0] == "| published: standard, dropout left on" and rows[5][-1] == "0.0 ± 0.0 % |"
 
 
 @pytest.mark.slow
@@ -242,6 +248,12 @@ def test_needles_are_asked_of_models_that_were_taught_to_answer(run):
     parts = [("needles", 15), *((f"needles, n = {n}", 5) for n in (1, 2, 4))]
     assert tasks == [(task, seed, count) for task, count in parts for seed in (0, 1)]
     assert {x["measure"] for x in found[:2]} == {"accuracy", "perplexity"}
+    import reproductions
+
+    head, _, row = reproductions.long_context(Path("found.jsonl")).splitlines()[:3]
+    right, low, high = (100 * found[0][x] for x in ("value", "low", "high"))
+    assert row.startswith(f"| small | {right:.1f} % ({low:.1f} to {high:.1f} %) | ")
+    assert head.count("needles, n = ") == 3
     lesson = [line["text"] for line in lines("found/lesson.jsonl")]
     for text in lesson:
         city, number = re.search(r"magic number of (\w+) is (\d{7})\.$", text).groups()
