@@ -121,7 +121,10 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
         (("stock", "more", "--revert"), "is no converted model; there is nothing to take out"),
         (("stock", "made", "--mechanism", "mta"), "out must be a new or empty folder"),
         (("stock", "more"), "give either --mechanism, or --revert"),
-        (("a/b/c", "more", "--mechanism", "mta"), "source 'a/b/c' cannot be opened"),
+        (
+            ("a/b/c", "more", "--mechanism", "mta"),
+            "source 'a/b/c' cannot be opened: there is no such folder",
+        ),
         (("stock", "more", "--mechanism", "mta:convevery=1"), "has no option 'convevery=1'"),
         (("stock", "more", "--mechanism", "mta", "selective"), "each must say its layers"),
         (("stock", "more", "--mechanism", "mta@x"), "must be spelled NAME[:OPTION=VALUE"),

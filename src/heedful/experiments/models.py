@@ -5,8 +5,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -70,13 +70,8 @@ def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTr
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
-    try:
+    with opening("model", name):
         model = load(folder, budgets=False) if is_converted(folder) else _ordinary(name)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever transformers raises for a folder that is cut short
-        problem = " ".join(str(error).split())[:600]
-        raise ValueError(f"model {name!r} cannot be opened: {problem}") from None
     if budgets and folder.is_dir():
         take_budgets(folder, model)
     return model.eval().to(device)
@@ -133,11 +128,36 @@ def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
         mechanisms = [str(from_json(part["mechanism"])) for part in about["mechanisms"]]
         return AutoConfig.for_model(**about["base"]), mechanisms
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model {name!r} has no configuration that can be read: {problem}; name a folder, a "
-            'name on the hub, or a FILE.json with "model_type" and the fields of that type'
+            f"model {name!r} has no configuration that can be read: {_problem(name, error)}; name "
+            'a folder, a name on the hub, or a FILE.json with "model_type" and the fields of that '
+            "type"
         ) from None
+
+
+@contextmanager
+def opening(what: str, name: str) -> Iterator[None]:
+    """Whatever transformers raises for a model that is not there or cut short, as a `ValueError`.
+
+    Arguments:
+        what: what the name is called, such as `model`.
+        name: a folder, or a name on the Hugging Face hub.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        problem = _problem(name, error)
+        raise ValueError(f"{what} {name!r} cannot be opened: {problem}") from None
+
+
+def _problem(name: str, error: Exception) -> str:
+    """What an error says in one line; of a name that may be a misspelt folder, that it is none."""
+    said = " ".join(str(error).split())[:600].rstrip(".")
+    if Path(name).exists() or name.endswith(".json"):
+        return said
+    return f"there is no such folder, nor can it be had from the hub: {said}"
 
 
 def is_converted(folder: Path) -> bool:
@@ -207,13 +227,8 @@ def convert_folder(asked: FolderConversion) -> str:
             state, way = "is converted already", "take its mechanism out first, with --revert"
         raise ValueError(f"source {asked.source!r} {state}; {way}")
     named = mechanisms_named(asked.mechanism)
-    try:
+    with opening("source", asked.source):
         model = load(source, budgets=False) if converted else stock_model(asked.source)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever transformers raises for a folder that is cut short
-        problem = " ".join(str(error).split())[:600]
-        raise ValueError(f"source {asked.source!r} cannot be opened: {problem}") from None
     if asked.revert:
         about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
         revert(model)

@@ -22,6 +22,7 @@ from heedful.experiments.models import (
     longest,
     mechanisms_named,
     open_tokenizer,
+    opening,
 )
 from heedful.experiments.training import SIZES, Training
 from heedful.hf import conversion_of, convert, load
@@ -184,12 +185,7 @@ def _with_weights(name: str) -> PreTrainedModel:
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
-    try:
+    with opening("model", name):
         if is_converted(folder):
             return load(folder, budgets=False, dtype=torch.float32)
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except MemoryError:
-        raise
-    except Exception as error:  # whatever transformers raises for a folder that is cut short
-        problem = " ".join(str(error).split())[:600]
-        raise ValueError(f"model {name!r} cannot be opened: {problem}") from None
