@@ -89,13 +89,16 @@ def main() -> None:
         raise SystemExit(f"--only must be of {', '.join(known)}, got {sorted(unknown)}")
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
+    slower = slowness(args.speeds)
+    if slower and (missing := [name for name in args.only or MECHANISMS if name not in slower]):
+        raise SystemExit(f"--speeds must know {', '.join(missing)}; measure them, or name others")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    compare(args)
+    compare(args, slower)
 
 
-def compare(args: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace, slower: dict[str, float]) -> None:
     """Train what is planned and not in the file yet."""
-    for wanted in plan(args, slowness(args.speeds)):
+    for wanted in plan(args, slower):
         if wanted.rate is None:
             wanted = wanted._replace(rate=best_rate(args, wanted.tried))
         if not any(is_of(line, wanted, args) for line in lines(args.out)):

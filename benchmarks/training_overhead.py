@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from command_line import command, count
+from training import MECHANISMS as COMPARED
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from heedful.experiments.token_rows import TrainingRows, encode
@@ -27,10 +28,7 @@ from heedful.experiments.training import Training
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 
-MECHANISMS = (
-    "standard", "talking-heads", "differential", "selective", "mta", "grouped", "differential-v2",
-    "knocking-heads", "canon",
-)  # fmt: skip
+MECHANISMS = COMPARED | {"grouped": ("grouped",)}
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688,
     "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -57,7 +55,7 @@ def one(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(CONFIG))
-        mechanism = () if kind in ("plain", "standard") else (kind,)
+        mechanism = () if kind in ("plain", "standard") else MECHANISMS[kind]
         asked = Training(
             str(config), out=f"{folder}/run", mechanism=mechanism, steps=STEPS, batch=BATCH,
             length=LENGTH, evaluations=1, held_out=(__file__,), device="cpu", dtype="float32",
@@ -96,14 +94,15 @@ def _plain(asked: Training, folder: Path, clock: Clock) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=[*MECHANISMS])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one:
         one(args.one)
         return
-    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *MECHANISMS)}
-    ratios: dict[str, list[float]] = {kind: [] for kind in MECHANISMS}
+    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *args.only)}
+    ratios: dict[str, list[float]] = {kind: [] for kind in args.only}
     for _ in range(args.rounds):
         medians = {}
         for kind in seconds:
@@ -114,7 +113,7 @@ def main() -> None:
                 raise SystemExit(done.stderr[-2000:])
             medians[kind] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
             seconds[kind].append(medians[kind])
-        for kind in MECHANISMS:
+        for kind in args.only:
             ratios[kind].append(medians[kind] / medians["plain"])
         print({kind: round(x[-1], 3) for kind, x in ratios.items()}, flush=True)
     for kind in seconds:

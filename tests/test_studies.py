@@ -107,6 +107,10 @@ def test_training_side_by_side_says_what_is_missing(run):
     asked = ("--data", "none", "--held-out", "nothing", "--out", "runs/training.jsonl")
     with pytest.raises(SystemExit, match="--speeds must be a file of training_overhead"):
         run("training", *asked, "--speeds", "none.jsonl")
+    speeds = [{"kind": kind, "times_plain": 1.0} for kind in ("plain", "standard", "mta")]
+    Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
+    with pytest.raises(SystemExit, match="--speeds must know selective; measure"):
+        run("training", *asked, "--speeds", "speeds.jsonl", "--only", "standard", "selective")
     assert not Path("runs").exists()
     with pytest.raises(SystemExit, match="'none', which does not exist; give a file"):
         run("training", *asked)
