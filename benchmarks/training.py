@@ -90,7 +90,8 @@ def main() -> None:
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     slower = slowness(args.speeds)
-    if slower and (missing := [name for name in args.only or MECHANISMS if name not in slower]):
+    asked = () if args.ablation or not slower else args.only or MECHANISMS
+    if missing := [name for name in asked if name not in slower]:
         raise SystemExit(f"--speeds must know {', '.join(missing)}; measure them, or name others")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     compare(args, slower)
