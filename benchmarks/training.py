@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     known = FORMS if args.ablation else MECHANISMS
     if unknown := set(args.only or ()) - set(known):
-        raise SystemExit(f"--only must be of {', '.join(known)}, got {sorted(unknown)}")
+        raise SystemExit(f"--only must be of {[*known]}, got {sorted(unknown)}")
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     slower = slowness(args.speeds)

@@ -94,15 +94,14 @@ def _plain(asked: Training, folder: Path, clock: Clock) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=[*MECHANISMS])
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.one:
         one(args.one)
         return
-    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *args.only)}
-    ratios: dict[str, list[float]] = {kind: [] for kind in args.only}
+    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *MECHANISMS)}
+    ratios: dict[str, list[float]] = {kind: [] for kind in MECHANISMS}
     for _ in range(args.rounds):
         medians = {}
         for kind in seconds:
@@ -113,7 +112,7 @@ def main() -> None:
                 raise SystemExit(done.stderr[-2000:])
             medians[kind] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
             seconds[kind].append(medians[kind])
-        for kind in args.only:
+        for kind in MECHANISMS:
             ratios[kind].append(medians[kind] / medians["plain"])
         print({kind: round(x[-1], 3) for kind, x in ratios.items()}, flush=True)
     for kind in seconds:
