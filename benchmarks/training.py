@@ -63,7 +63,8 @@ RATES = (1e-3, 2e-3, 4e-3)
 TRIED_WITH = 100  # the seed of the learning rates
 ADAPTED_WITH = 3e-4  # the rate with which a trained model goes on
 SLOWER = 1.02  # a step that takes less than this is as fast as one of standard attention
-EVALUATIONS = 6  # of a run whose curve is shown; learning rates are told apart at the end
+CURVES = ("long", "continual")  # what is shown in its course; the rest is compared at the end
+EVALUATIONS = 6  # of a run whose curve is shown
 
 
 @command
@@ -192,7 +193,7 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
             str(folder / "config.json"), tuple(args.data), model, held_out=tuple(args.held_out),
             steps=args.steps, batch=args.batch, length=args.length, warmup=args.steps // 10,
             learning_rate=best_rate(args, "standard"), seed=0, save_minutes=1.0,
-            evaluations=EVALUATIONS,
+            evaluations=1,
         )  # fmt: skip
         train_text(base)
         more |= {"mechanism_rate": 20.0}
@@ -203,7 +204,7 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
             model, tuple(args.data), str(run), wanted.mechanism,
             held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
             length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
-            evaluations=1 if wanted.kind == "rate" else EVALUATIONS, **more,
+            evaluations=EVALUATIONS if wanted.kind in CURVES else 1, **more,
         )
     )  # fmt: skip
     scored = [line for line in lines(run / "log.jsonl") if "eval_bits_per_byte" in line]
