@@ -3,15 +3,17 @@
 Every mechanism is trained from scratch on the same rows with the learning rate that served it best
 of three, tried on a seed of its own for a quarter of the steps; then with several seeds for equally
 many steps, and those whose step takes longer once more for as many steps as they take in the time
-of standard attention. How much longer comes from a file of `benchmarks/training_overhead.py`, so
-that a noisy machine changes no run. `--long` trains one seed of a few mechanisms for longer.
-`--continual` goes on from a trained standard model, converted and not, for half as many steps.
+of standard attention, with rows of the same text. How much longer comes from a file of
+`benchmarks/training_overhead.py`, so that a noisy machine changes no run. `--long` trains one seed
+of a few mechanisms for longer; `--continual` goes on from its standard model, converted and not.
 `--ablation` trains forms of multi-token attention with parts left out, all with its learning rate.
 
     python benchmarks/training.py --data books-read --held-out books-held-out \\
         --speeds benchmarks/results/training-overhead-cpu.jsonl --out runs/training.jsonl
     python benchmarks/training.py --data books-read --held-out books-held-out --long 2000 \\
         --only standard mta selective --out runs/training.jsonl
+    python benchmarks/training.py --data books-read --held-out books-held-out --long 2000 \\
+        --continual 400 --only standard mta selective --out runs/training.jsonl
     python benchmarks/training.py --data books-read --held-out books-held-out --ablation \\
         --out runs/training.jsonl
 
@@ -76,9 +78,9 @@ def main() -> None:
     parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=count, default=480)
+    parser.add_argument("--continual", type=count, help="steps from the standard model of --long")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--long", type=count, help="one seed each, for so many steps")
-    kinds.add_argument("--continual", action="store_true", help="go on from a standard model")
     kinds.add_argument("--ablation", action="store_true", help="multi-token attention in parts")
     parser.add_argument("--batch", type=count, default=4)
     parser.add_argument("--length", type=count, default=512)
@@ -88,6 +90,8 @@ def main() -> None:
     known = FORMS if args.ablation else MECHANISMS
     if unknown := set(args.only or ()) - set(known):
         raise SystemExit(f"--only must be of {[*known]}, got {sorted(unknown)}")
+    if args.continual and not args.long:
+        raise SystemExit("--continual goes on from a model of --long; say how long")
     if args.speeds is not None and not args.speeds.is_file():
         raise SystemExit(f"--speeds must be a file of training_overhead.py, got {args.speeds}")
     slower = slowness(args.speeds)
@@ -140,8 +144,8 @@ def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]
             yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
     if args.continual:
         for name in names:
-            yield Wanted("continual", name, 0, args.steps // 2, ADAPTED_WITH)
-    elif args.long is not None:
+            yield Wanted("continual", name, 0, args.continual, ADAPTED_WITH)
+    elif args.long:
         for name in names:
             yield Wanted("long", name, 0, args.long)
     elif args.ablation:
@@ -181,32 +185,14 @@ def is_of(line: dict, wanted: Wanted, args: argparse.Namespace) -> bool:
 def one(args: argparse.Namespace, wanted: Wanted) -> dict:
     """Train one model; its scores on the way, and what it ended with.
 
-    Models of long runs, and those that others go on from, are kept beside the file of results.
+    Models of long runs are kept beside the file of results.
     """
     folder = args.out.parent / args.out.stem
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    model, more = str(folder / "config.json"), {"warmup": wanted.steps // 10}
-    if wanted.kind == "continual":
-        model = str(folder / f"base-{args.steps}")
-        base = Training(
-            str(folder / "config.json"), tuple(args.data), model, held_out=tuple(args.held_out),
-            steps=args.steps, batch=args.batch, length=args.length, warmup=args.steps // 10,
-            learning_rate=best_rate(args, "standard"), seed=0, save_minutes=1.0,
-            evaluations=1,
-        )  # fmt: skip
-        train_text(base)
-        more |= {"mechanism_rate": 20.0}
-    run = folder / f"{wanted.kind}-{wanted.name.replace(' ', '')}-{wanted.seed}-{wanted.steps}"
-    run = run.with_name(f"{run.name}-{wanted.rate:g}")
-    trained = train_text(
-        Training(
-            model, tuple(args.data), str(run), wanted.mechanism,
-            held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
-            length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
-            evaluations=EVALUATIONS if wanted.kind in CURVES else 1, **more,
-        )
-    )  # fmt: skip
+    asked = training(args, wanted, folder)
+    trained = train_text(asked)
+    run = Path(asked.out)
     scored = [line for line in lines(run / "log.jsonl") if "eval_bits_per_byte" in line]
     curve = [(line["step"], line["eval_bits_per_byte"]) for line in scored]
     if wanted.kind != "long":
@@ -214,6 +200,29 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
     about = trained._asdict()
     del about["folder"], about["steps"]
     return about | {"curve": curve}
+
+
+def training(args: argparse.Namespace, wanted: Wanted, folder: Path) -> Training:
+    """The run as `heedful train` takes it; the model that it goes on from is there then."""
+    model, more = str(folder / "config.json"), {}
+    if wanted.kind == "continual":
+        base = Wanted("long", "standard", 0, args.long, best_rate(args, "standard"))
+        model = str(train_text(training(args, base, folder)).folder)
+        more = {"mechanism_rate": 20.0, "read_tokens": tokens(args, args.long + wanted.steps)}
+    if wanted.kind == "time":
+        more = {"read_tokens": tokens(args, args.steps)}
+    run = f"{wanted.kind}-{wanted.name.replace(' ', '')}-{wanted.seed}-{wanted.steps}"
+    return Training(
+        model, tuple(args.data), str(folder / f"{run}-{wanted.rate:g}"), wanted.mechanism,
+        held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
+        length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
+        evaluations=EVALUATIONS if wanted.kind in CURVES else 1, warmup=wanted.steps // 10, **more,
+    )  # fmt: skip
+
+
+def tokens(args: argparse.Namespace, steps: int) -> int:
+    """What so many steps learn from."""
+    return steps * args.batch * (args.length - 1) + 1
 
 
 def lines(path: Path) -> list[dict]:

@@ -31,6 +31,8 @@ from heedful.report.figures import svg
 
 GREY = "#e9e9e9"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
+NAMES = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
 
 
 def main(folder: Path) -> None:
@@ -43,6 +45,7 @@ def main(folder: Path) -> None:
         ("groups", groups),
         ("grouped", grouped),
         ("gains", gains),
+        ("courses", courses),
     ):
         (folder / f"{name}.svg").write_bytes(svg(draw()))
 
@@ -52,8 +55,6 @@ def gains() -> Figure:
     runs: dict[tuple[str, str], list[dict]] = {}
     for run in [*_results("compare-cpu.jsonl"), *_results("text-1600-cpu.jsonl")]:
         runs.setdefault((run["task"], run["mechanism"]), []).append(run)
-    colours = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
-    names = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
     figure = Figure(figsize=(13, 2.7), layout="constrained", facecolor="white")
     parts = figure.subplots(1, 5, width_ratios=[2, 2, 3.4, 4, 4])
     blocks, assignment, text, caches, recall = parts
@@ -61,25 +62,25 @@ def gains() -> Figure:
         (blocks, "blocks", "find a block of letters"),
         (assignment, "assignment", "variable assignment"),
     ):
-        kinds = [kind for kind in names if (task, kind) in runs]
+        kinds = [kind for kind in NAMES if (task, kind) in runs]
         for at, kind in enumerate(kinds):
             mean = 100 * _mean([x["final"]["in-distribution"] for x in runs[task, kind]])
-            axes.bar(at, mean, color=colours[kind], width=0.62)
+            axes.bar(at, mean, color=COLOURS[kind], width=0.62)
             axes.text(at, mean + 2, f"{mean:.1f} %", ha="center", fontsize=9)
-        axes.set_xticks(range(len(kinds)), [names[kind] for kind in kinds], fontsize=8)
+        axes.set_xticks(range(len(kinds)), [NAMES[kind] for kind in kinds], fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.set_ylim(0, 114)
         axes.set_ylabel("error", fontsize=8)
-    for at, kind in enumerate(names):
+    for at, kind in enumerate(NAMES):
         by_steps = {}
         for run in runs["text", kind]:
             by_steps.setdefault(run["steps"], []).append(run["final"]["held-out"])
         for side, (_, values) in zip((-0.2, 0.2), sorted(by_steps.items()), strict=True):
             shade = 1.0 if side < 0 else 0.55
             mean = _mean(values)
-            text.bar(at + side, mean, color=colours[kind], width=0.38, alpha=shade)
+            text.bar(at + side, mean, color=COLOURS[kind], width=0.38, alpha=shade)
             text.text(at + side, mean + 0.08, f"{mean:.2f}", ha="center", fontsize=8)
-    text.set_xticks(range(3), names.values(), fontsize=8)
+    text.set_xticks(range(3), NAMES.values(), fontsize=8)
     text.set_title("text, 400 and 1,600 steps", fontsize=9)
     text.set_ylabel("perplexity per byte", fontsize=8)
     text.set_ylim(0, 5.8)
@@ -99,6 +100,29 @@ def gains() -> Figure:
     recall.set_title("recall under small caches", fontsize=9)
     for axes in (blocks, assignment, text, caches, recall):
         axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def courses() -> Figure:
+    """Where long training goes, by steps and by the time that they take."""
+    runs = [run for run in _results("training-cpu.jsonl") if run["kind"] == "long"]
+    times = {run["kind"]: run["times_plain"] for run in _results("training-overhead-cpu.jsonl")}
+    figure = Figure(figsize=(9, 3), layout="constrained", facecolor="white")
+    by_steps, by_time = figure.subplots(1, 2, sharey=True)
+    for run in runs:
+        name, (steps, values) = run["name"], zip(*run["curve"], strict=True)
+        slower = times[name] / times["standard"]
+        look = {"color": COLOURS[name], "marker": "o", "markersize": 3.5, "label": NAMES[name]}
+        by_steps.plot(steps, values, **look)
+        by_time.plot([step * slower for step in steps], values, **look)
+    by_steps.set_xlabel("steps", fontsize=9)
+    by_time.set_xlabel("time, in steps of standard attention", fontsize=9)
+    by_steps.set_ylabel("bits per byte, held-out books", fontsize=9)
+    by_steps.legend(frameon=False, fontsize=9)
+    for axes in (by_steps, by_time):
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -123,7 +123,7 @@ def test_what_is_trained_side_by_side(run, tmp_path):
 
     def planned(*options: tuple) -> list[tuple]:
         asked = argparse.Namespace(
-            steps=800, seeds=2, only=["standard", "mta"], long=None, continual=False,
+            steps=800, seeds=2, only=["standard", "mta"], long=None, continual=None,
             ablation=False,
         )  # fmt: skip
         vars(asked).update(options)
@@ -142,7 +142,7 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
     assert planned(("long", 2000)) == rates + longer
     going_on = [("continual", x, 0, 400, training.ADAPTED_WITH) for x in ("standard", "mta")]
-    assert planned(("continual", True)) == rates[:3] + going_on
+    assert planned(("long", 2000), ("continual", 400)) == rates[:3] + going_on
     forms = [*training.FORMS][:2]
     in_parts = [("ablation", x, seed, 800, None) for seed in (0, 1) for x in forms]
     assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts

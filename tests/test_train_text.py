@@ -97,6 +97,22 @@ def test_bits_per_byte_are_those_of_the_text(asked):
     assert done.bits_per_byte == pytest.approx(nats / math.log(2) / 30, rel=1e-5)
 
 
+def test_how_much_of_the_text_a_run_draws_from(asked):
+    """As much as its steps need, or as much as is asked for; a document at most goes beyond."""
+    documents = [json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()]
+    Path("documents.jsonl").write_text("".join(documents))
+    asked = replace(asked, data=("documents.jsonl",), held_out=("text.txt",), tokenizer="bytes")
+    for number, (more, least) in enumerate(
+        (({}, 12 * 4 * 31 + 1), ({"steps": 3}, 3 * 4 * 31 + 1), ({"read_tokens": 4000}, 4000))
+    ):
+        with pytest.raises(Stopped):
+            quietly(replace(asked, out=f"run-{number}", **more), stop_after(1))
+        said = json.loads(Path(f"run-{number}/unfinished/text/tokens.json").read_text())
+        assert least <= said["train"]["tokens"] < least + 60
+    with pytest.raises(ValueError, match="read_tokens must be"):
+        replace(asked, read_tokens=0)
+
+
 @pytest.mark.parametrize("mechanism", ["selective", "mta", "grouped:grouping=cif,size=4,window=8"])
 def test_a_stopped_run_goes_on_to_the_same_end(asked, mechanism):
     memory = 0.1 if mechanism == "selective" else 0.0

@@ -164,7 +164,7 @@ def _begin(
             tokenizer,
             folder / "text",
             length=recipe.length,
-            most_tokens=recipe.steps * recipe.batch * (recipe.length - 1) + 1,
+            most_tokens=asked.read_tokens or recipe.steps * recipe.batch * (recipe.length - 1) + 1,
             show=show,
         )
     except BaseException:

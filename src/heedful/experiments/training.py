@@ -92,6 +92,9 @@ class Training:
     """In which attention; by default wherever the mechanism is defined."""
     held_out: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text to evaluate on; by default about a twentieth of the data is set apart."""
+    read_tokens: int | None = None
+    """Tokens of the data to draw rows from; default: what the steps need, so that a shorter run
+    sees less of the text."""
     tokenizer: str | None = None
     """bpe (byte pairs, trained here on the data), bytes, or a tokenizer's folder or name. Default:
     the model's own; for a model from scratch bpe."""
@@ -148,7 +151,13 @@ class Training:
         for name in ("steps", "batch", "accumulate", "evaluations"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
-        for name, least in (("length", 2), ("warmup", 0), ("seed", 0), ("vocabulary", 258)):
+        for name, least in (
+            ("length", 2),
+            ("warmup", 0),
+            ("seed", 0),
+            ("vocabulary", 258),
+            ("read_tokens", 1),
+        ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
         for name, most in (
