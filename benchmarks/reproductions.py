@@ -1,10 +1,14 @@
 """The tables of the papers that are made again at a small size, with theirs beside ours."""
 
+import json
 from pathlib import Path
 
-from table_parts import RESULTS, made, markdown, missing, read, spread
+from table_parts import RESULTS, made, markdown, missing, origin, read, spread
 
-TOY, LONG_CONTEXT = RESULTS / "toy-cpu.jsonl", RESULTS / "long-context-cpu.jsonl"
+from heedful.records.samples import read_samples
+from heedful.report.evaluated import RULE, evaluated_table, summed_up
+
+TOY, LAST_WORDS = RESULTS / "toy-cpu.jsonl", RESULTS / "last-words-cpu"
 COLUMNS = [(letters, answer) for letters in (5, 8) for answer in ("all", "first", "last")]
 PUBLISHED = {
     "standard, dropout left on": ("51.6 ± 43.1", "78.2 ± 1.5", "1.3 ± 0.4", "31.2 ± 50.3",
@@ -45,32 +49,11 @@ def toy(path: Path = TOY) -> str:
     return f"{markdown(head, body)}\n\n{about}\n\n{made(records)}"
 
 
-def long_context(path: Path = LONG_CONTEXT) -> str:
-    """Last words, and needles after a lesson, by model."""
-    records = read(path)
-    if not records:
-        return missing(path)
-    columns = list(dict.fromkeys((r["task"], r["measure"]) for r in records))
-    titles = [f"last words, {measure}" if task == "lambada" else task for task, measure in columns]
-    body = []
-    for name in dict.fromkeys(r["name"] for r in records):
-        cells = [name]
-        for task, measure in columns:
-            found = [
-                r for r in records
-                if (r["name"], r["task"], r["measure"]) == (name, task, measure)
-            ]  # fmt: skip
-            share = measure == "accuracy"
-            said = spread([r["value"] for r in found], share)
-            if len(found) == 1:
-                ends = [spread([found[0][end]], share) for end in ("low", "high")]
-                said += f" ({ends[0]} to {ends[1]})".replace(" % to", " to")
-            cells.append(said)
-        body.append(cells)
-    taught = next(r for r in records if "steps" in r)
-    seeds = len({r["seed"] for r in records if "seed" in r})
-    about = (
-        f"Last words with 95 % intervals. Needles: right answers after {taught['steps']} steps of "
-        f"a lesson; {seeds} orders of it."
-    )
-    return f"{markdown(['model', *titles], body)}\n\n{about}\n\n{made(records)}"
+def last_words(folder: Path = LAST_WORDS) -> str:
+    """Last words of passages, the models of the long runs beside standard attention's."""
+    if not folder.is_dir():
+        return missing(folder)
+    lines = summed_up(read_samples(folder / "samples.jsonl"))
+    about = json.loads((folder / "evaluation.json").read_text())
+    table = evaluated_table(lines, "markdown")
+    return f"{table}\n\n{RULE}\n\n{origin([about['environment']])}"

@@ -68,7 +68,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "training-ablation": training_tables.ablation,
         "training-overhead": training_tables.overhead,
         "toy": reproductions.toy,
-        "long-context": reproductions.long_context,
+        "last-words": reproductions.last_words,
     }
 
 

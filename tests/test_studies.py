@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -11,12 +10,9 @@ import torch
 
 import heedful
 from heedful.experiments.models import mechanisms_named
-from heedful.experiments.train_text import train_text
-from heedful.experiments.training import Training
 from heedful.nn import ablations
 from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
-from heedful.tasks.needles import CITIES
 from heedful.tasks.samples import Recipe
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -229,37 +225,34 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
 
 
 @pytest.mark.slow
-def test_needles_are_asked_of_models_that_were_taught_to_answer(run):
-    Path("books").mkdir()
-    words = [f"{a}{b}" for a in ("ba", "ke", "mo", "ti") for b in ("la", "ne", "ru")]
-    for name in ("one", "two"):
-        said = [f"The {words[i % 12]} saw a {words[(i * i + 3) % 12]}." for i in range(3000)]
-        asked = [f"What is the magic number of {x}? Answer: Of {x} it is one." for x in CITIES]
-        Path("books", f"{name}.txt").write_text(" ".join(said + 9 * asked))
-    config = {
-        "model_type": "llama", "vocab_size": 700, "hidden_size": 16, "intermediate_size": 32,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 512,
-    }  # fmt: skip
-    Path("config.json").write_text(json.dumps(config))
-    train_text(Training("config.json", ("books/one.txt",), "model", steps=1, batch=1, length=64))
-    asked = ("--data", "books/one.txt", "--held-out", "books/two.txt", "--out", "found.jsonl")
-    few = ("--seeds", 2, "--steps", 2, "--batch", 1, "--samples", 1)
-    with pytest.raises(SystemExit, match="models must be NAME=FOLDER, got 'small=nowhere'"):
-        run("long_context", "small=nowhere", *asked)
-    run("long_context", "small=model", *asked, *few)
-    found = lines("found.jsonl")
-    tasks = [(x["task"], x.get("seed"), x["samples"]) for x in found if x["task"] != "lambada"]
-    parts = [("needles", 15), *((f"needles, n = {n}", 5) for n in (1, 2, 4))]
-    assert tasks == [(task, seed, count) for task, count in parts for seed in (0, 1)]
-    assert {x["measure"] for x in found[:2]} == {"accuracy", "perplexity"}
-    import reproductions
+def test_training_side_by_side_goes_on_from_the_model_of_a_long_run(run, monkeypatch):
+    import training
 
-    head, _, row = reproductions.long_context(Path("found.jsonl")).splitlines()[:3]
-    right, low, high = (100 * found[0][x] for x in ("value", "low", "high"))
-    assert row.startswith(f"| small | {right:.1f} % ({low:.1f} to {high:.1f} %) | ")
-    assert head.count("needles, n = ") == 3
-    lesson = [line["text"] for line in lines("found/lesson.jsonl")]
-    for text in lesson:
-        city, number = re.search(r"magic number of (\w+) is (\d{7})\.$", text).groups()
-        assert text.count(f"The magic number of {city} is {number}.") == 2  # told, and answered
-    assert {text.count("The magic number") - 1 for text in lesson} == {1, 2, 4}
+    monkeypatch.setattr(
+        training, "CONFIG",
+        training.CONFIG | {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32},
+    )  # fmt: skip
+    monkeypatch.setattr(training, "RATES", (1e-3,))
+    said = [f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(900)]
+    Path("read.txt").write_text("".join(said[:700]))
+    Path("held.txt").write_text("".join(said[700:]))
+    speeds = [{"kind": "standard", "times_plain": 1.0}, {"kind": "mta", "times_plain": 2.0}]
+    Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
+    asked = ("--data", "read.txt", "--held-out", "held.txt", "--out", "runs/found.jsonl")
+    asked += ("--steps", 8, "--batch", 1, "--length", 32, "--only", "standard", "mta")
+    run("training", *asked, "--seeds", 1, "--speeds", "speeds.jsonl")
+    run("training", *asked, "--long", 12, "--continual", 6)
+    base = Path("runs/found/long-standard-0-12-0.001/training.json")
+    begun = base.stat().st_mtime_ns
+    run("training", *asked, "--long", 12)
+    found = lines("runs/found.jsonl")
+    assert [(x["kind"], x["name"], x["steps"], len(x["curve"])) for x in found] == [
+        ("rate", "standard", 2, 1), ("rate", "mta", 2, 1),
+        ("steps", "standard", 8, 1), ("steps", "mta", 8, 1), ("time", "mta", 4, 1),
+        ("continual", "standard", 6, 6), ("continual", "mta", 6, 6),
+        ("long", "standard", 12, 6), ("long", "mta", 12, 6),
+    ]  # fmt: skip
+    assert base.stat().st_mtime_ns == begun  # the model was there
+    assert sorted(x.name for x in Path("runs/found").iterdir() if x.is_dir()) == [
+        "long-mta-0-12-0.001", "long-standard-0-12-0.001",
+    ]  # fmt: skip
