@@ -64,7 +64,7 @@ FORMS = {
 RATES = (1e-3, 2e-3, 4e-3)
 TRIED_WITH = 100  # the seed of the learning rates
 ADAPTED_WITH = 3e-4  # the rate with which a trained model goes on
-SLOWER = 1.02  # a step that takes less than this is as fast as one of standard attention
+SLOWER = 1.05  # a step that takes less is as fast as one of standard attention, by what speeds vary
 CURVES = ("long", "continual")  # what is shown in its course; the rest is compared at the end
 EVALUATIONS = 6  # of a run whose curve is shown
 

@@ -1,6 +1,7 @@
 """The tables of training: at equal steps and time, longer, in parts, and what a step costs."""
 
 from table_parts import RESULTS, made, markdown, missing, read, spread
+from training import SLOWER
 
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 PUBLISHED = {
@@ -36,8 +37,9 @@ def side_by_side() -> str:
         f"Bits per byte of held-out books, seeds in brackets; {one['steps']} steps of "
         f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
         f"{len({r['rate'] for r in records if r['kind'] == 'rate'})} on a seed of its own. Equal "
-        "time: as many steps as a mechanism takes in the time of standard attention's, by the "
-        "table of overheads."
+        "time: as many steps of rows of the same text as a mechanism takes in the time of standard "
+        "attention's, by the table of overheads; left out where a step takes less than "
+        f"{100 * (SLOWER - 1):.0f} % longer."
     )
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
