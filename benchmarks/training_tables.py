@@ -49,9 +49,11 @@ def longer(kind: str) -> str:
     records = [r for r in read(TRAINING) if r["kind"] == kind]
     if not records:
         return missing(TRAINING)
-    steps = [step for step, _ in records[0]["curve"]]
+    last = records[0]["steps"]
+    # Some were scored just before their end too.
+    steps = [step for step, _ in records[0]["curve"] if step == last or step < 0.99 * last]
     head = ["mechanism", *(f"{step:,} steps" for step in steps)]
-    lines = [[r["name"], *(f"{value:.3f}" for _, value in r["curve"])] for r in records]
+    lines = [[r["name"], *(f"{dict(r['curve'])[x]:.3f}" for x in steps)] for r in records]
     about = "Bits per byte of held-out books, one seed."
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 

@@ -305,7 +305,7 @@ class _Watch(TrainerCallback):
         self.recipe, self.out, self.checkpoints = recipe, out, checkpoints
         self.should_stop, self.save_seconds = should_stop, 60 * asked.save_minutes
         self.told_every = max(1, recipe.steps // 100)
-        self.scored_every = max(1, recipe.steps // asked.evaluations)
+        self.scored_every = -(-recipe.steps // asked.evaluations)
         self.bar = tqdm(total=recipe.steps, unit="step", disable=not show, dynamic_ncols=True)
         self.diverged = False
         self.losses: list[torch.Tensor] = []
