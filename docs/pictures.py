@@ -46,6 +46,7 @@ def main(folder: Path) -> None:
         ("grouped", grouped),
         ("gains", gains),
         ("courses", courses),
+        ("learned", learned),
     ):
         (folder / f"{name}.svg").write_bytes(svg(draw()))
 
@@ -125,6 +126,34 @@ def courses() -> Figure:
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def learned() -> Figure:
+    """The kernels and mixing matrices of a trained model."""
+    found: dict[tuple[int, str], list[dict]] = {}
+    for line in _results("learned-cpu.jsonl"):
+        found.setdefault((line["layer"], line["kind"]), []).append(line)
+    layer = next(layer for layer, kind in found if kind == "conv")
+    mixing = [at for at in found if at[1] in ("mix", "post_mix")]
+    titles = {"conv": "kernels before", "post_conv": "kernels after", "mix": "before",
+              "post_mix": "after"}  # fmt: skip
+    columns = max(len(mixing), 2 * len(found[layer, "conv"]))
+    figure = Figure(figsize=(1.5 * columns, 3.2), layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, columns)
+    panels = [("conv", x) for x in found[layer, "conv"]]
+    panels += [("post_conv", x) for x in found[layer, "post_conv"]]
+    for axes, (kind, line) in zip(top, panels, strict=True):
+        _signed(axes, line["values"], f"{titles[kind]}, head {line['number']}")
+    for axes, at in zip(bottom, mixing, strict=True):
+        _signed(axes, found[at][0]["values"], f"layer {at[0]}, mixing {titles[at[1]]}")
+    return figure
+
+
+def _signed(axes, values: list[list[float]], title: str) -> None:
+    axes.imshow(values, cmap="RdBu", norm=Normalize(-0.3, 0.3), interpolation="nearest")
+    axes.set_title(title, fontsize=7)
+    axes.set_xticks([])
+    axes.set_yticks([])
 
 
 def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False) -> None:

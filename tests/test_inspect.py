@@ -323,6 +323,8 @@ def test_mixing_has_the_names_of_its_patterns():
     assert mixing_pattern(against) == "contrasting"
     against[2, 0] = 0.6
     assert mixing_pattern(against) == "other"
+    assert mixing_pattern(1.2 * eye - 0.2) == "contrasting"  # less the mean of the others
+    assert mixing_pattern(1.15 * eye - 0.15) == "other"
     assert mixing_pattern(-eye) == "other"
     with pytest.raises(ValueError, match=r"mix must be finite numbers \[g, g\]"):
         mixing_pattern(np.ones((2, 3)))

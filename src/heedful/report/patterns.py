@@ -14,7 +14,7 @@ _REST = 0.05  # share of the energy off the identity's entries below which there
 _MOST = 0.5  # share of what is not the identity that a pattern holds
 _SUM = 0.2  # of an edge: |sum| over the sum of absolute values
 _ONE = 0.1  # distance from one within which a diagonal is the identity's
-_AGAINST = 0.5  # of a contrast: a negative entry against the head's own
+_AGAINST = 0.5  # of a contrast: negative entries against the head's own
 
 
 def kernel_pattern(kernel: ArrayLike, two_sided: bool = False) -> str:
@@ -64,8 +64,8 @@ def mixing_pattern(mix: ArrayLike) -> str:
     near identity: entries off the diagonal have less than 5 % of the energy, and all on it are
         within 0.1 of one.
     scaled identity: the same, with another positive diagonal.
-    contrasting: some head has another one taken away from it: an entry of its row is negative, and
-        at least half as large as the head's own, which is positive.
+    contrasting: some head has others taken away from it: the negative entries of its row add up to
+        at least half of the head's own, which is positive.
     other: anything else.
 
     Arguments:
@@ -81,5 +81,5 @@ def mixing_pattern(mix: ArrayLike) -> str:
     off = m - np.diag(own)
     if (own > 0).all() and (off**2).sum() < _REST * (m**2).sum():
         return "near identity" if (np.abs(own - 1) <= _ONE).all() else "scaled identity"
-    taken = -off.min(axis=1)
+    taken = -off.clip(max=0).sum(axis=1)
     return "contrasting" if ((own > 0) & (taken >= _AGAINST * own)).any() else "other"
