@@ -21,7 +21,7 @@ PUBLISHED = {
 
 def side_by_side() -> str:
     """Bits per byte at equal steps and at equal time, with the rate that served each best."""
-    records = read(TRAINING)
+    records = [r for r in read(TRAINING) if r["kind"] in ("rate", "steps", "time")]
     trained = [r for r in records if r["kind"] == "steps"]
     if not trained:
         return missing(TRAINING)

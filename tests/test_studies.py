@@ -155,6 +155,30 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
         assert name in training_tables.PUBLISHED
 
 
+def test_what_a_model_learned_is_told_by_layer_and_kind(run):
+    from heedful.experiments.scratch import Size, from_scratch
+
+    task = TASKS["recall"].default()
+    model = from_scratch(task, heedful.MultiToken(conv_every=2), Size(16, 2, 2), 0)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.heedful.conv[1, -2, 4] = 0.5  # on the diagonal
+    model.save_pretrained("mta")
+    run("learned", "mta", "--out", "learned.jsonl")
+    found = lines("learned.jsonl")
+    said = {(x["layer"], x["kind"], x["number"]): x["pattern"] for x in found}
+    assert said.pop((1, "conv", 1)) == "diagonal"
+    assert set(said.values()) == {"near identity"}
+    kinds = [(layer, kind) for layer, kind, number in said if number == 0]
+    assert kinds == [(0, "mix"), (0, "post_mix")] + [
+        (1, kind) for kind in ("conv", "post_conv", "mix", "post_mix")
+    ]
+    assert found[3]["values"][-2][4] == 0.5
+    from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0).save_pretrained("selective")
+    with pytest.raises(SystemExit, match="'selective' has no kernels and no mixing matrices"):
+        run("learned", "selective", "--out", "none.jsonl")
+    assert not Path("none.jsonl").exists()
+
+
 @pytest.fixture
 def trained(run) -> Path:
     """A selective model of the small rows, as `heedful compare` leaves one."""
