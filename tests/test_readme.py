@@ -34,6 +34,7 @@ from test_generate import small, tokenizer_of_words
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SLOW = ("compiled.py", "fsdp.py")
+FOLDERS = ("runs/study", "runs/text-", "runs/training/")  # of models that other commands made
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
 
 
@@ -127,7 +128,7 @@ def test_scripts_of_a_page_run(page, script, tmp_path):
 @pytest.mark.parametrize("arguments", commands())
 def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for place in ("my-notes", "notes", "books"):
+    for place in ("my-notes", "notes", "books", "books-held-out"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
     for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
@@ -137,7 +138,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     mine = ("my-model", "my-baseline", "runs/selective-30m")
-    made = {x for x in arguments if x in mine or x.startswith(("runs/study", "runs/text-"))}
+    made = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     for folder in made - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
