@@ -67,6 +67,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "training-continual": lambda: training_tables.longer("continual"),
         "training-ablation": training_tables.ablation,
         "training-overhead": training_tables.overhead,
+        "trainer-overhead": training_tables.command_alone,
         "toy": reproductions.toy,
         "last-words": reproductions.last_words,
     }

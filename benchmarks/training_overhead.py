@@ -9,12 +9,15 @@ does not. The plain loop is transformers' Trainer with nothing of heedful but th
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
+from threading import Semaphore, Thread
 
 import torch
 from command_line import command, count
@@ -37,80 +40,120 @@ STEPS, SKIPPED, BATCH, LENGTH = 12, 4, 4, 512
 
 
 class Clock(TrainerCallback):
-    """The processor's time of each step."""
+    """The processor's time of each step; with `after` and `before`, taken in turn with another's.
 
-    def __init__(self) -> None:
+    Also what `train_text` asks after each step whether to stop.
+    """
+
+    def __init__(self, after: Semaphore | None = None, before: Semaphore | None = None) -> None:
         self.seconds: list[float] = []
+        self.after, self.before, self.since = after, before, None
 
-    def on_step_begin(self, *_, **__) -> None:
-        self.since = time.process_time()
+    def __call__(self) -> bool:
+        """A step has ended and the next begins, with its rows and what is told of it."""
+        now = time.thread_time()
+        if self.since is not None:
+            self.seconds.append(now - self.since)
+        if self.before:
+            self.before.release()
+            self.after.acquire()
+        self.since = time.thread_time()
+        return False
 
     def on_step_end(self, *_, **__) -> None:
-        self.seconds.append(time.process_time() - self.since)
+        self()
 
 
-def one(kind: str) -> None:
-    """Print the step times of one run."""
+def one(kind: str, steps: int, folder: Path, clock: Clock) -> None:
+    """Train a small model, as the command does or as the plain loop."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps(CONFIG))
-        mechanism = () if kind in ("plain", "standard") else MECHANISMS[kind]
-        asked = Training(
-            str(config), out=f"{folder}/run", mechanism=mechanism, steps=STEPS, batch=BATCH,
-            length=LENGTH, evaluations=1, held_out=(__file__,), device="cpu", dtype="float32",
-            data=(str(Path(json.__file__).parent),),
-        )  # fmt: skip
-        clock = Clock()
-        if kind == "plain":
-            _plain(asked, Path(folder), clock)
-        else:
-            start = Trainer.__init__
-
-            def timed(self, *args, callbacks=(), **kwargs):
-                start(self, *args, callbacks=[*callbacks, clock], **kwargs)
-
-            Trainer.__init__ = timed
-            train_text(asked, show=False)
-    print(json.dumps(clock.seconds[SKIPPED:]))
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(CONFIG))
+    mechanism = () if kind in ("plain", "standard") else MECHANISMS[kind]
+    asked = Training(
+        str(config), out=f"{folder}/run", mechanism=mechanism, steps=steps, batch=BATCH,
+        length=LENGTH, evaluations=1, held_out=(__file__,), device="cpu", dtype="float32",
+        data=(str(Path(json.__file__).parent),),
+    )  # fmt: skip
+    if kind == "plain":
+        _plain(asked, folder, clock)
+    else:
+        train_text(asked, clock, show=False)
 
 
 def _plain(asked: Training, folder: Path, clock: Clock) -> None:
     converted, tokenizer = model_and_tokenizer(asked, LENGTH, folder / "tokenizer")
     text = encode(asked.data, asked.held_out, tokenizer, folder / "text", length=LENGTH,
-                  most_tokens=STEPS * BATCH * LENGTH)  # fmt: skip
+                  most_tokens=asked.steps * BATCH * LENGTH)  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(converted.config, attn_implementation="sdpa")
     arguments = TrainingArguments(
-        str(folder / "plain"), max_steps=STEPS, per_device_train_batch_size=BATCH,
+        str(folder / "plain"), max_steps=asked.steps, per_device_train_batch_size=BATCH,
         report_to="none", save_strategy="no", logging_strategy="no", use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
-    rows = TrainingRows(text.train, LENGTH, STEPS * BATCH, 0)
+    rows = TrainingRows(text.train, LENGTH, asked.steps * BATCH, 0)
     Trainer(model, arguments, train_dataset=rows, callbacks=[clock]).train()
 
 
-@command
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    if args.one:
-        one(args.one)
-        return
+def in_turn(kinds: tuple[str, str], steps: int, folder: Path) -> list[float]:
+    """Two loops that take a step in turn: a step's time over the mean of the other's around it.
+
+    The ratios are of the second kind's steps to the first kind's.
+    """
+    turns = Semaphore(0), Semaphore(0)
+    clocks = Clock(turns[0], turns[1]), Clock(turns[1], turns[0])
+
+    def go(place: int) -> None:
+        turns[place].acquire()
+        try:
+            one(kinds[place], steps, folder / str(place), clocks[place])
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)  # the other loop waits for a turn that never comes
+        turns[1 - place].release()
+
+    loops = [Thread(target=go, args=(place,)) for place in (0, 1)]
+    for loop in loops:
+        loop.start()
+    turns[0].release()
+    for loop in loops:
+        loop.join()
+    first, second = (clock.seconds[SKIPPED:] for clock in clocks)
+    return [2 * y / (x + z) for x, y, z in zip(first, second, first[1:], strict=False)]
+
+
+def pairs(steps: int, out: Path | None) -> None:
+    """What the command costs beside the plain loop, and a plain loop beside itself."""
+    for kind in ("standard", "plain"):
+        beside = separate("--in-turn", "plain", kind, "--pairs", str(steps))
+        turned = separate("--in-turn", kind, "plain", "--pairs", str(steps))
+        line = {
+            "kind": kind, "config": CONFIG, "batch": BATCH, "length": LENGTH, "pairs": steps,
+            "times_plain": beside, "plain_times": turned, "environment": environment(),
+        }  # fmt: skip
+        if out:
+            append_line(out, json.dumps(line))
+        print(kind, statistics.median(beside), 1 / statistics.median(turned), flush=True)
+
+
+def separate(*options: str) -> list[float]:
+    """What this script prints with these options in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rounds(number: int, out: Path | None) -> None:
+    """Every kind in a process of its own, one after the other."""
     seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *MECHANISMS)}
     ratios: dict[str, list[float]] = {kind: [] for kind in MECHANISMS}
-    for _ in range(args.rounds):
+    for _ in range(number):
         medians = {}
         for kind in seconds:
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", kind], capture_output=True, text=True
-            )
-            if done.returncode:
-                raise SystemExit(done.stderr[-2000:])
-            medians[kind] = statistics.median(json.loads(done.stdout.splitlines()[-1]))
+            medians[kind] = statistics.median(separate("--one", kind))
             seconds[kind].append(medians[kind])
         for kind in MECHANISMS:
             ratios[kind].append(medians[kind] / medians["plain"])
@@ -121,11 +164,33 @@ def main() -> None:
             "step_seconds": statistics.median(seconds[kind]),
             "tokens_per_second": BATCH * LENGTH / statistics.median(seconds[kind]),
             "times_plain": statistics.median(ratios[kind]) if kind in ratios else 1.0,
-            "rounds": args.rounds, "environment": environment(),
+            "rounds": number, "environment": environment(),
         }  # fmt: skip
-        if args.out:
-            append_line(args.out, json.dumps(line))
+        if out:
+            append_line(out, json.dumps(line))
         print(kind, round(line["tokens_per_second"]), round(line["times_plain"], 3))
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--pairs", type=count, help="steps in turn, of the command alone")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.one:
+            clock = Clock()
+            one(args.one, STEPS, Path(folder) / "run", clock)
+            print(json.dumps(clock.seconds[SKIPPED:]))
+        elif args.in_turn:
+            print(json.dumps(in_turn(tuple(args.in_turn), args.pairs, Path(folder))))
+        elif args.pairs:
+            pairs(args.pairs, args.out)
+        else:
+            rounds(args.rounds, args.out)
 
 
 if __name__ == "__main__":

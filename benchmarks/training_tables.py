@@ -1,9 +1,11 @@
 """The tables of training: at equal steps and time, longer, in parts, and what a step costs."""
 
+import numpy as np
 from table_parts import RESULTS, made, markdown, missing, read, spread
 from training import SLOWER
 
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
+TURNS = RESULTS / "trainer-overhead-cpu.jsonl"
 PUBLISHED = {
     "standard": 11.25,
     "talking-heads": 11.04,
@@ -94,6 +96,34 @@ def overhead() -> str:
         f"A Llama of 4 layers, width {one['config']['hidden_size']}, {one['batch']} rows of "
         f"{one['length']} tokens packed with documents; medians of {one['rounds']} rounds taken in "
         "turn, ratios within a round."
+    )
+    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def command_alone() -> str:
+    """What `heedful train` takes beside the plain loop, step by step in one process."""
+    records = read(TURNS)
+    if not records:
+        return missing(TURNS)
+    names = {"standard": "`heedful train`, standard attention", "plain": "the plain loop itself"}
+    lines = []
+    for r in records:
+        drawn = np.random.default_rng(0)
+        values, ends = [], []
+        for order in (r["times_plain"], r["plain_times"]):
+            values.append(np.median(order))
+            ends.append(np.median(drawn.choice(order, (2000, len(order))), axis=1))
+        low, high = np.quantile(np.sqrt(ends[0] / ends[1]), (0.025, 0.975))
+        lines.append([
+            names[r["kind"]], f"{values[0]:.3f} ×", f"{1 / values[1]:.3f} ×",
+            f"{np.sqrt(values[0] / values[1]):.3f} ×", f"{low:.3f} to {high:.3f}",
+        ])  # fmt: skip
+    head = ["beside the plain loop", "plain began", "it began", "both", "95 %"]
+    one = records[0]
+    about = (
+        f"The same model and rows; {one['pairs']} steps of each loop in turn, twice. The time of a "
+        "step is divided by the mean of the plain steps before and after it; medians, of both the "
+        "geometric mean, and a bootstrap of the steps."
     )
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 

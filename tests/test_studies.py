@@ -144,6 +144,25 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts
 
 
+def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
+    """Each step of the one has two of the other around it."""
+    import training_overhead
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setattr(training_overhead, "CONFIG", training_overhead.CONFIG | sizes)
+    monkeypatch.setattr(training_overhead, "BATCH", 1)
+    monkeypatch.setattr(training_overhead, "LENGTH", 32)
+    order = []
+    told = training_overhead.Clock.__call__
+    noted = lambda clock: (order.append(id(clock)), told(clock))[1]  # noqa: E731
+    monkeypatch.setattr(training_overhead.Clock, "__call__", noted)
+    ratios = training_overhead.in_turn(("plain", "standard"), 9, tmp_path)
+    assert len(ratios) == 9 - 1 - training_overhead.SKIPPED - 1
+    assert all(0 < x < 100 for x in ratios)
+    assert len(order) == 18 and order[::2] == order[:1] * 9 and order[1::2] == order[1:2] * 9
+    assert order[0] != order[1]
+
+
 def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import training

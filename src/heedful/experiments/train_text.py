@@ -243,7 +243,7 @@ def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
         mechanism_rate=recipe.mechanism_rate,
         weight_decay=recipe.weight_decay,
     )
-    return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2))
+    return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2), fused=True)
 
 
 def _refuse_divergence(asked: Training, step: int, checkpoints: Checkpoints) -> None:
