@@ -112,7 +112,7 @@ def compare(args: argparse.Namespace, slower: dict[str, float]) -> None:
             line = wanted._asdict() | {"batch": args.batch, "length": args.length}
             line |= {"config": CONFIG, "mechanism": wanted.mechanism} | found
             append_line(args.out, json.dumps(line | {"environment": environment()}))
-            print(*wanted, f"{found['bits_per_byte']:.4f}", flush=True)
+            print(*wanted[:5], f"{found['bits_per_byte']:.4f}", flush=True)
 
 
 class Wanted(NamedTuple):
@@ -123,6 +123,7 @@ class Wanted(NamedTuple):
     seed: int
     steps: int
     rate: float | None = None
+    base: int = 0  # steps of the model that it goes on from
 
     @property
     def mechanism(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]
             yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
     if args.continual:
         for name in names:
-            yield Wanted("continual", name, 0, args.continual, ADAPTED_WITH)
+            yield Wanted("continual", name, 0, args.continual, ADAPTED_WITH, args.long)
     elif args.long:
         for name in names:
             yield Wanted("long", name, 0, args.long)
@@ -179,7 +180,7 @@ def best_rate(args: argparse.Namespace, name: str) -> float:
 
 def is_of(line: dict, wanted: Wanted, args: argparse.Namespace) -> bool:
     asked = wanted._asdict() | {"batch": args.batch, "length": args.length}
-    return all(line[name] == value for name, value in asked.items())
+    return all(line.get(name, 0) == value for name, value in asked.items())
 
 
 def one(args: argparse.Namespace, wanted: Wanted) -> dict:
@@ -206,9 +207,10 @@ def training(args: argparse.Namespace, wanted: Wanted, folder: Path) -> Training
     """The run as `heedful train` takes it; the model that it goes on from is there then."""
     model, more = str(folder / "config.json"), {}
     if wanted.kind == "continual":
-        base = Wanted("long", "standard", 0, args.long, best_rate(args, "standard"))
+        rate = best_rate(args, "standard")
+        base = Wanted("long", "standard", 0, wanted.base, rate)
         model = str(train_text(training(args, base, folder)).folder)
-        more = {"mechanism_rate": 20.0, "read_tokens": tokens(args, args.long + wanted.steps)}
+        more = {"mechanism_rate": 20.0, "read_tokens": tokens(args, wanted.base + wanted.steps)}
     if wanted.kind == "time":
         more = {"read_tokens": tokens(args, args.steps)}
     run = f"{wanted.kind}-{wanted.name.replace(' ', '')}-{wanted.seed}-{wanted.steps}"

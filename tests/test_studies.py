@@ -123,7 +123,8 @@ def test_what_is_trained_side_by_side(run, tmp_path):
             ablation=False,
         )  # fmt: skip
         vars(asked).update(options)
-        return [tuple(x) for x in training.plan(asked, {"mta": 1.6, "standard": 1.0})]
+        plan = training.plan(asked, {"mta": 1.6, "standard": 1.0})
+        return [tuple(x) if x.base else tuple(x)[:5] for x in plan]
 
     rates = [("rate", x, 100, 200, rate) for x in ("standard", "mta") for rate in training.RATES]
     assert planned() == rates + [
@@ -137,7 +138,7 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     ]
     longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
     assert planned(("long", 2000)) == rates + longer
-    going_on = [("continual", x, 0, 400, training.ADAPTED_WITH) for x in ("standard", "mta")]
+    going_on = [("continual", x, 0, 400, training.ADAPTED_WITH, 2000) for x in ("standard", "mta")]
     assert planned(("long", 2000), ("continual", 400)) == rates[:3] + going_on
     forms = [*training.FORMS][:2]
     in_parts = [("ablation", x, seed, 800, None) for seed in (0, 1) for x in forms]
@@ -295,6 +296,7 @@ def test_training_side_by_side_goes_on_from_the_model_of_a_long_run(run, monkeyp
         ("continual", "standard", 6, 6), ("continual", "mta", 6, 6),
         ("long", "standard", 12, 6), ("long", "mta", 12, 6),
     ]  # fmt: skip
+    assert {x["base"] for x in found if x["kind"] == "continual"} == {12}
     assert base.stat().st_mtime_ns == begun  # the model was there
     assert sorted(x.name for x in Path("runs/found").iterdir() if x.is_dir()) == [
         "long-mta-0-12-0.001", "long-standard-0-12-0.001",
