@@ -40,13 +40,14 @@ def main() -> None:
     parser.add_argument("--steps", type=count, default=4000)
     parser.add_argument("--blocks", type=count, default=8)
     parser.add_argument("--only", nargs="*", choices=MECHANISMS, default=MECHANISMS)
+    parser.add_argument("--letters", nargs="*", type=int, choices=LETTERS, default=LETTERS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     wanted = [
         (letters, answer, name, seed)
         for seed in range(args.seeds)
-        for letters in LETTERS
+        for letters in args.letters
         for answer in ANSWERS
         for name in args.only
     ]
