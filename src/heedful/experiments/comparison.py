@@ -7,8 +7,8 @@ from typing import Literal
 from heedful.checks import check_literals, check_whole
 
 TaskName = Literal[
-    "blocks", "assignment", "copy", "parity", "text", "recall", "selective-copy", "translate",
-    "summarise", "spans",
+    "blocks", "assignment", "copy", "parity", "text", "recall", "magic-numbers",
+    "selective-copy", "translate", "summarise", "spans",
 ]  # fmt: skip
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",

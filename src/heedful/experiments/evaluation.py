@@ -10,7 +10,7 @@ from heedful.experiments.decoding import EvictionName
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")
-ROWS = ("blocks", "assignment", "copy", "parity", "recall", "selective-copy")
+ROWS = ("blocks", "assignment", "copy", "parity", "recall", "magic-numbers", "selective-copy")
 LM_EVAL = "lm-eval:"
 OWN = "own"
 
@@ -21,9 +21,9 @@ class Evaluation:
 
     needles: numbers of cities in a long text. babilong: little stories in a long text. lambada,
     lambada-detokenised: the last word of a passage. perplexity: text in sliding windows. blocks,
-    assignment, copy, parity, recall, selective-copy: for models that heedful compare trained on
-    them. lm-eval:NAME,...: tasks of lm-evaluation-harness. Every answer is kept; the same command
-    goes on where it was stopped.
+    assignment, copy, parity, recall, magic-numbers, selective-copy: for models that heedful compare
+    trained on them. lm-eval:NAME,...: tasks of lm-evaluation-harness. Every answer is kept; the
+    same command goes on where it was stopped.
     """
 
     models: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL ...")]]

@@ -3,6 +3,7 @@
 from heedful.tasks.assignment import Assignment
 from heedful.tasks.blocks import Blocks
 from heedful.tasks.copy import Copy
+from heedful.tasks.magic_numbers import MagicNumbers
 from heedful.tasks.pairs import Pairs
 from heedful.tasks.parity import Parity
 from heedful.tasks.recall import Recall
@@ -20,6 +21,7 @@ TASKS: dict[str, type[Task]] = {
     "parity": Parity,
     "text": Text,
     "recall": Recall,
+    "magic-numbers": MagicNumbers,
     "selective-copy": SelectiveCopy,
     "translate": Translate,
     "summarise": Summarise,
@@ -31,6 +33,7 @@ __all__ = [
     "Assignment",
     "Blocks",
     "Copy",
+    "MagicNumbers",
     "Pairs",
     "Parity",
     "Recall",

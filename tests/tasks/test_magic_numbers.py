@@ -1,0 +1,88 @@
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from heedful.tasks import MagicNumbers
+
+_TOLD = re.compile(r"magic number of (\w+) is (\d+) (\. )?")
+
+
+@pytest.mark.parametrize(
+    "task", [MagicNumbers(), MagicNumbers(27, 2), MagicNumbers(14, 1), MagicNumbers(600, 40)],
+    ids=str,
+)  # fmt: skip
+def test_every_city_is_told_once_and_asked_for_once(task):
+    samples = task.sample(60, seed=1)
+    assert samples.input_ids.shape == (60, task.length)
+    assert samples.input_ids.max() < task.vocab_size and samples.input_ids[:, 0].eq(0).all()
+    for ids, labels in zip(samples.input_ids, samples.labels, strict=True):
+        found = _TOLD.findall(task.decode(ids))
+        told = {city: number for city, number, stop in found if stop}
+        asked = [(city, number) for city, number, stop in found if not stop]
+        assert len(told) == len(asked) == task.needles and told == dict(asked)
+        assert len(set(told.values())) == task.needles
+        # Loss lies on the answers' numbers, at their own places.
+        places = (labels != -100).nonzero().flatten()
+        assert labels[places].equal(ids[places])
+        assert task.decode(labels[places]) == "".join(f"{number} " for _, number in asked)
+        assert task.decode(ids).endswith(f"is {asked[-1][1]} ")
+
+
+def test_needles_stand_anywhere_and_questions_in_any_order():
+    task = MagicNumbers(length=128, needles=2)
+    rows = [_TOLD.findall(task.decode(ids)) for ids in task.sample(2000, 3).input_ids]
+    same = sum(row[0][0] == row[2][0] for row in rows) / 2000
+    assert abs(same - 0.5) < 4 * (0.25 / 2000) ** 0.5
+    ids = task.sample(4000, 4).input_ids
+    starts = (ids[:, :-12] == 2).nonzero()[:, 1]  # "magic" of the needles
+    # The two smallest gaps of a row lie in 0 to 101: the mean of both is the middle, with 7 of the
+    # other needle before one of them.
+    assert abs((starts - 1).double().mean().item() - (101 / 2 + 3.5)) < 1.5
+    cities, numbers = ids[(ids >= 7) & (ids < 47)], ids[(ids >= 47) & (ids < 147)]
+    assert cities.unique().numel() == 40 and numbers.unique().numel() == 100
+    assert cities.numel() == numbers.numel() == 4 * 4000
+
+
+def test_filler_is_as_frequent_as_words_are():
+    task = MagicNumbers(length=1000, needles=1)
+    words = Counter(task.sample(200, 0).input_ids.flatten().tolist())
+    most = words[147] / words[148], words[147] / words[156]
+    assert most == pytest.approx((2, 10), rel=0.05)
+    names = [task.decode([i]) for i in range(147, task.vocab_size)]
+    assert len(set(names)) == 400 and set(names) & {"magic ", "number ", "of ", "is "} == set()
+
+
+def test_deterministic_and_longer():
+    task = MagicNumbers()
+    first = task.sample(20, 5).input_ids
+    assert first.equal(task.sample(20, 5).input_ids)
+    assert not first.equal(task.sample(20, 6).input_ids)
+    assert task.cut(300, "byte") == MagicNumbers(300) and task.cut(None, "byte") == task
+    found = {name: (x.length, x.needles) for name, x in task.evaluations().items()}
+    assert list(found.items()) == [
+        ("in-distribution", (128, 4)), ("2-needles", (128, 2)), ("6-needles", (128, 6)),
+        ("8-needles", (128, 8)), ("2x-length", (256, 4)), ("2-needles-2x-length", (256, 2)),
+        ("6-needles-2x-length", (256, 6)), ("8-needles-2x-length", (256, 8)),
+    ]  # fmt: skip
+    assert list(MagicNumbers(27, 2).evaluations()) == ["in-distribution", "2x-length"]
+    assert len(_TOLD.findall(task.decode(task.shown()))) == 4
+
+
+def test_score_and_bad_configurations():
+    task = MagicNumbers()
+    labels = task.sample(50, seed=0).labels
+    predictions = torch.zeros_like(labels)
+    predictions[:, :-1] = labels[:, 1:].clamp(min=0)
+    assert task.score(predictions, labels) == {"error": 0.0}
+    predictions[7, -2] = 3
+    assert task.score(predictions, labels) == {"error": pytest.approx(1 / 200)}
+    message = "length must be a whole number of at least 53, got 52; 4 needles and their questions"
+    for build, said in [
+        (lambda: MagicNumbers(52), message),
+        (lambda: MagicNumbers(needles=0), "needles must be a whole number from 1 to 40, got 0"),
+        (lambda: MagicNumbers(needles=41), "from 1 to 40, got 41; each has a city of its own"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            build()
