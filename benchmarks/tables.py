@@ -32,13 +32,15 @@ RETROFIT, DECODING = RESULTS / "retrofit-cpu.jsonl", RESULTS / "decoding-cpu.jso
 LONG_RETROFIT = RESULTS / "retrofit-1024-cpu.jsonl"
 DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
 PAIRS, ASSIGNMENT = RESULTS / "pairs-cpu.jsonl", RESULTS / "assignment-cpu.jsonl"
+MAGIC_NUMBERS = RESULTS / "magic-numbers-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
     """What fills each marked block, by name."""
     return {
         "compare": compare,
-        "assignment": assignment,
+        "assignment": lambda: by_split(ASSIGNMENT),
+        "magic-numbers": lambda: by_split(MAGIC_NUMBERS),
         "longer": longer,
         "corpora": corpora,
         "bench": lambda: bench("forward+backward"),
@@ -84,19 +86,22 @@ def compare() -> str:
     return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{when}"
 
 
-def assignment() -> str:
-    """Variable assignment on rows as in training and on others: the share of wrong answers."""
-    if not ASSIGNMENT.is_file():
-        return missing(ASSIGNMENT)
-    records = read_records(ASSIGNMENT)
+def by_split(path: Path) -> str:
+    """The share of wrong answers on rows as in training and on others."""
+    if not path.is_file():
+        return missing(path)
+    records = read_records(path)
     splits = list(records[0].final)
+    runs: dict[tuple[int, str], list[dict[str, float]]] = {}
+    for record in records:
+        runs.setdefault((record.steps, record.mechanism), []).append(record.final)
+    several = len({steps for steps, _ in runs}) > 1
     body = []
-    for name in dict.fromkeys(record.mechanism for record in records):
-        those = [record.final for record in records if record.mechanism == name]
+    for (steps, name), those in sorted(runs.items(), key=lambda item: item[0][0]):
         errors = (spread([x[split] for x in those], share=True) for split in splits)
-        body.append([name, str(len(those)), *errors])
-    when = origin([record.environment for record in records])
-    return f"{markdown(['mechanism', 'seeds', *splits], body)}\n\n{when}"
+        body.append([*([f"{steps:,}"] if several else []), name, str(len(those)), *errors])
+    head = [*(["steps"] if several else []), "mechanism", "seeds", *splits]
+    return f"{markdown(head, body)}\n\n{origin([record.environment for record in records])}"
 
 
 def longer() -> str:
