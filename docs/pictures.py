@@ -54,13 +54,18 @@ def main(folder: Path) -> None:
 def gains() -> Figure:
     """Errors, perplexity after short and longer training, and what small caches cost."""
     runs: dict[tuple[str, str], list[dict]] = {}
-    for run in [*_results("compare-cpu.jsonl"), *_results("text-1600-cpu.jsonl")]:
+    numbers = [
+        run for run in _results("magic-numbers-cpu.jsonl")
+        if run["steps"] == 400 and run["mechanism"] in ("standard", "mta")
+    ]  # fmt: skip
+    for run in [*_results("compare-cpu.jsonl"), *_results("text-1600-cpu.jsonl"), *numbers]:
         runs.setdefault((run["task"], run["mechanism"]), []).append(run)
-    figure = Figure(figsize=(13, 2.7), layout="constrained", facecolor="white")
-    parts = figure.subplots(1, 5, width_ratios=[2, 2, 3.4, 4, 4])
-    blocks, assignment, text, caches, recall = parts
+    figure = Figure(figsize=(14.4, 2.7), layout="constrained", facecolor="white")
+    parts = figure.subplots(1, 6, width_ratios=[2, 2, 2, 3.4, 4, 4.2])
+    blocks, numbers, assignment, text, caches, recall = parts
     for axes, task, title in (
         (blocks, "blocks", "find a block of letters"),
+        (numbers, "magic-numbers", "find four numbers"),
         (assignment, "assignment", "variable assignment"),
     ):
         kinds = [kind for kind in NAMES if (task, kind) in runs]
@@ -94,12 +99,13 @@ def gains() -> Figure:
     caches.set_xticks([64, 256, 1024, 3072], ["64", "256", "1,024", "3,072"], fontsize=8)
     caches.set_ylabel("perplexity per token", fontsize=8)
     caches.set_title("text (books) under small caches", fontsize=9)
+    caches.legend(fontsize=7.5, frameon=False)
     names["selective"] = names.pop("selective + memory loss")
     _under_budgets(recall, "caches-recall-cpu.jsonl", "in-distribution", names, share=True)
     recall.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"], fontsize=8)
     recall.set_ylabel("answers wrong, %", fontsize=8)
     recall.set_title("recall under small caches", fontsize=9)
-    for axes in (blocks, assignment, text, caches, recall):
+    for axes in parts:
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -175,7 +181,6 @@ def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False
     axes.set_xscale("log")
     axes.minorticks_off()
     axes.set_xlabel("peak KV cache, KiB", fontsize=8)
-    axes.legend(fontsize=7.5, frameon=False)
 
 
 def _results(name: str) -> list[dict]:
