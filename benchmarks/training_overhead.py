@@ -5,6 +5,11 @@ of the steps' times on one thread, as the processor counts them, so that other w
 does not. The plain loop is transformers' Trainer with nothing of heedful but the rows.
 
     python benchmarks/training_overhead.py --rounds 3 --out runs/training-overhead.jsonl
+    python benchmarks/training_overhead.py --pairs 150 --out runs/trainer-overhead.jsonl
+
+What the command alone costs is less than such rounds differ by. `--pairs` asks for that: both loops
+stand in one process and take a step in turn, so that each step has two of the other around it. The
+one that begins second has an advantage, as plain loops beside plain loops show; so each does once.
 """
 
 import argparse
@@ -40,23 +45,23 @@ STEPS, SKIPPED, BATCH, LENGTH = 12, 4, 4, 512
 
 
 class Clock(TrainerCallback):
-    """The processor's time of each step; with `after` and `before`, taken in turn with another's.
+    """The processor's time of each step; two of them with each other's turns take steps in turn.
 
-    Also what `train_text` asks after each step whether to stop.
+    It is also what `train_text` asks after each step whether to stop.
     """
 
-    def __init__(self, after: Semaphore | None = None, before: Semaphore | None = None) -> None:
+    def __init__(self, turn: Semaphore | None = None, others: Semaphore | None = None) -> None:
         self.seconds: list[float] = []
-        self.after, self.before, self.since = after, before, None
+        self.turn, self.others, self.since = turn, others, None
 
     def __call__(self) -> bool:
         """A step has ended and the next begins, with its rows and what is told of it."""
         now = time.thread_time()
         if self.since is not None:
             self.seconds.append(now - self.since)
-        if self.before:
-            self.before.release()
-            self.after.acquire()
+        if self.others:
+            self.others.release()
+            self.turn.acquire()
         self.since = time.thread_time()
         return False
 
