@@ -155,13 +155,17 @@ def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
     monkeypatch.setattr(training_overhead, "LENGTH", 32)
     order = []
     told = training_overhead.Clock.__call__
-    noted = lambda clock: (order.append(id(clock)), told(clock))[1]  # noqa: E731
+
+    def noted(clock) -> bool:
+        order.append(clock)
+        return told(clock)
+
     monkeypatch.setattr(training_overhead.Clock, "__call__", noted)
     ratios = training_overhead.in_turn(("plain", "standard"), 9, tmp_path)
     assert len(ratios) == 9 - 1 - training_overhead.SKIPPED - 1
     assert all(0 < x < 100 for x in ratios)
     assert len(order) == 18 and order[::2] == order[:1] * 9 and order[1::2] == order[1:2] * 9
-    assert order[0] != order[1]
+    assert order[0] is not order[1]
 
 
 def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
