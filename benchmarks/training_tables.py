@@ -122,8 +122,8 @@ def command_alone() -> str:
     one = records[0]
     about = (
         f"The same model and rows; {one['pairs']} steps of each loop in turn, twice. The time of a "
-        "step is divided by the mean of the plain steps before and after it; medians, of both the "
-        "geometric mean, and a bootstrap of the steps."
+        "step is divided by the mean of the other's steps before and after it; medians, of both "
+        "orders the geometric mean, and a bootstrap of the steps."
     )
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
