@@ -75,9 +75,9 @@ def test_score_and_bad_configurations():
     labels = task.sample(50, seed=0).labels
     predictions = torch.zeros_like(labels)
     predictions[:, :-1] = labels[:, 1:].clamp(min=0)
-    assert task.score(predictions, labels) == {"error": 0.0}
+    assert task.score(predictions, labels) == {"answer_error": 0.0}
     predictions[7, -2] = 3
-    assert task.score(predictions, labels) == {"error": pytest.approx(1 / 200)}
+    assert task.score(predictions, labels) == {"answer_error": pytest.approx(1 / 200)}
     message = "length must be a whole number of at least 53, got 52; 4 needles and their questions"
     for build, said in [
         (lambda: MagicNumbers(52), message),

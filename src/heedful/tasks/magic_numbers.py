@@ -65,6 +65,7 @@ class MagicNumbers(Task):
     length: int = 128
     needles: int = 4
 
+    metric: ClassVar[str] = "answer_error"
     recipe: ClassVar[Recipe] = Recipe(
         64, 2, 4, 400, 32, 3e-3, ("standard", "mta"), mechanism_rate=8.0,
         changes={"mta": {"conv_every": 1}},
@@ -143,5 +144,5 @@ class MagicNumbers(Task):
     def score(
         self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
     ) -> dict[str, float]:
-        """`error`: numbers that are wrong, of all that are asked for."""
-        return {"error": token_error(predictions, labels)}
+        """`answer_error`: numbers that are wrong, of all that are asked for."""
+        return {"answer_error": token_error(predictions, labels)}
