@@ -25,12 +25,12 @@ def toy(path: Path = TOY) -> str:
         return missing(path)
     head = ["error", "seeds", *(f"N = {letters}, {answer}" for letters, answer in COLUMNS)]
     body = []
-    for name in dict.fromkeys(r["name"] for r in records):
+    for name in sorted({r["name"] for r in records}, reverse=True):  # standard first
         rows = [
             [r for r in records if (r["name"], r["letters"], r["answer"]) == (name, *column)]
             for column in COLUMNS
         ]
-        seeds = str(min(map(len, rows)))
+        seeds = str(min(len(those) for those in rows if those))
         for said, value in (
             (name, lambda r: r["final"]["in-distribution"]),
             (f"{name}, dropout left on", lambda r: r["with_dropout"]),
