@@ -193,6 +193,8 @@ def main() -> None:
         elif args.in_turn:
             print(json.dumps(in_turn(tuple(args.in_turn), args.pairs, Path(folder))))
         elif args.pairs:
+            if args.pairs < SKIPPED + 3:  # a step between two, after those that are skipped
+                raise SystemExit(f"--pairs must be at least {SKIPPED + 3}, got {args.pairs}")
             pairs(args.pairs, args.out)
         else:
             rounds(args.rounds, args.out)

@@ -145,6 +145,12 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts
 
 
+def test_too_few_steps_in_turn_are_refused(run):
+    with pytest.raises(SystemExit, match="--pairs must be at least 7, got 6"):
+        run("training_overhead", "--pairs", 6, "--out", "found.jsonl")
+    assert not Path("found.jsonl").exists()
+
+
 def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
     """Each step of the one has two of the other around it."""
     import training_overhead

@@ -75,7 +75,10 @@ class MagicNumbers(Task):
         check_whole("needles", self.needles, 1, len(CITIES), way_out="each has a city of its own")
         least = 1 + self.needles * (_TOLD + _ASKED)
         check_whole(
-            "length", self.length, least, way_out=f"{self.needles} needles and their questions"
+            "length",
+            self.length,
+            least,
+            way_out=f"{self.needles} needles and their questions take so many",
         )
 
     @property
