@@ -67,8 +67,13 @@ def test_one_lambda_serves_all_pairs(impl):
 
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 def test_equal_maps_cancel(impl):
-    """With both maps of a pair equal and lambda one, nothing is left, in bfloat16 too."""
+    """With both maps of a pair equal and lambda one, nothing is left, in bfloat16 too.
+
+    Equal rows of a product may differ in their last bit where they lie at another place in memory,
+    so what is left is bounded by n terms rounded in fp32, far below one rounding to bfloat16.
+    """
     q, k = (draw(1, 2, 30, 8).repeat_interleave(2, dim=1).bfloat16() for _ in range(2))
     v = draw(1, 2, 30, 16).bfloat16()
     out = differential_attention(q, k, v, lam=torch.tensor(1.0), impl=impl)
-    assert bool((out == 0).all())
+    left = 30 * torch.finfo(torch.float32).eps * v.abs().max()
+    assert bool((out.abs() <= left).all())
