@@ -55,6 +55,17 @@ def test_filler_is_as_frequent_as_words_are():
     assert len(set(names)) == 400 and set(names) & {"magic ", "number ", "of ", "is "} == set()
 
 
+def test_the_tokenizer_that_is_saved_reads_what_rows_say():
+    task = MagicNumbers()
+    tokenizer = task.saved_tokenizer()
+    assert tokenizer.get_vocab_size() == task.vocab_size
+    for ids in task.sample(20, 2).input_ids:
+        assert tokenizer.encode(task.decode(ids)).ids == ids.tolist()
+    assert tokenizer.encode("magic  number of Paris").ids == [0, 2, 3, 4, 1]
+    names = {name: tokenizer.id_to_token(i) for name, i in task.special_tokens().items()}
+    assert names == {"bos_token": "<bos>", "unk_token": "<unk>"}
+
+
 def test_deterministic_and_longer():
     task = MagicNumbers()
     first = task.sample(20, 5).input_ids

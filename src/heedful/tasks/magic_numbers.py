@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from heedful.checks import check_whole
 from heedful.tasks.needles import CITIES
 from heedful.tasks.samples import (
     BOS,
+    EOS,
     IGNORE,
     Recipe,
     Samples,
@@ -22,14 +23,21 @@ from heedful.tasks.samples import (
     token_error,
 )
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _MAGIC, _NUMBER, _OF, _IS, _STOP, _CITY = range(2, 8)  # after BOS and EOS
 _VALUE = _CITY + len(CITIES)
 _VALUES = 100
 _WORD = _VALUE + _VALUES
 _SYLLABLES = tuple(c + v for c in "bdfgklmnprstvz" for v in "aeiou")
 _WORDS = tuple(
-    f"{_SYLLABLES[11 * i % 70]}{_SYLLABLES[(13 * i + 9 * (i // 70)) % 70]} " for i in range(400)
+    f"{_SYLLABLES[11 * i % 70]}{_SYLLABLES[(13 * i + 9 * (i // 70)) % 70]}" for i in range(400)
 )  # the most frequent ones do not begin alike
+_NAMES = (
+    "<bos>", "<unk>", "magic", "number", "of", "is", ".", *CITIES, *map(str, range(_VALUES)),
+    *_WORDS,
+)  # fmt: skip
 _TOLD, _ASKED = 7, 6  # tokens of a needle, and of a question with its answer
 
 
@@ -84,7 +92,7 @@ class MagicNumbers(Task):
     @property
     def vocab_size(self) -> int:
         """BOS, EOS (unused), what sentences are made of, cities, numbers, filler words."""
-        return _WORD + len(_WORDS)
+        return len(_NAMES)
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
         """Rows of so many tokens; longer ones have more filler."""
@@ -124,9 +132,23 @@ class MagicNumbers(Task):
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
         """The text of one row, without BOS."""
-        said = ("magic ", "number ", "of ", "is ", ". ")
-        named = tuple(f"{city} " for city in CITIES)
-        return render(ids, ("", "", *said, *named, *(f"{n} " for n in range(_VALUES)), *_WORDS))
+        return render(ids, ("", "", *(f"{name} " for name in _NAMES[2:])))
+
+    def saved_tokenizer(self) -> "Tokenizer":
+        """Words between spaces, behind BOS; one that the task does not know takes EOS's place."""
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+        ids = {name: i for i, name in enumerate(_NAMES)}
+        made = Tokenizer(models.WordLevel(ids, unk_token=_NAMES[EOS]))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{_NAMES[BOS]} $A", special_tokens=[(_NAMES[BOS], BOS)]
+        )
+        return made
+
+    def special_tokens(self) -> dict[str, int]:
+        """BOS, and what stands for a word that the task does not know."""
+        return {"bos_token": BOS, "unk_token": EOS}
 
     def shown(self) -> Int[Tensor, " T"]:
         """A short row with two needles."""
