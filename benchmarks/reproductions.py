@@ -30,7 +30,8 @@ def toy(path: Path = TOY) -> str:
             [r for r in records if (r["name"], r["letters"], r["answer"]) == (name, *column)]
             for column in COLUMNS
         ]
-        seeds = str(min(len(those) for those in rows if those))
+        counts = [len(those) for those in rows if those]
+        seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
         for said, value in (
             (name, lambda r: r["final"]["in-distribution"]),
             (f"{name}, dropout left on", lambda r: r["with_dropout"]),

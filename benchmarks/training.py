@@ -43,6 +43,8 @@ MECHANISMS = {
     "standard": ("standard",),
     "talking-heads": ("talking-heads",),
     "mta": ("mta",),
+    "mta-v1": ("mta-v1",),
+    "mta-published": ("mta-published",),
     "selective": ("selective",),
     "selective + mta": ("selective@0,1,3", "mta:conv_every=1@2"),
     "differential": ("differential",),
@@ -50,7 +52,8 @@ MECHANISMS = {
     "knocking-heads": ("knocking-heads",),
     "canon": ("canon",),
 }
-# Of `heedful.nn.ablations()`, those that tell the rows of the paper's table apart.
+# Of `heedful.nn.ablations()`, those that tell the rows of the paper's table apart; the last one is
+# what its worst row has beside attention.
 FORMS = {
     "pre+post conv, pre+post mix, scalar gate": ("mta:norm=plain,gate=scalar",),
     "pre conv, pre+post mix, scalar gate": ("mta:post_conv=null,norm=plain,gate=scalar",),
@@ -60,6 +63,9 @@ FORMS = {
     "pre conv, pre mix, no norm": ("mta:post_conv=null,post_mix=null",),
     "6x11 pre conv only, depth scaling": ("mta:post_conv=null,mix=null,post_mix=null,norm=depth",),
     "pre conv, post mix, layer-norm scaling": ("mta:post_conv=null,mix=null,input_scaling=depth",),
+    "layer-norm scaling alone": (
+        "mta:conv=null,post_conv=null,mix=null,post_mix=null,input_scaling=depth",
+    ),
 }
 RATES = (1e-3, 2e-3, 4e-3)
 TRIED_WITH = 100  # the seed of the learning rates

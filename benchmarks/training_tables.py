@@ -20,7 +20,8 @@ PUBLISHED = {
 }
 """Perplexities of Golovneva et al., arXiv 2504.00927, tables 2 and 5."""
 WHOLE = "pre+post conv, pre+post mix, no norm"
-"""What `mta` is; the paper does not have it."""
+"""What `mta` is."""
+UNPUBLISHED = (WHOLE, "layer-norm scaling alone")
 
 
 def side_by_side() -> str:
@@ -67,7 +68,7 @@ def ablation() -> str:
     records = [r for r in read(TRAINING) if r["kind"] in ("steps", "ablation")]
     if not any(r["kind"] == "ablation" for r in records):
         return missing(TRAINING)
-    known = {WHOLE: "–"} | {name: f"{x:.2f}" for name, x in PUBLISHED.items()}
+    known = {name: f"{x:.2f}" for name, x in PUBLISHED.items()} | dict.fromkeys(UNPUBLISHED, "–")
     records = [r | {"name": WHOLE if r["name"] == "mta" else r["name"]} for r in records]
     records = [r for r in records if r["name"] in known]
     head = ["form", "bits per byte", "parameters", "published perplexity"]

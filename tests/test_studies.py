@@ -10,7 +10,7 @@ import torch
 
 import heedful
 from heedful.experiments.models import mechanisms_named
-from heedful.nn import ablations
+from heedful.nn import MultiToken, ablations
 from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
 from heedful.tasks.samples import Recipe
@@ -180,9 +180,13 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
     import training_tables
 
     known = ablations()
-    for name, words in training.FORMS.items():
+    *forms, (control, alone) = training.FORMS.items()
+    for name, words in forms:
         assert mechanisms_named(words) == {known[name]: None}
         assert name in training_tables.PUBLISHED
+    assert control in training_tables.UNPUBLISHED
+    nothing = MultiToken(None, None, mix=None, post_mix=None, input_scaling="depth")
+    assert mechanisms_named(alone) == {nothing: None}
 
 
 def test_what_a_model_learned_is_told_by_layer_and_kind(run):
