@@ -106,6 +106,20 @@ def test_what_does_not_fit_is_refused():
             Needles(1000, **options)
 
 
+def test_sentences_too_long_to_part_the_needles_are_passed_over():
+    """Ten of eleven sentences leave too few gaps; all questions begin at one that leaves enough."""
+    long = " ".join(["Nothing", *["more"] * 38, "here."])
+    mixed = [x for i in range(60) for x in ([long] * 20 if i % 6 else [f"Line {i} is short."] * 10)]
+    background = Background(mixed, words)
+    room = Needles(80, needles=4)
+    for question in room.sample(40, 0, background, words):
+        text, numbers = taken_apart(question)
+        assert len(numbers) == 4 and words(question.prompt) <= 80
+        assert len(text) >= 4 + 3
+    with pytest.raises(ValueError, match="room for at least 3 sentences between needles, got 0"):
+        room.sample(1, 0, Background([long] * 5, words), words)
+
+
 def test_a_haystack_is_sentences_of_any_text(tmp_path):
     (tmp_path / "a.txt").write_text("One fact.\nTwo\nlines! The magic number of Oslo?\n\n- 12 -\n")
     assert background_sentences((str(tmp_path),), 100) == [

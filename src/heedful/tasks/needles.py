@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from heedful.checks import check_whole
 from heedful.tasks.background import Background, Count, Question, at_most, draws, places
@@ -87,7 +88,7 @@ class Needles:
             for city, value in zip(cities, numbers, strict=True)
         ]
 
-        def make(room: int) -> tuple[str, int]:
+        def make(start: int, room: int) -> tuple[str, int]:
             text, sizes = background.cut(start, room)
             if len(text) + 1 < self.needles:  # too short; the whole tells by how much
                 return " ".join([*said, *text]) + ending, len(text)
@@ -100,8 +101,12 @@ class Needles:
             ]
             return " ".join(parts) + ending, len(text)
 
-        prompt, held = at_most(self.length, tokens, make)
-        if held + 1 < self.needles:
+        # Where long sentences leave too few gaps, the next ones of the text may leave enough.
+        for begin in range(start, start + len(background.sentences)):
+            prompt, held = at_most(self.length, tokens, partial(make, begin))
+            if held + 1 >= self.needles:
+                break
+        else:
             places([1] * held, shares)  # raises
         question = ending.split("\n")[2].removeprefix("Question: ")
         return Question(
