@@ -43,9 +43,12 @@ def toy(path: Path = TOY) -> str:
         for name, found in PUBLISHED.items()
     ]  # fmt: skip
     one = records[0]
+    size = one["size"]
     about = (
-        f"Rows of {one['blocks']} blocks, {one['steps']:,} steps; published (arXiv 2504.00927, "
-        "table 1): about 50 blocks, 100,000 steps."
+        f"Models {size['hidden']} wide with {size['layers']} layers and {size['heads']} heads, "
+        f"rows of {one['blocks']} blocks, {one['steps']:,} steps of {one['budget']['batch']} rows; "
+        "published (arXiv 2504.00927, table 1): 256 wide with 4 layers and 2 heads, about 50 "
+        "blocks, 100,000 steps of 64 rows."
     )
     return f"{markdown(head, body)}\n\n{about}\n\n{made(records)}"
 
