@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=count, default=8)
     parser.add_argument("--only", nargs="*", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--letters", nargs="*", type=int, choices=LETTERS, default=LETTERS)
+    parser.add_argument("--answers", nargs="*", choices=ANSWERS, default=ANSWERS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def main() -> None:
         (letters, answer, name, seed)
         for seed in range(args.seeds)
         for letters in args.letters
-        for answer in ANSWERS
+        for answer in args.answers
         for name in args.only
     ]
     known = [] if not args.out.exists() else map(json.loads, args.out.read_text().splitlines())
