@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Semaphore, Thread
 
 import torch
 from command_line import command, count
 from training import MECHANISMS as COMPARED
+from training import NARROWER
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from heedful.experiments.token_rows import TrainingRows, encode
@@ -36,7 +38,7 @@ from heedful.experiments.training import Training
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 
-MECHANISMS = COMPARED | {"grouped": ("grouped",)}
+MECHANISMS = {k: v for k, v in COMPARED.items() if k not in NARROWER} | {"grouped": ("grouped",)}
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688,
     "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -151,16 +153,16 @@ def separate(*options: str) -> list[float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def rounds(number: int, out: Path | None) -> None:
-    """Every kind in a process of its own, one after the other."""
-    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *MECHANISMS)}
-    ratios: dict[str, list[float]] = {kind: [] for kind in MECHANISMS}
+def rounds(number: int, kinds: Sequence[str], out: Path | None) -> None:
+    """The plain loop and every kind in a process of its own, one after the other."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in ("plain", *kinds)}
+    ratios: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(number):
         medians = {}
         for kind in seconds:
             medians[kind] = statistics.median(separate("--one", kind))
             seconds[kind].append(medians[kind])
-        for kind in MECHANISMS:
+        for kind in kinds:
             ratios[kind].append(medians[kind] / medians["plain"])
         print({kind: round(x[-1], 3) for kind, x in ratios.items()}, flush=True)
     for kind in seconds:
@@ -180,6 +182,7 @@ def rounds(number: int, out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--pairs", type=count, help="steps in turn, of the command alone")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)
@@ -197,7 +200,7 @@ def main() -> None:
                 raise SystemExit(f"--pairs must be at least {SKIPPED + 3}, got {args.pairs}")
             pairs(args.pairs, args.out)
         else:
-            rounds(args.rounds, args.out)
+            rounds(args.rounds, args.only, args.out)
 
 
 if __name__ == "__main__":
