@@ -33,7 +33,8 @@ MECHANISMS = ("standard", "mta")
 DROPOUT = 0.1
 SIZE = Size(hidden=128, layers=3, heads=2)  # the paper: 256, 4 and 2
 QUERIES = 6  # of a kernel, as in the paper's language models; the two of its toy task learn later
-LEARNING_RATE, HELD_OUT = 2e-3, 1024
+RATES = {"all": 1e-3, "first": 2e-3, "last": 2e-3}  # of both mechanisms
+HELD_OUT = 1024
 
 
 @command
@@ -56,9 +57,12 @@ def main() -> None:
         for name in args.only
     ]
     known = [] if not args.out.exists() else map(json.loads, args.out.read_text().splitlines())
-    done = {(x["letters"], x["answer"], x["name"], x["seed"], x["steps"]) for x in known}
+    done = {
+        (x["letters"], x["answer"], x["name"], x["seed"], x["steps"], x["budget"]["learning_rate"])
+        for x in known
+    }
     for key in tqdm(wanted):
-        if (*key, args.steps) not in done:
+        if (*key, args.steps, RATES[key[1]]) not in done:
             append_line(args.out, json.dumps(one(*key, args) | {"environment": environment()}))
 
 
@@ -71,7 +75,7 @@ def one(letters: int, answer: str, name: str, seed: int, args: argparse.Namespac
         config = replace(config, conv=kernel, post_conv=kernel, conv_every=1)
     recipe = task.recipe
     budget = Budget(
-        args.steps, recipe.batch, LEARNING_RATE, mechanism_rate=recipe.mechanism_rate,
+        args.steps, recipe.batch, RATES[answer], mechanism_rate=recipe.mechanism_rate,
         evaluations=4, held_out=HELD_OUT,
     )  # fmt: skip
     folder = args.out.parent / f".{args.out.stem}-{name}-{letters}-{answer}-{seed}"
