@@ -51,10 +51,10 @@ MECHANISMS = {
     "differential-v2": ("differential-v2",),
     "knocking-heads": ("knocking-heads",),
     "canon": ("canon",),
-    "differential-v2, same size": ("differential-v2",),
+    "differential-v2, narrower": ("differential-v2",),
 }
-# Twice the query heads of Differential V2 cost 7 % more parameters; so narrow an MLP evens them.
-NARROWER = {"differential-v2, same size": {"intermediate_size": 447}}
+# Twice the query heads of Differential V2 cost 7 % more parameters, which a narrower MLP evens out.
+NARROWER = {"differential-v2, narrower": {"intermediate_size": 447}}
 # Of `heedful.nn.ablations()`, those that tell the rows of the paper's table apart; the last one is
 # what its worst row has beside attention.
 FORMS = {
@@ -147,14 +147,16 @@ class Wanted(NamedTuple):
     @property
     def tried(self) -> str:
         """Whose learning rate it has: forms of multi-token attention that of the whole."""
-        return "mta" if self.kind == "ablation" else self.name
+        return "mta" if self.kind == "ablation" else self.name.removesuffix(", narrower")
 
 
 def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]:
     """What to train, in an order in which whatever is done is a comparison."""
     known = FORMS if args.ablation else MECHANISMS
     names = [name for name in known if not args.only or name in args.only]
-    for name in ("standard",) if args.continual else ("mta",) if args.ablation else names:
+    kind = "ablation" if args.ablation else "steps"
+    tried = dict.fromkeys(Wanted(kind, name, 0, args.steps).tried for name in names)
+    for name in ("standard",) if args.continual else tried:
         for rate in RATES:
             yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
     if args.continual:
@@ -204,7 +206,6 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
     """
     folder = args.out.parent / args.out.stem
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(wanted.config))
     asked = training(args, wanted, folder)
     trained = train_text(asked)
     run = Path(asked.out)
@@ -219,7 +220,9 @@ def one(args: argparse.Namespace, wanted: Wanted) -> dict:
 
 def training(args: argparse.Namespace, wanted: Wanted, folder: Path) -> Training:
     """The run as `heedful train` takes it; the model that it goes on from is there then."""
-    model, more = str(folder / "config.json"), {}
+    config = folder / ("narrower.json" if wanted.name in NARROWER else "config.json")
+    config.write_text(json.dumps(wanted.config))
+    model, more = str(config), {}
     if wanted.kind == "continual":
         rate = best_rate(args, "standard")
         base = Wanted("long", "standard", 0, wanted.base, rate)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.experiments.models import mechanisms_named
@@ -113,6 +114,23 @@ def test_training_side_by_side_says_what_is_missing(run):
     assert not Path("runs/training.jsonl").exists()
 
 
+def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run):
+    """To what one unit less of its MLPs would take away."""
+    import training
+
+    def parameters(name: str, config: dict) -> int:
+        model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(config))
+        heedful.convert(model, name)
+        return sum(x.numel() for x in model.parameters())
+
+    config = training.Wanted("steps", "differential-v2, narrower", 0, 1).config
+    assert config != training.CONFIG
+    standard = parameters("standard", training.CONFIG)
+    assert parameters("differential-v2", training.CONFIG) > 1.05 * standard
+    unit = 3 * config["hidden_size"] * config["num_hidden_layers"]
+    assert 0 <= parameters("differential-v2", config) - standard < unit
+
+
 def test_what_is_trained_side_by_side(run, tmp_path):
     """Rates first, then all of a seed; equal time is fewer steps of what is slow."""
     import training
@@ -136,6 +154,10 @@ def test_what_is_trained_side_by_side(run, tmp_path):
             ("time", "mta", seed, 500, None),
         )
     ]
+    narrow = "differential-v2, narrower"  # whose rates are those of the whole
+    only = [("rate", "differential-v2", 100, 200, rate) for rate in training.RATES]
+    only += [("steps", narrow, seed, 800, None) for seed in (0, 1)]
+    assert planned(("only", [narrow])) == only
     longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
     assert planned(("long", 2000)) == rates + longer
     going_on = [("continual", x, 0, 400, training.ADAPTED_WITH, 2000) for x in ("standard", "mta")]
