@@ -69,6 +69,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "training-continual": lambda: training_tables.longer("continual"),
         "training-ablation": training_tables.ablation,
         "training-overhead": training_tables.overhead,
+        "training-overhead-versions": lambda: training_tables.overhead(training_tables.VERSIONS),
         "trainer-overhead": training_tables.command_alone,
         "toy": reproductions.toy,
         "last-words": reproductions.last_words,

@@ -1,10 +1,13 @@
 """The tables of training: at equal steps and time, longer, in parts, and what a step costs."""
 
+from pathlib import Path
+
 import numpy as np
 from table_parts import RESULTS, made, markdown, missing, read, spread
 from training import SLOWER
 
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
+VERSIONS = RESULTS / "training-overhead-versions-cpu.jsonl"
 TURNS = RESULTS / "trainer-overhead-cpu.jsonl"
 PUBLISHED = {
     "standard": 11.25,
@@ -43,7 +46,7 @@ def side_by_side() -> str:
         f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
         f"{len({r['rate'] for r in records if r['kind'] == 'rate'})} on a seed of its own. Equal "
         "time: as many steps of rows of the same text as a mechanism takes in the time of standard "
-        "attention's, by the table of overheads; left out where a step takes less than "
+        "attention's, by the tables of overheads; left out where a step takes less than "
         f"{100 * (SLOWER - 1):.0f} % longer."
     )
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
@@ -84,11 +87,11 @@ def ablation() -> str:
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
 
 
-def overhead() -> str:
+def overhead(path: Path = OVERHEAD) -> str:
     """Tokens per second of `heedful train` beside a plain Trainer on the stock model."""
-    records = read(OVERHEAD)
+    records = read(path)
     if not records:
-        return missing(OVERHEAD)
+        return missing(path)
     head = ["trained", "tokens/s", "time of a step, × plain loop"]
     names = {"plain": "stock model, plain Trainer"}
     lines = [
