@@ -167,9 +167,11 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts
 
 
-def test_too_few_steps_in_turn_are_refused(run):
+def test_steps_in_turn_are_refused_where_they_tell_nothing(run):
     with pytest.raises(SystemExit, match="--pairs must be at least 7, got 6"):
         run("training_overhead", "--pairs", 6, "--out", "found.jsonl")
+    with pytest.raises(SystemExit, match="--only is for rounds"):
+        run("training_overhead", "--pairs", 9, "--only", "mta", "--out", "found.jsonl")
     assert not Path("found.jsonl").exists()
 
 
