@@ -44,9 +44,14 @@ def toy(path: Path = TOY) -> str:
     ]  # fmt: skip
     one = records[0]
     size = one["size"]
+    steps = {(r["letters"], r["answer"]): r["steps"] for r in records}
+    least = min(steps.values())
+    longer = "".join(
+        f" ({steps[c]:,} where N = {c[0]}, {c[1]})" for c in COLUMNS if steps.get(c, least) != least
+    )
     about = (
         f"Models {size['hidden']} wide with {size['layers']} layers and {size['heads']} heads, "
-        f"rows of {one['blocks']} blocks, {one['steps']:,} steps of {one['budget']['batch']} rows; "
+        f"rows of {one['blocks']} blocks, {least:,} steps of {one['budget']['batch']} rows{longer}; "
         "published (arXiv 2504.00927, table 1): 256 wide with 4 layers and 2 heads, about 50 "
         "blocks, 100,000 steps of 64 rows."
     )

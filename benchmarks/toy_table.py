@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ DROPOUT = 0.1
 SIZE = Size(hidden=128, layers=3, heads=2)  # the paper: 256, 4 and 2
 QUERIES = 6  # of a kernel, as in the paper's language models; the two of its toy task learn later
 RATES = {"all": 1e-3, "first": 2e-3, "last": 2e-3}  # of both mechanisms
+STEPS = dict.fromkeys(product(LETTERS, ANSWERS), 2000) | {(8, "all"): 4000}  # of both, likewise
 HELD_OUT = 1024
 
 
@@ -41,7 +43,7 @@ HELD_OUT = 1024
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=count, default=3)
-    parser.add_argument("--steps", type=count, default=2000)
+    parser.add_argument("--steps", type=count, help="of every column (default: the column's own)")
     parser.add_argument("--blocks", type=count, default=8)
     parser.add_argument("--only", nargs="*", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--letters", nargs="*", type=int, choices=LETTERS, default=LETTERS)
@@ -62,11 +64,15 @@ def main() -> None:
         for x in known
     }
     for key in tqdm(wanted):
-        if (*key, args.steps, RATES[key[1]]) not in done:
-            append_line(args.out, json.dumps(one(*key, args) | {"environment": environment()}))
+        steps = args.steps or STEPS[key[:2]]
+        if (*key, steps, RATES[key[1]]) not in done:
+            record = one(*key, steps, args) | {"environment": environment()}
+            append_line(args.out, json.dumps(record))
 
 
-def one(letters: int, answer: str, name: str, seed: int, args: argparse.Namespace) -> dict:
+def one(
+    letters: int, answer: str, name: str, seed: int, steps: int, args: argparse.Namespace
+) -> dict:
     """Train one model, and score it with dropout off and on."""
     task = Blocks(blocks=args.blocks, letters=letters, answer=answer)
     config = mechanism(name)
@@ -75,7 +81,7 @@ def one(letters: int, answer: str, name: str, seed: int, args: argparse.Namespac
         config = replace(config, conv=kernel, post_conv=kernel, conv_every=1)
     recipe = task.recipe
     budget = Budget(
-        args.steps, recipe.batch, RATES[answer], mechanism_rate=recipe.mechanism_rate,
+        steps, recipe.batch, RATES[answer], mechanism_rate=recipe.mechanism_rate,
         evaluations=4, held_out=HELD_OUT,
     )  # fmt: skip
     folder = args.out.parent / f".{args.out.stem}-{name}-{letters}-{answer}-{seed}"
@@ -83,7 +89,7 @@ def one(letters: int, answer: str, name: str, seed: int, args: argparse.Namespac
     run = train(task, config, SIZE, budget, seed, folder, start=start)
     shutil.rmtree(start)
     return {
-        "letters": letters, "answer": answer, "name": name, "seed": seed, "steps": args.steps,
+        "letters": letters, "answer": answer, "name": name, "seed": seed, "steps": steps,
         "blocks": args.blocks, "mechanism": to_json(config), "dropout": DROPOUT,
         "size": asdict(SIZE), "budget": asdict(budget),
         "final": run.final, "with_dropout": left_on(run.model, task, budget),
