@@ -51,9 +51,9 @@ def toy(path: Path = TOY) -> str:
     )
     about = (
         f"Models {size['hidden']} wide with {size['layers']} layers and {size['heads']} heads, "
-        f"rows of {one['blocks']} blocks, {least:,} steps of {one['budget']['batch']} rows{longer}; "
-        "published (arXiv 2504.00927, table 1): 256 wide with 4 layers and 2 heads, about 50 "
-        "blocks, 100,000 steps of 64 rows."
+        f"rows of {one['blocks']} blocks, {least:,} steps of {one['budget']['batch']} rows"
+        f"{longer}; published (arXiv 2504.00927, table 1): 256 wide with 4 layers and 2 heads, "
+        "about 50 blocks, 100,000 steps of 64 rows."
     )
     return f"{markdown(head, body)}\n\n{about}\n\n{made(records)}"
 

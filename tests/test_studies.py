@@ -289,8 +289,13 @@ def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
 
 
 @pytest.mark.slow
-def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
-    asked = ("--seeds", 1, "--steps", 2, "--blocks", 3, "--out", "toy.jsonl")
+def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch):
+    import toy_table
+
+    steps = dict.fromkeys(toy_table.STEPS, 2)
+    monkeypatch.setattr(toy_table, "STEPS", steps | {(8, "all"): 3})
+    monkeypatch.setattr(toy_table, "HELD_OUT", 32)
+    asked = ("--seeds", 1, "--blocks", 3, "--out", "toy.jsonl")
     run("toy_table", *asked, "--only", "standard")
     run("toy_table", *asked)
     found = lines("toy.jsonl")
@@ -300,7 +305,10 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run):
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
     import reproductions
 
-    rows = [line.split(" | ") for line in reproductions.toy(Path("toy.jsonl")).splitlines()[2:8]]
+    assert [x["steps"] for x in found[:6]] == [2, 2, 2, 3, 2, 2]
+    table = reproductions.toy(Path("toy.jsonl"))
+    assert "rows of 3 blocks, 2 steps of 32 rows (3 where N = 8, all); published" in table
+    rows = [line.split(" | ") for line in table.splitlines()[2:8]]
     error = 100 * found[11]["final"]["in-distribution"]  # mta, N = 8, last
     assert rows[2][0] == "| mta" and rows[2][-1] == f"{error:.1f} % |" and rows[2][1] == "1"
     assert rows[4][0] == "| published: standard, dropout left on" and rows[5][-1] == "0.0 ± 0.0 % |"
