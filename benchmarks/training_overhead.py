@@ -28,7 +28,6 @@ from threading import Semaphore, Thread
 import torch
 from command_line import command, count
 from training import MECHANISMS as COMPARED
-from training import NARROWER
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from heedful.experiments.token_rows import TrainingRows, encode
@@ -38,11 +37,12 @@ from heedful.experiments.training import Training
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 
-MECHANISMS = {k: v for k, v in COMPARED.items() if k not in NARROWER} | {"grouped": ("grouped",)}
+MECHANISMS = COMPARED | {"grouped": ("grouped",)}
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688,
     "num_hidden_layers": 4, "num_attention_heads": 4,
 }  # fmt: skip
+NARROWER = {"differential-v2, narrower": {"intermediate_size": 602}}
 STEPS, SKIPPED, BATCH, LENGTH = 12, 4, 4, 512
 
 
@@ -76,7 +76,7 @@ def one(kind: str, steps: int, folder: Path, clock: Clock) -> None:
     torch.set_num_threads(1)
     folder.mkdir()
     config = folder / "config.json"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(CONFIG | NARROWER.get(kind, {})))
     mechanism = () if kind in ("plain", "standard") else MECHANISMS[kind]
     asked = Training(
         str(config), out=f"{folder}/run", mechanism=mechanism, steps=steps, batch=BATCH,
@@ -167,7 +167,8 @@ def rounds(number: int, kinds: Sequence[str], out: Path | None) -> None:
         print({kind: round(x[-1], 3) for kind, x in ratios.items()}, flush=True)
     for kind in seconds:
         line = {
-            "kind": kind, "config": CONFIG, "batch": BATCH, "length": LENGTH,
+            "kind": kind, "config": CONFIG | NARROWER.get(kind, {}),
+            "batch": BATCH, "length": LENGTH,
             "step_seconds": statistics.median(seconds[kind]),
             "tokens_per_second": BATCH * LENGTH / statistics.median(seconds[kind]),
             "times_plain": statistics.median(ratios[kind]) if kind in ratios else 1.0,

@@ -1,6 +1,7 @@
 """The scripts in `benchmarks/` that train and score models, on rows that take them seconds."""
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -114,19 +115,19 @@ def test_training_side_by_side_says_what_is_missing(run):
     assert not Path("runs/training.jsonl").exists()
 
 
-def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run):
+@pytest.mark.parametrize("script", ["training", "training_overhead"])
+def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, script):
     """To what one unit less of its MLPs would take away."""
-    import training
+    script = importlib.import_module(script)
 
     def parameters(name: str, config: dict) -> int:
         model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(config))
         heedful.convert(model, name)
         return sum(x.numel() for x in model.parameters())
 
-    config = training.Wanted("steps", "differential-v2, narrower", 0, 1).config
-    assert config != training.CONFIG
-    standard = parameters("standard", training.CONFIG)
-    assert parameters("differential-v2", training.CONFIG) > 1.05 * standard
+    config = script.CONFIG | script.NARROWER["differential-v2, narrower"]
+    standard = parameters("standard", script.CONFIG)
+    assert parameters("differential-v2", script.CONFIG) > 1.05 * standard
     unit = 3 * config["hidden_size"] * config["num_hidden_layers"]
     assert 0 <= parameters("differential-v2", config) - standard < unit
 
