@@ -88,11 +88,11 @@ def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=(*ROWS, *PAIRS))
-    parser.add_argument("--data", nargs="*", default=())
+    parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
     parser.add_argument("--seeds", type=count, default=3)
     parser.add_argument("--steps", type=count)
-    parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
+    parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))

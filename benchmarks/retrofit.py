@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a trained model")
     parser.add_argument("--task", choices=("text", "recall"), default="text")
-    parser.add_argument("--data", nargs="*", default=())
+    parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--length", type=count)
     parser.add_argument("--mechanism", choices=MECHANISMS, default="selective")

@@ -25,7 +25,7 @@ from heedful.tasks import Text
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
-    parser.add_argument("--data", nargs="*", default=())
+    parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
     parser.add_argument("--length", type=count, default=256)
     parser.add_argument("--name", default="selective + memory loss")

@@ -93,7 +93,7 @@ def main() -> None:
     kinds.add_argument("--ablation", action="store_true", help="multi-token attention in parts")
     parser.add_argument("--batch", type=count, default=4)
     parser.add_argument("--length", type=count, default=512)
-    parser.add_argument("--only", nargs="*", help="names of mechanisms; default all")
+    parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     known = FORMS if args.ablation else MECHANISMS

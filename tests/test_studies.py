@@ -73,6 +73,13 @@ def test_a_number_of_nothing_is_refused(run, word, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--only", "--letters", "--answers"])
+def test_a_choice_of_nothing_is_refused(run, option, capsys):
+    with pytest.raises(SystemExit):
+        run("toy_table", option, "--out", "found.jsonl")
+    assert f"argument {option}: expected at least one argument" in capsys.readouterr().err
+
+
 def test_a_grid_can_begin_with_a_trained_model(run):
     run("grouped", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
     with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
