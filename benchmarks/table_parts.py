@@ -1,5 +1,6 @@
 """What every table of results is made of: cells in a row, where they come from, what is missing."""
 
+import html
 import json
 import statistics
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ def made(records: Sequence[dict]) -> str:
 
 
 def origin(environments: Sequence[dict]) -> str:
-    """One line: command, commit, machine, versions and date of some results."""
+    """Command, commit, machine, versions and date of some results; many commands fold away."""
 
     def several(values) -> str:
         return ", ".join(dict.fromkeys(str(value) for value in values if value))
@@ -56,10 +57,17 @@ def origin(environments: Sequence[dict]) -> str:
     dates = sorted(each["date"][:10] for each in environments)
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     threads = sorted({each["threads"] for each in environments})
-    return (
-        f"*Made by `{several(each['command'] for each in environments)}` at commit "
-        f"{several(each.get('commit') or 'unknown' for each in environments)} on "
+    where = (
+        f"at commit {several(each.get('commit') or 'unknown' for each in environments)} on "
         f"{several(each['machine'] for each in environments)} with "
         f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, {several(versions)}, "
-        f"{days}.*"
+        f"{days}."
+    )
+    commands = list(dict.fromkeys(each["command"] for each in environments))
+    if len(commands) == 1:
+        return f"*Made by `{commands[0]}` {where}*"
+    listed = html.escape("\n".join(commands), quote=False)
+    return (
+        f"<details><summary><i>Made by {len(commands)} commands {where}</i></summary>\n"
+        f"<pre>\n{listed}\n</pre>\n</details>"
     )
