@@ -70,6 +70,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "training-ablation": training_tables.ablation,
         "training-overhead": training_tables.overhead,
         "training-overhead-versions": lambda: training_tables.overhead(training_tables.VERSIONS),
+        "training-overhead-narrower": lambda: training_tables.overhead(training_tables.NARROWER),
         "trainer-overhead": training_tables.command_alone,
         "toy": reproductions.toy,
         "last-words": reproductions.last_words,

@@ -8,6 +8,7 @@ from training import SLOWER
 
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 VERSIONS = RESULTS / "training-overhead-versions-cpu.jsonl"
+NARROWER = RESULTS / "training-overhead-narrower-cpu.jsonl"
 TURNS = RESULTS / "trainer-overhead-cpu.jsonl"
 PUBLISHED = {
     "standard": 11.25,
