@@ -42,7 +42,7 @@ CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688,
     "num_hidden_layers": 4, "num_attention_heads": 4,
 }  # fmt: skip
-NARROWER = {"differential-v2, narrower": {"intermediate_size": 602}}
+NARROWER = {"differential-v2, narrower": {"intermediate_size": 602}}  # as in training.py
 STEPS, SKIPPED, BATCH, LENGTH = 12, 4, 4, 512
 
 

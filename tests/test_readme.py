@@ -250,6 +250,21 @@ def test_tables_are_those_of_the_results():
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run python benchmarks/tables.py"
 
 
+def test_what_made_a_table_is_told_whole(monkeypatch):
+    """One command in its line, several in a list that no empty line ends."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table_parts import origin
+
+    first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
+             "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip
+    where = "at commit 12ab on M with 1 thread, torch 2.13.0, 2026-11-24."
+    assert origin([first, first]) == f"*Made by `a 'b <c>'` {where}*"
+    assert origin([first, first | {"command": "d"}]).splitlines() == [
+        f"<details><summary><i>Made by 2 commands {where}</i></summary>",
+        "<pre>", "a 'b &lt;c&gt;'", "d", "</pre>", "</details>",
+    ]  # fmt: skip
+
+
 def test_the_reference_is_that_of_the_docstrings():
     script = ROOT / "docs" / "api.py"
     done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)

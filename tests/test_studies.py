@@ -166,6 +166,8 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     only = [("rate", "differential-v2", 100, 200, rate) for rate in training.RATES]
     only += [("steps", narrow, seed, 800, None) for seed in (0, 1)]
     assert planned(("only", [narrow])) == only
+    config = training.Wanted("steps", narrow, 0, 1).config
+    assert config == training.CONFIG | {"intermediate_size": 447}
     longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
     assert planned(("long", 2000)) == rates + longer
     going_on = [("continual", x, 0, 400, training.ADAPTED_WITH, 2000) for x in ("standard", "mta")]
