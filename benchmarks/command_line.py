@@ -1,8 +1,12 @@
-"""What the command lines of these scripts share."""
+"""What these scripts share: their command lines, and reading the results that are there."""
 
 import argparse
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
+
+from heedful.records.files import read_each
 
 
 def count(word: str) -> int:
@@ -23,3 +27,13 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
             raise SystemExit(str(error)) from None
 
     return run
+
+
+def lines(path: Path) -> list[dict]:
+    """The lines of a results file, none where there is no file; one that was cut off is left out.
+
+    Raises:
+        ValueError: any other line is not JSON; names the file and the line.
+    """
+    found = read_each(path, json.loads, "a result") if path.exists() else []
+    return [line for _, line in found]

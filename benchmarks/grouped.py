@@ -16,12 +16,11 @@ A run that ended early goes on with the next model that is not in the file.
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from command_line import command, count
+from command_line import command, count, lines
 from tqdm import tqdm
 
 import heedful
@@ -202,12 +201,6 @@ def closing_of(task: Task) -> tuple[int, ...]:
         if (shown and not shown.strip()) or shown in (".", ",", ";", "!", "?"):
             found.append(token)
     return tuple(found) or (0,)
-
-
-def lines(path: Path) -> Iterator[dict]:
-    """The lines of a results file, if it is there."""
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
 
 
 if __name__ == "__main__":

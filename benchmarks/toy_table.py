@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from command_line import command, count
+from command_line import command, count, lines
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -58,14 +58,14 @@ def main() -> None:
         for answer in args.answers
         for name in args.only
     ]
-    known = [] if not args.out.exists() else map(json.loads, args.out.read_text().splitlines())
     done = {
-        (x["letters"], x["answer"], x["name"], x["seed"], x["steps"], x["budget"]["learning_rate"])
-        for x in known
-    }
+        (x["letters"], x["answer"], x["name"], x["seed"], x["steps"], x["blocks"],
+         x["budget"]["learning_rate"])
+        for x in lines(args.out)
+    }  # fmt: skip
     for key in tqdm(wanted):
         steps = args.steps or STEPS[key[:2]]
-        if (*key, steps, RATES[key[1]]) not in done:
+        if (*key, steps, args.blocks, RATES[key[1]]) not in done:
             record = one(*key, steps, args) | {"environment": environment()}
             append_line(args.out, json.dumps(record))
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from command_line import command, count
+from command_line import command, count, lines
 
 from heedful.experiments.train_text import train_text
 from heedful.experiments.training import Training
@@ -242,10 +242,6 @@ def training(args: argparse.Namespace, wanted: Wanted, folder: Path) -> Training
 def tokens(args: argparse.Namespace, steps: int) -> int:
     """What so many steps learn from."""
     return steps * args.batch * (args.length - 1) + 1
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 if __name__ == "__main__":

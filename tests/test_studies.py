@@ -80,6 +80,14 @@ def test_a_choice_of_nothing_is_refused(run, option, capsys):
     assert f"argument {option}: expected at least one argument" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["toy_table", "grouped", "training"])
+def test_damaged_results_are_named(run, name):
+    Path("found.jsonl").write_text('{"letters": 5\n{"letters": 5}\n')
+    asked = {"grouped": ("recall",), "training": ("--data", "none", "--held-out", "none")}
+    with pytest.raises(SystemExit, match=r"found.jsonl, line 1: not a result .*mend or delete"):
+        run(name, *asked.get(name, ()), "--out", "found.jsonl")
+
+
 def test_a_grid_can_begin_with_a_trained_model(run):
     run("grouped", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
     with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
@@ -313,6 +321,10 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch)
     columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
     assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
+    run("toy_table", *asked[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
+    other = ("--seeds", 1, "--blocks", 2, "--out", "other.jsonl", "--only", "standard")
+    run("toy_table", *other, "--letters", 5)  # what has other rows is not done yet
+    assert [x["blocks"] for x in lines("other.jsonl")] == [3, 3, 3, 2, 2, 2]
     import reproductions
 
     assert [x["steps"] for x in found[:6]] == [2, 2, 2, 3, 2, 2]
