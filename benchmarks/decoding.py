@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 
@@ -70,13 +71,13 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
             ways[f"{name}, {policy.__name__} {share:.0%}"] = (model, cache, CHUNK)
     for model, cache, chunk in ways.values():
         for piece in ids.split(chunk, dim=1):
-            model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
+            model(input_ids=piece, logits_to_keep=1, **cache_argument(model, cache))
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(args.rounds + 1):
         for name, (model, cache, _) in ways.items():
             start = time.perf_counter()
             for token in torch.randint(0, 256, (args.tokens, 1, 1)):
-                model(input_ids=token, past_key_values=cache)
+                model(input_ids=token, **cache_argument(model, cache))
             times[name].append((time.perf_counter() - start) / args.tokens * 1e3)
     records, first = [], None
     for name, (_, cache, _) in ways.items():

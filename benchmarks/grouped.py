@@ -174,9 +174,9 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
             scored = visibility.dense(q.shape[2], k.shape[2], q.device).flatten(1).sum(1)
         pairs.setdefault(role, []).append(scored.expand(rows).sum().item() / rows)
     cache = heedful.new_cache(model)
-    model(**given, past_key_values=cache, use_cache=True)
+    model(**given, cache=cache, use_cache=True)
     if not task.paired:
-        model(input_ids=samples.input_ids[:, :1], past_key_values=cache, use_cache=True)
+        model(input_ids=samples.input_ids[:, :1], cache=cache, use_cache=True)
     return {
         "groups": groups, "pairs": pairs, "cache_nbytes": cache.nbytes / rows,
         "whole_nbytes": cache.whole_nbytes / rows,

@@ -34,6 +34,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import heedful
 from heedful.hf.convert import caches
+from heedful.hf.versions import cache_argument, cache_of
 
 PAGE = Path(__file__).with_suffix(".md")
 LARGEST = 50_000_000  # parameters: above, the small configuration did not reach the whole model
@@ -188,12 +189,12 @@ def ways(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]
         for piece in ids.split([5, 1, 3, 1, 7], dim=1):
             done += piece.shape[1]
             mask = left[:, :done]
-            options = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+            options = {"attention_mask": mask, "use_cache": True} | cache_argument(model, cache)
             if takes_positions(model):
                 positions = (mask.cumsum(1) - 1).clamp(min=0)
                 options["position_ids"] = positions[:, -piece.shape[1] :]
             out = model(input_ids=piece, **options)
-            cache = out.past_key_values
+            cache = cache_of(out)
             parts.append(out.logits)
         return torch.cat(parts, 1)[left.bool()]
 

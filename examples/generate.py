@@ -33,7 +33,7 @@ whole = heedful.new_cache(model)
 small = heedful.new_cache(model, heedful.eviction.MostHidden(tokens=32))
 for cache in (whole, small):
     model.generate(
-        long, attention_mask=torch.ones_like(long), past_key_values=cache, prefill_chunk_size=32,
+        long, attention_mask=torch.ones_like(long), cache=cache, prefill_chunk_size=32,
         max_new_tokens=40, do_sample=False,
     )  # fmt: skip
     print(f"{cache.tokens} tokens, {cache.nbytes:,} bytes, peak {cache.peak_nbytes:,}")

@@ -1,5 +1,6 @@
 """For every test: shapes checked, uninitialised memory poisoned, no network, fixed seeds."""
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -88,6 +89,28 @@ def as_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def interpreted(as_without_interpreter, device, monkeypatch: pytest.MonkeyPatch) -> None:
     """`impl="fused"` runs: in Triton's interpreter, or on the GPU."""
     monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: device == "cpu")
+
+
+class _Deprecations(logging.Handler):
+    """Collects what transformers logs of names that it will remove."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "deprecated" in (message := record.getMessage()):
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_names() -> Iterator[None]:
+    """No call here uses a name that transformers will remove (warnings fail by themselves)."""
+    handler = _Deprecations()
+    logging.getLogger("transformers").addHandler(handler)
+    yield
+    logging.getLogger("transformers").removeHandler(handler)
+    assert handler.messages == []
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def peak_token_by_token(model, ids: torch.Tensor, eviction) -> int:
     """The most bytes that a real cache of one row takes."""
     cache = heedful.new_cache(model, eviction)
     for piece in ids.split(1, dim=1):
-        model(input_ids=piece, past_key_values=cache)
+        model(input_ids=piece, cache=cache)
     return cache.peak_nbytes
 
 

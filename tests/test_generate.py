@@ -123,9 +123,7 @@ def test_every_policy_can_be_named(folders, name):
     policies = {spelled(policy.__name__): policy for policy in POLICIES} | {"auto": MostHidden}
     model = heedful.load(folders / "selective")
     cache = heedful.new_cache(model, policies[name](tokens=20))
-    expected = by_hand(
-        model, list(PROMPT.encode()), 24, past_key_values=cache, prefill_chunk_size=8
-    )
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
     assert found.text == ByteTokenizer().decode(expected)
     assert cache.tokens == [19, 19]
     assert found.nbytes == cache.nbytes < found.whole_nbytes / 2
@@ -206,7 +204,7 @@ def test_budgets_beside_a_model_are_used(folders, tmp_path):
         write_budgets(folder / "budgets.json", policy, model, {})
         found, _ = made(folder, max_new_tokens=30)
         cache = heedful.new_cache(model, policy)
-        options = {"past_key_values": cache, "prefill_chunk_size": CHUNK}
+        options = {"cache": cache, "prefill_chunk_size": CHUNK}
         expected = by_hand(model, list(PROMPT.encode()), 30, **options)
         assert found.text == ByteTokenizer().decode(expected)
         assert found.nbytes == cache.nbytes

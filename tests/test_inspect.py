@@ -217,7 +217,7 @@ def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
     cache = new_cache(model, policy)
     for t in range(30):
         with torch.no_grad():
-            model(input_ids=ids[:, t : t + 1], past_key_values=cache)
+            model(input_ids=ids[:, t : t + 1], cache=cache)
         for index, at in enumerate(cache.positions()):
             gone = data.arrays[f"{index}/gone"]
             kept = [j for j in range(t + 1) if gone[j] > t]

@@ -33,7 +33,7 @@ heedful.convert(model, "selective")
 written = model.generate(ids, max_new_tokens=6, do_sample=False)
 assert torch.equal(written, model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
 cache = heedful.new_cache(model, heedful.eviction.MostHidden(tokens=16))
-model.generate(ids, past_key_values=cache, prefill_chunk_size=8, max_new_tokens=6)
+model.generate(ids, cache=cache, prefill_chunk_size=8, max_new_tokens=6)
 assert cache.nbytes < cache.whole_nbytes
 with heedful.MemoryLoss(model) as memory:
     (model(input_ids=ids, labels=ids).loss + 0.1 * memory()).backward()

@@ -1,12 +1,10 @@
 """Attention for language models that looks at more than one token pair at a time."""
 
 import importlib
-import importlib.util
-import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from heedful.hf import Conversion, convert, load, revert
+    from heedful.hf import Conversion, convert, load, register, revert
     from heedful.hf.adapters import get_peft_model
     from heedful.hf.cache import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
@@ -63,7 +61,7 @@ _ROOMS = {
         "Standard",
         "TalkingHeads",
     ),
-    "heedful.hf": ("Conversion", "convert", "load", "revert"),
+    "heedful.hf": ("Conversion", "convert", "load", "register", "revert"),
     "heedful.hf.adapters": ("get_peft_model",),
     "heedful.hf.cache": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
@@ -101,6 +99,7 @@ __all__ = [
     "look",
     "multi_token_attention",
     "new_cache",
+    "register",
     "revert",
     "selective_attention",
     "summarise",
@@ -132,38 +131,3 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted((*__all__, *_MODULES))
-
-
-class _WithAutoConfig:
-    """Lets `AutoConfig` know converted models as soon as transformers has one, and no earlier.
-
-    On `sys.meta_path`, until then: it finds the module where everybody else does.
-    """
-
-    name = "transformers.models.auto.configuration_auto"
-
-    @classmethod
-    def find_spec(cls, name: str, path: object = None, target: object = None):
-        if name != cls.name:
-            return None
-        sys.meta_path.remove(cls)
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module) -> None:
-                execute(module)
-                cls.tell()
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-    @staticmethod
-    def tell() -> None:
-        importlib.import_module("heedful.auto_classes").register_config()
-
-
-if hasattr(sys.modules.get(_WithAutoConfig.name), "AutoConfig"):
-    _WithAutoConfig.tell()
-elif _WithAutoConfig not in sys.meta_path:
-    sys.meta_path.insert(0, _WithAutoConfig)

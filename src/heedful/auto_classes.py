@@ -1,10 +1,9 @@
 """Converted checkpoints for tools that are given nothing but a path.
 
 Such a tool calls transformers' Auto classes, and these know a model type only from the process or
-from the folder. In the process, `import heedful` is enough: `register_config` runs as soon as
-transformers has its Auto classes, and the models follow with the first configuration that is read.
-In the folder stands a shim, a file of one import, named in `config.json` by `auto_map`: with
-`trust_remote_code=True` transformers runs it, and the rest is as in the first case.
+from the folder. In the process, `heedful.register()` tells them, and so do `heedful.load` and
+`heedful.convert`. In the folder stands a shim, a file of one import, named in `config.json` by
+`auto_map`: with `trust_remote_code=True` transformers runs it, and finds the same classes in it.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ SHIM_TEXT = '''\
 To open it, in any of three ways:
 
     heedful.load(folder)
-    import heedful                        # then transformers' Auto classes know the folder
+    heedful.register()                    # then transformers' Auto classes know the folder
     ...from_pretrained(folder, trust_remote_code=True)    # which runs this file
 """
 
@@ -30,7 +29,7 @@ from heedful.hf.checkpoint import HeedfulModel  # noqa: F401
 
 _ADVICE = (
     "heedful: open this folder with heedful.load(folder); with transformers' Auto classes after "
-    "`import heedful`; or with these and trust_remote_code=True"
+    "heedful.register(); or with these and trust_remote_code=True"
 )
 # A family's own class reads any configuration and takes its defaults for what it does not find: a
 # model of billions of random weights. These fields stop it, each with a message that says why: no

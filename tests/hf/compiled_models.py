@@ -14,6 +14,7 @@ from families import stir, tiny, tokens
 from torch._dynamo.utils import counters
 
 import heedful
+from heedful.hf.versions import cache_of
 from heedful.nn import MultiToken, Selective
 
 MECHANISMS = {
@@ -88,10 +89,10 @@ def refused_when_it_runs() -> None:
     torch._dynamo.reset()
     model = converted("standard")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    cache = compiled(input_ids=tokens(1, 4)).past_key_values  # a stock one: ours breaks graphs
+    cache = cache_of(compiled(input_ids=tokens(1, 4)))  # a stock one: ours breaks graphs
     again = torch.tensor([[0, 1]])
     try:
-        compiled(input_ids=tokens(1, 2), position_ids=again, past_key_values=cache)
+        compiled(input_ids=tokens(1, 2), position_ids=again, cache=cache)
     except RuntimeError as error:
         assert "position_ids start again" in str(error), error
     else:

@@ -143,3 +143,9 @@ def exactly():
 
 def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None, **_) -> Tensor:
     return x.softmax(dim, dtype=torch.promote_types(x.dtype, dtype or x.dtype))
+
+
+def checkpoint_layers(model, options: dict | None = None) -> None:
+    """Compute layers again in the backward pass; transformers calls it otherwise since 5.23."""
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
+    getattr(model, new if hasattr(model, new) else old)(options)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from encoder_families import logits as pair_logits
 from encoder_families import tiny as tiny_pair
-from families import exactly, logits, stir, tiny, tokens, twin
+from families import checkpoint_layers, exactly, logits, stir, tiny, tokens, twin
 
 import heedful
 from heedful.nn import Grouped, MultiToken, Selective
@@ -84,7 +84,7 @@ def test_gradient_checkpointing_drops_the_same(name):
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        model.gradient_checkpointing_enable()
+        checkpoint_layers(model)
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 

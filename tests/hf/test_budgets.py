@@ -10,6 +10,7 @@ from test_cache import greedy
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import NAME, fingerprint, is_of, read_budgets, write_budgets
+from heedful.hf.versions import cache_of
 from heedful.nn import Differential
 
 POLICY = MostHidden(tokens=(14, 16, 15), sinks=2)
@@ -33,11 +34,11 @@ def test_a_loaded_model_has_its_budgets(folder):
         (POLICY, n) for n in POLICY.tokens
     ]
     out = greedy(model, ids, 6, return_dict_in_generate=True)
-    assert out.past_key_values.tokens == [13, 15, 14]
-    expected = greedy(model, ids, 6, past_key_values=heedful.new_cache(model, POLICY))
+    assert cache_of(out).tokens == [13, 15, 14]
+    expected = greedy(model, ids, 6, cache=heedful.new_cache(model, POLICY))
     assert torch.equal(out.sequences, expected)
     whole = heedful.new_cache(model, eviction=False)
-    greedy(model, ids, 6, past_key_values=whole)
+    greedy(model, ids, 6, cache=whole)
     assert whole.tokens == [35] * 3
     other = heedful.new_cache(model, StreamingLLM(tokens=20))
     assert other.layers[0].policy == StreamingLLM(tokens=20)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, StaticCache
 import heedful
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.summary_cache import SummaryCache
+from heedful.hf.versions import cache_of
 from heedful.nn import (
     NAMES,
     Canon,
@@ -79,8 +80,8 @@ def in_steps(model, ids: Tensor, sizes: list[int], cache=None, **options) -> Ten
         done += piece.shape[1]
         if mask is not None:
             options["attention_mask"] = mask[:, :done]
-        out = model(input_ids=piece, past_key_values=cache, use_cache=True, **options)
-        cache = out.past_key_values
+        out = model(input_ids=piece, cache=cache, use_cache=True, **options)
+        cache = cache_of(out)
         parts.append(out.logits)
     return torch.cat(parts, dim=1)
 
@@ -161,8 +162,8 @@ DRAFTS = {
 }
 GIVEN = {
     "no cache": lambda model: {},
-    "our cache": lambda model: {"past_key_values": heedful.new_cache(model)},
-    "its cache": lambda model: {"past_key_values": DynamicCache(config=model.config)},
+    "our cache": lambda model: {"cache": heedful.new_cache(model)},
+    "its cache": lambda model: {"cache": DynamicCache(config=model.config)},
 }
 
 
@@ -178,7 +179,7 @@ def test_assisted_decoding_is_greedy_decoding(name, given, draft, family):
     found = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
     assert torch.equal(found, expected)
     if cache:
-        assert cache["past_key_values"].get_seq_length() == expected.shape[1] - 1
+        assert cache["cache"].get_seq_length() == expected.shape[1] - 1
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -187,7 +188,7 @@ def test_a_cache_goes_on_over_several_turns(name):
     cache = heedful.new_cache(model)
     ids = tokens(1, 6)
     for turn in (5, 3, 7):
-        found = greedy(model, ids, 4, past_key_values=cache)
+        found = greedy(model, ids, 4, cache=cache)
         assert torch.equal(found, greedy(model, ids, 4, use_cache=False))
         ids = torch.cat([found, tokens(1, turn)], dim=1)
 
@@ -200,7 +201,7 @@ def test_a_prompt_is_read_once_for_several_answers(name):
     in_steps(model, ids, [8], cache)
     for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         longer = torch.cat([ids, tokens(2, 3)], dim=1)
-        found = greedy(model, longer, 4, past_key_values=again)
+        found = greedy(model, longer, 4, cache=again)
         assert torch.equal(found, greedy(model, longer, 4, use_cache=False))
 
 
@@ -294,7 +295,7 @@ def test_another_batch_is_refused_before_canon_keeps_its_rows():
     cache = heedful.new_cache(model)
     in_steps(model, ids[:, :5], [5], cache)
     with pytest.raises(ValueError, match="holds a batch of 1 rows and the call has 2"):
-        model(input_ids=tokens(2, 1), past_key_values=cache)
+        model(input_ids=tokens(2, 1), cache=cache)
     found = in_steps(model, ids[:, 5:], [1, 3], cache)
     torch.testing.assert_close(found, logits(model, ids)[:, 5:], rtol=0, atol=1e-11)
 
@@ -347,7 +348,7 @@ def test_gradients_go_through_a_cache(name):
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     first = model(input_ids=ids[:, :7], use_cache=True)
-    second = model(input_ids=ids[:, 7:], past_key_values=first.past_key_values)
+    second = model(input_ids=ids[:, 7:], cache=cache_of(first))
     torch.cat([first.logits, second.logits], 1).square().sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-9, atol=1e-9)
@@ -358,7 +359,7 @@ def test_gradients_of_a_call_outlive_later_calls(name):
     model, ids = converted(name).train(), tokens(1, 20)
     expected, found = (model(input_ids=ids, use_cache=True) for _ in range(2))
     with torch.no_grad():
-        in_steps(model, ids[:, :8], [1] * 8, found.past_key_values)
+        in_steps(model, ids[:, :8], [1] * 8, cache_of(found))
     own = list(model.model.layers[0].self_attn.parameters())[:3]
     grads = [torch.autograd.grad(out.logits.square().sum(), own) for out in (expected, found)]
     torch.testing.assert_close(*grads, rtol=0, atol=0)
@@ -406,17 +407,17 @@ def test_the_default_of_use_cache_stays(name):
     model = converted(name)
     assert model.config.use_cache is True
     ids = tokens(1, 5)
-    cache = model(input_ids=ids).past_key_values
+    cache = cache_of(model(input_ids=ids))
     assert all(isinstance(layer, LayerCache) for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ["mta-everywhere", "selective"])
 def test_a_used_plain_cache_is_refused(name):
     model, plain, ids = converted(name), tiny(), tokens(1, 5)
-    cache = plain(input_ids=ids, use_cache=True).past_key_values
+    cache = cache_of(plain(input_ids=ids, use_cache=True))
     before = [layer.keys.clone() for layer in cache.layers]
-    for call in (lambda: model(input_ids=ids[:, :1], past_key_values=cache),
-                 lambda: greedy(model, tokens(1, 7), past_key_values=cache)):  # fmt: skip
+    for call in (lambda: model(input_ids=ids[:, :1], cache=cache),
+                 lambda: greedy(model, tokens(1, 7), cache=cache)):  # fmt: skip
         with pytest.raises(ValueError, match=r"holds keys and values only .DynamicLayer., and .* "
                                              r"pass heedful.new_cache.model."):  # fmt: skip
             call()
@@ -426,20 +427,20 @@ def test_a_used_plain_cache_is_refused(name):
 
 def test_a_used_plain_cache_serves_what_needs_no_more():
     model, ids = converted("standard"), tokens(1, 9)
-    cache = heedful.revert(twin(model))(input_ids=ids[:, :5], use_cache=True).past_key_values
-    found = model(input_ids=ids[:, 5:], past_key_values=cache).logits
+    cache = cache_of(heedful.revert(twin(model))(input_ids=ids[:, :5], use_cache=True))
+    found = model(input_ids=ids[:, 5:], cache=cache).logits
     torch.testing.assert_close(found, logits(model, ids)[:, 5:], rtol=0, atol=1e-12)
 
 
 def test_caches_of_others_are_refused():
     one, other, third = converted("selective"), converted("selective"), converted("standard")
     ids = tokens(1, 5)
-    cache = one(input_ids=ids).past_key_values
+    cache = cache_of(one(input_ids=ids))
     for model in (other, third):
         with pytest.raises(ValueError, match=r"belongs to another model or mechanism .Selective"):
-            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=ids, cache=cache)
     with pytest.raises(ValueError, match="holds a batch of 1 rows and the call has 2"):
-        one(input_ids=tokens(2, 1), past_key_values=cache)
+        one(input_ids=tokens(2, 1), cache=cache)
     found = in_steps(one, ids, [1] * 5, cache)  # and it is as it was
     whole = logits(one, torch.cat([ids, ids], 1))[:, 5:]
     torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
@@ -453,7 +454,7 @@ def test_static_and_quantized_caches_are_refused_by_name(name):
             greedy(model, ids, cache_implementation=kind)
     static = StaticCache(config=model.config, max_cache_len=32)
     with pytest.raises(ValueError, match="must not be a static cache"):
-        greedy(model, ids, past_key_values=static)
+        greedy(model, ids, cache=static)
 
 
 def test_continuous_batching_is_refused():

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 import heedful
+from heedful.hf.versions import cache_of
 from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
 
 each_family = pytest.mark.parametrize("family", EAGER)
@@ -63,10 +64,10 @@ def test_cached_steps_are_the_full_forward(name, family):
     parts, done, cache = [], 0, None
     for piece in ids.split([6, 1, 1, 5, 1, 1, 1, 1, 2], dim=1):
         done += piece.shape[1]
-        options = {"attention_mask": mask[:, :done], "past_key_values": cache, "use_cache": True}
+        options = {"attention_mask": mask[:, :done], "cache": cache, "use_cache": True}
         with torch.no_grad(), exactly():
             out = model(input_ids=piece, **options)
-        cache = out.past_key_values
+        cache = cache_of(out)
         parts.append(out.logits)
     real = mask.bool()
     torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=1e-11)
@@ -83,7 +84,7 @@ def test_generate_is_the_repeated_full_forward(name, family):
     assert torch.equal(found, model.generate(ids, use_cache=False, **options))
     if name != "mta":  # whose convolutions no budget serves
         cache = heedful.new_cache(model, heedful.eviction.TOVA(tokens=17, recent=3))
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), found)
+        assert torch.equal(model.generate(ids, cache=cache, **options), found)
 
 
 @each_family

@@ -9,6 +9,7 @@ from families import logits, ragged_mask, stir, tiny, tokens, twin
 from torch import nn
 
 import heedful
+from heedful.hf.versions import cache_of
 from heedful.nn import (
     Differential,
     Given,
@@ -64,14 +65,14 @@ def test_a_layer_is_given_what_it_declares(family, monkeypatch):
             )
     ids = tokens(2, 7)
     with torch.no_grad():
-        cache = model(input_ids=ids[:, :5], attention_mask=ragged_mask(2, 5)).past_key_values
+        cache = cache_of(model(input_ids=ids[:, :5], attention_mask=ragged_mask(2, 5)))
     for layer, given in zip(found, inputs, strict=True):
         assert torch.equal(layer.noted.input, given)
         assert torch.equal(layer.noted.token_ids, ids[:, :5])
         assert torch.equal(layer.noted.positions.expand(2, -1), torch.arange(5).expand(2, -1))
     assert [layer.noted.cache for layer in found] == list(cache.layers)
     with torch.no_grad():
-        model(input_ids=ids[:, 5:], past_key_values=cache)
+        model(input_ids=ids[:, 5:], cache=cache)
     assert torch.equal(found[0].noted.positions, torch.tensor([[5, 6]]))
     assert torch.equal(found[2].noted.token_ids, ids[:, 5:])
 
@@ -79,7 +80,7 @@ def test_a_layer_is_given_what_it_declares(family, monkeypatch):
 def test_what_cannot_be_given_is_refused(monkeypatch):
     model = with_layers(monkeypatch, Noting)
     embedded = model.get_input_embeddings()(tokens())
-    with pytest.raises(ValueError, match="needs token_ids, and HeedfulLlamaAttention was called w"):
+    with pytest.raises(ValueError, match="needs token_ids, and LlamaAttention was called w"):
         model(inputs_embeds=embedded)
 
 

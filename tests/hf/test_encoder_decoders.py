@@ -5,13 +5,14 @@ import copy
 import pytest
 import torch
 from encoder_families import ENCODER_DECODERS, exactly, logits, tiny
-from families import VOCABULARY, ragged_mask, stir, tokens
+from families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
 import heedful
 from heedful import eviction
 from heedful.hf.checkpoint import register
+from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import (
     Canon,
     Differential,
@@ -175,10 +176,10 @@ def test_target_tokens_in_pieces_are_the_whole_row(family, name):
             with torch.no_grad():
                 out = model(
                     input_ids=source, attention_mask=mask, decoder_input_ids=piece,
-                    decoder_attention_mask=seen[:, :done], past_key_values=cache, use_cache=True,
+                    decoder_attention_mask=seen[:, :done], cache=cache, use_cache=True,
                     **more,
                 )  # fmt: skip
-            cache = out.past_key_values
+            cache = cache_of(out)
             parts.append(out.logits)
         real = seen.bool()
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=1e-11)
@@ -202,7 +203,7 @@ def test_the_cache_knows_its_bytes(family, name):
     cache = heedful.new_cache(model)
     assert isinstance(cache, EncoderDecoderCache) and cache.nbytes == 0
     with torch.no_grad():
-        model(input_ids=source, decoder_input_ids=tokens(2, 6), past_key_values=cache)
+        model(input_ids=source, decoder_input_ids=tokens(2, 6), cache=cache)
     held: dict[int, int] = {}
     for part in (cache.self_attention_cache, cache.cross_attention_cache):
         for layer in part.layers:
@@ -316,7 +317,7 @@ def test_gradient_checkpointing_hands_over_the_same(family):
         return torch.autograd.grad(loss, own)
 
     before = grads()
-    model.activation_checkpointing_enable()
+    checkpoint_layers(model)
     for found, expected in zip(grads(), before, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
@@ -419,7 +420,7 @@ def test_budgets_are_of_the_self_attention(family):
     model, source = converted(family, "selective"), tokens(2, 11)
     cache = heedful.new_cache(model, eviction.StreamingLLM(tokens=6, sinks=1, recent=2))
     found = model.generate(
-        source, past_key_values=cache, do_sample=False, min_new_tokens=12, max_new_tokens=12
+        source, cache=cache, do_sample=False, min_new_tokens=12, max_new_tokens=12
     )
     assert found.shape[1] > 8 and max(cache.tokens) <= 6, found
     assert [layer.length for layer in cache.cross_attention_cache.layers] == [11] * 3
@@ -432,17 +433,17 @@ def test_what_caches_of_encoder_decoders_refuse():
     ):
         heedful.new_cache(t5, eviction.StreamingLLM(tokens=6, sinks=1, recent=2))
     source, target, cache = tokens(2, 11), tokens(2, 7), heedful.new_cache(t5)
-    t5(input_ids=source, decoder_input_ids=target, past_key_values=cache)
+    t5(input_ids=source, decoder_input_ids=target, cache=cache)
     with pytest.raises(ValueError, match=r"crop can take back 0 tokens here, asked for 1"):
         cache.crop(-1)
     cache.is_updated.clear()
     with pytest.raises(ValueError, match=r"holds the keys of a source already, .* reset\(\)"):
-        t5(input_ids=source, decoder_input_ids=target, past_key_values=cache)
+        t5(input_ids=source, decoder_input_ids=target, cache=cache)
     filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    heedful.revert(t5)(input_ids=source, decoder_input_ids=target, past_key_values=filled)
+    heedful.revert(t5)(input_ids=source, decoder_input_ids=target, **cache_argument(t5, filled))
     heedful.convert(t5, MTA, where="cross")
     with pytest.raises(ValueError, match=r"keys and values only of the source, .*\(3 query rows"):
-        t5(input_ids=source, decoder_input_ids=target[:, :1], past_key_values=filled)
+        t5(input_ids=source, decoder_input_ids=target[:, :1], cache=filled)
 
 
 def test_taking_tokens_back_leaves_the_cache_as_it_was():
@@ -451,13 +452,13 @@ def test_taking_tokens_back_leaves_the_cache_as_it_was():
         caches = [heedful.new_cache(model) for _ in range(2)]
         with torch.no_grad():
             for cache in caches:
-                model(input_ids=source, decoder_input_ids=target[:, :6], past_key_values=cache)
+                model(input_ids=source, decoder_input_ids=target[:, :6], cache=cache)
             caches[0].activate_past_recording()
-            model(input_ids=source, decoder_input_ids=target[:, 6:9], past_key_values=caches[0])
+            model(input_ids=source, decoder_input_ids=target[:, 6:9], cache=caches[0])
             caches[0].crop(-2)
-            model(input_ids=source, decoder_input_ids=target[:, 6:7], past_key_values=caches[1])
+            model(input_ids=source, decoder_input_ids=target[:, 6:7], cache=caches[1])
             found = [
-                model(input_ids=source, decoder_input_ids=target[:, 9:], past_key_values=c).logits
+                model(input_ids=source, decoder_input_ids=target[:, 9:], cache=c).logits
                 for c in caches
             ]
         torch.testing.assert_close(*found, rtol=0, atol=1e-12)

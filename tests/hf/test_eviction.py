@@ -13,6 +13,7 @@ from torch import Tensor
 import heedful
 from heedful.eviction import H2O, POLICIES, TOVA, MostHidden, Random, SnapKV, StreamingLLM, Window
 from heedful.hf.cached_layer import LayerCache
+from heedful.hf.versions import cache_of
 from heedful.nn import Given, HeadShape, Selective, Standard
 from heedful.ops import Visibility, multi_token_attention
 
@@ -187,9 +188,9 @@ def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):
     ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
     chosen = policy(tokens=10, sinks=2, recent=3)
     cache = heedful.new_cache(model, chosen)
-    together = greedy(model, ids, 14, attention_mask=(ids != 0).long(), past_key_values=cache)
+    together = greedy(model, ids, 14, attention_mask=(ids != 0).long(), cache=cache)
     for row, found in zip(rows, together, strict=True):
-        alone = greedy(model, row, 14, past_key_values=heedful.new_cache(model, chosen))
+        alone = greedy(model, row, 14, cache=heedful.new_cache(model, chosen))
         assert torch.equal(found[14:], alone[0, row.shape[1] :])
 
 
@@ -251,7 +252,7 @@ def test_generate_and_beams_go_on_under_a_budget(policy):
     ids, mask = tokens(2, 12), ragged_mask(2, 12)
     for options in ({}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
         cache = heedful.new_cache(model, policy(tokens=20))
-        found = greedy(model, ids, 20, attention_mask=mask, past_key_values=cache, **options)
+        found = greedy(model, ids, 20, attention_mask=mask, cache=cache, **options)
         assert found.shape[1] == 32
         assert cache.tokens == [19] * 3
 
@@ -260,15 +261,15 @@ def test_assisted_decoding_under_a_budget():
     model, ids = converted("selective"), tokens(1, 20)
     for policy in (MostHidden, StreamingLLM, Window, Random):
         cache = heedful.new_cache(model, policy(tokens=24))
-        greedy(model, ids, 30, past_key_values=cache, prompt_lookup_num_tokens=3)
+        greedy(model, ids, 30, cache=cache, prompt_lookup_num_tokens=3)
         assert max(cache.tokens) <= 23
         whole = heedful.new_cache(model, policy(tokens=64))
-        found = greedy(model, ids, 30, past_key_values=whole, prompt_lookup_num_tokens=3)
+        found = greedy(model, ids, 30, cache=whole, prompt_lookup_num_tokens=3)
         assert torch.equal(found, greedy(model, ids, 30))
     for policy in (TOVA, H2O, SnapKV):
         cache = heedful.new_cache(model, policy(tokens=24))
         with pytest.raises(ValueError, match="cannot take tokens back, as assisted decoding asks"):
-            greedy(model, ids, 10, past_key_values=cache, prompt_lookup_num_tokens=3)
+            greedy(model, ids, 10, cache=cache, prompt_lookup_num_tokens=3)
 
 
 def test_a_cache_of_assisted_decoding_keeps_to_its_budget_again():
@@ -276,8 +277,8 @@ def test_a_cache_of_assisted_decoding_keeps_to_its_budget_again():
     model, ids = converted("selective"), tokens(1, 20)
     for policy in (MostHidden, StreamingLLM):
         cache = heedful.new_cache(model, policy(tokens=16))
-        ids = greedy(model, tokens(1, 20), 6, past_key_values=cache, prompt_lookup_num_tokens=3)
-        found = greedy(model, ids, 12, past_key_values=cache)
+        ids = greedy(model, tokens(1, 20), 6, cache=cache, prompt_lookup_num_tokens=3)
+        found = greedy(model, ids, 12, cache=cache)
         assert found.shape[1] == ids.shape[1] + 12
         assert cache.tokens == [15] * 3
         again = heedful.new_cache(model, policy(tokens=16))
@@ -290,8 +291,8 @@ def test_a_cache_of_assisted_decoding_keeps_to_its_budget_again():
 def test_a_window_cache_of_assisted_decoding_lets_go_again():
     model = converted("standard", "mistral")
     cache = heedful.new_cache(model)
-    ids = greedy(model, tokens(1, 20), 6, past_key_values=cache, prompt_lookup_num_tokens=3)
-    found = greedy(model, ids, 12, past_key_values=cache)
+    ids = greedy(model, tokens(1, 20), 6, cache=cache, prompt_lookup_num_tokens=3)
+    found = greedy(model, ids, 12, cache=cache)
     assert torch.equal(found, greedy(model, ids, 12))
     assert cache.tokens == [3] * 3
 
@@ -326,7 +327,7 @@ def test_a_models_own_budgets_are_used():
     assert heedful.new_cache(model).layers[0].policy == MostHidden(tokens=16)
     assert heedful.new_cache(model, eviction=False).layers[0].policy is None
     out = greedy(model, ids, 10, return_dict_in_generate=True)
-    assert out.past_key_values.tokens == [15] * 3
+    assert cache_of(out).tokens == [15] * 3
 
 
 WRONG = {
@@ -358,7 +359,7 @@ def test_what_a_policy_cannot_serve_is_refused():
     model = converted("selective").train()
     cache = heedful.new_cache(model, StreamingLLM(tokens=13))
     with pytest.raises(ValueError, match="evicts tokens, which has no gradients"):
-        model(input_ids=tokens(), past_key_values=cache)
+        model(input_ids=tokens(), cache=cache)
 
 
 def test_policies_are_frozen_and_alike():

@@ -60,8 +60,8 @@ def test_bytes_of_a_cache_are_those_of_summaries_and_near_tokens(context):
     cache = heedful.new_cache(model)
     with torch.no_grad():
         for piece in torch.randint(16, (1, context)).split(1024, dim=1):
-            model(input_ids=piece, past_key_values=cache, logits_to_keep=1)
-        model(input_ids=piece[:, :1], past_key_values=cache)
+            model(input_ids=piece, cache=cache, logits_to_keep=1)
+        model(input_ids=piece[:, :1], cache=cache)
     per_token = 2 * 4 * 64 * 2
     assert cache.whole_nbytes == (context + 1) * per_token
     summaries, near = context // 16 * per_token, (128 + 16) * per_token

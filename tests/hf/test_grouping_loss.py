@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from families import tiny, tokens
+from families import checkpoint_layers, tiny, tokens
 
 import heedful
 from heedful import Grouped, GroupingLoss
@@ -89,7 +89,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.manual_seed(3)
         model = converted("cif", share=2)
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model, {"use_reentrant": False})
         with GroupingLoss(model) as grouping:
             ids = torch.arange(80).view(2, 40) % 30 + 2
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from families import logits, stir, tiny, tokens, twin
+from families import checkpoint_layers, logits, stir, tiny, tokens, twin
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 
 import heedful
 from heedful.hf.mask import visibility_for
+from heedful.hf.versions import cache_of
 from heedful.nn import Differential, MultiToken, Selective, TalkingHeads
 
 MECHANISMS = {
@@ -166,7 +167,7 @@ def test_positions_of_padding_start_no_document(fill):
                 input_ids=ids[:, start:stop],
                 attention_mask=mask[:, :stop],
                 position_ids=positions[:, start:stop],
-                past_key_values=cache,
+                cache=cache,
             )
     torch.testing.assert_close(out.logits[1], found[1, 5:], rtol=0, atol=1e-11)
 
@@ -176,18 +177,18 @@ def test_a_restart_that_continues_a_filled_cache_is_refused(positions):
     model = tiny()
     heedful.convert(model, "standard")
     cache = DynamicCache(config=model.config)
-    model(input_ids=tokens(1, 4), past_key_values=cache)
+    model(input_ids=tokens(1, 4), cache=cache)
     with pytest.raises(ValueError, match="position_ids start again in a step that continues a fil"):
-        model(input_ids=tokens(1, 2), position_ids=torch.tensor(positions), past_key_values=cache)
+        model(input_ids=tokens(1, 2), position_ids=torch.tensor(positions), cache=cache)
     assert cache.get_seq_length() == 4
 
 
 def test_a_cache_of_packed_documents_is_not_continued():
     model = tiny()
     heedful.convert(model, "standard")
-    packed = model(input_ids=tokens(1, 9), position_ids=positions_of([5, 4])).past_key_values
-    with pytest.raises(ValueError, match=r"past_key_values holds packed documents, .* one docum"):
-        model(input_ids=tokens(1, 1), position_ids=torch.tensor([[4]]), past_key_values=packed)
+    packed = cache_of(model(input_ids=tokens(1, 9), position_ids=positions_of([5, 4])))
+    with pytest.raises(ValueError, match=r"cache holds packed documents, .* one docum"):
+        model(input_ids=tokens(1, 1), position_ids=torch.tensor([[4]]), cache=packed)
 
 
 def test_an_error_in_a_packed_call_leaves_nothing_behind():
@@ -212,7 +213,7 @@ def test_documents_hold_where_a_step_is_computed_again():
     for checkpointing in (False, True):
         model.train().zero_grad()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model, {"use_reentrant": False})
         model(**options, position_ids=positions_of([5, 4])).loss.backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     for plain, again in zip(*grads, strict=True):
@@ -326,9 +327,9 @@ def test_a_mask_of_another_length(tokens_of_mask):
     with pytest.raises(ValueError, match=rf"one entry per token \(11\), got {tokens_of_mask}"):
         logits(model, ids, attention_mask=mask)
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=cache)
+    model(input_ids=ids, cache=cache)
     with pytest.raises(ValueError, match=r"those in the cache included \(12\), got 1"):
-        model(input_ids=ids[:, :1], attention_mask=mask[:, :1], past_key_values=cache)
+        model(input_ids=ids[:, :1], attention_mask=mask[:, :1], cache=cache)
 
 
 def test_copies_and_other_models_keep_their_own_documents():

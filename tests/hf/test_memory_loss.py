@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from families import stir, tiny, tokens
+from families import checkpoint_layers, stir, tiny, tokens
 from transformers import Trainer, TrainingArguments
 
 import heedful
@@ -222,7 +222,7 @@ def test_one_position_of_each_document_has_the_gradient(tied, monkeypatch):
 def test_checkpointed_layers_report_once():
     plain = selective()
     other = copy.deepcopy(plain)
-    other.gradient_checkpointing_enable()
+    checkpoint_layers(other)
     ids, grads = tokens(), []
     for model in (plain, other):
         memory = heedful.MemoryLoss(model)
@@ -238,7 +238,7 @@ def test_checkpointed_layers_report_once():
 
 def test_reentrant_checkpointing_is_refused():
     model = selective()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    checkpoint_layers(model, {"use_reentrant": True})
     model.enable_input_require_grads()
     heedful.MemoryLoss(model)
     with pytest.raises(ValueError, match=r"no gradient: .*'use_reentrant': False"):

@@ -105,7 +105,7 @@ def test_offloaded_under_a_budget(name, family, moves):
     model, ids = converted(name, family), tokens(2, 20)
     policy = (MostHidden if name == "selective" else StreamingLLM)(tokens=14)
     caches = [heedful.new_cache(model, policy, offloading=x) for x in (False, True)]
-    expected, found = (generated(model, ids, past_key_values=cache) for cache in caches)
+    expected, found = (generated(model, ids, cache=cache) for cache in caches)
     assert torch.equal(found, expected) and moves.seen.count("away") >= 3 * 6
     whole = torch.cat([ids, expected[:, 20:]], dim=1)
     assert caches[1].tokens == caches[0].tokens and whole.shape == found.shape
@@ -119,5 +119,5 @@ def test_what_is_not_fetched_back_is_found(config, moves, monkeypatch):
     for kind in (LayerCache, SummaryCache):
         monkeypatch.setattr(kind, "prefetch", lambda cache: None)
     cache = heedful.new_cache(model, offloading=True)
-    steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(12)]
+    steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(12)]
     assert (torch.cat(steps, dim=1) - logits(model, ids)).abs().max() > 1e-3

@@ -90,7 +90,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
 ids = tokenizer("a red bus and one car", return_tensors="pt").input_ids
 options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
 written = model.generate(ids, **options)
-held = written.past_key_values.tokens
+from heedful.hf.versions import cache_of
+held = cache_of(written).tokens
 assert all(n <= budget for n, budget in zip(held, (13, 14, 15), strict=True)), held
 both = AutoModelForSeq2SeqLM.from_pretrained(pair, **trusted)
 source = torch.arange(3, 14)[None]
@@ -136,29 +137,20 @@ def test_untrusted_it_is_refused_and_the_folder_says_how_else(folder, elsewhere)
     assert f"inspect the repository content at {folder}" in done.stderr
     assert "pass the argument `trust_remote_code=True`" in done.stderr
     shim = (folder / SHIM).read_text()
-    for way in ("import heedful", "trust_remote_code=True", "heedful.load(folder)"):
+    for way in ("heedful.register()", "trust_remote_code=True", "heedful.load(folder)"):
         assert way in shim
-    with pytest.raises(Exception, match=r"after `import heedful`; or .* trust_remote_code=True"):
+    with pytest.raises(Exception, match=r"after heedful.register\(\); or .* trust_remote_code="):
         LlamaForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from transformers import AutoModelForCausalLM; import heedful",
-        pytest.param(
-            "import heedful; from transformers import AutoModelForCausalLM", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "import transformers; import heedful; from transformers import AutoModelForCausalLM",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_after_importing_heedful_no_trust_is_needed(imports, folder, elsewhere):
-    code = f"""
+def test_registered_no_trust_is_needed(folder, elsewhere):
+    code = """
 import sys
-{imports}
+finders = list(sys.meta_path)
+import heedful
+from transformers import AutoModelForCausalLM
+assert [x for x in sys.meta_path if x not in finders and "heedful" in repr(x)] == []
+heedful.register()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert model._heedful.eviction.tokens == (13, 14, 15)
 """

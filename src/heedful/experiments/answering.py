@@ -14,6 +14,7 @@ from heedful.experiments.generate import prompt_chunk
 from heedful.hf.cache import new_cache
 from heedful.hf.evicting import evicting
 from heedful.hf.eviction import Eviction
+from heedful.hf.versions import generate_argument
 
 _LOGITS = 2**26  # numbers of logits at a time
 
@@ -74,7 +75,7 @@ class Model:
         written = self.model.generate(
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
-            past_key_values=cache,
+            **generate_argument(cache),
             prefill_chunk_size=prompt_chunk(cache),
             max_new_tokens=room,
             num_beams=1,

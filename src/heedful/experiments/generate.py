@@ -16,6 +16,7 @@ from heedful.experiments.models import longest, open_model, open_tokenizer, poli
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache import KVCache, new_cache
 from heedful.hf.eviction import Eviction, SnapKV
+from heedful.hf.versions import generate_argument
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
 
@@ -70,7 +71,7 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
     found = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
-        past_key_values=cache,
+        **generate_argument(cache),
         prefill_chunk_size=None if paired else asked.chunk or prompt_chunk(cache),
         max_new_tokens=asked.max_new_tokens,
         num_beams=1,

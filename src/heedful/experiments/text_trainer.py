@@ -57,7 +57,7 @@ class TextTrainer(InOrder):
         model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         for batch in self.get_eval_dataloader():
-            batch = self._prepare_inputs(batch)
+            batch = self.on_device(batch)
             with self.compute_loss_context_manager():
                 mean = model(**batch, use_cache=False).loss
             asked = (batch["labels"][:, 1:] != -100).sum()
@@ -92,25 +92,25 @@ class TextTrainer(InOrder):
             self.is_fsdp_enabled = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self._save(output_dir, self.whole_weights())
+        self.write_weights(output_dir, self.whole_weights())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def read_weights(self, checkpoint: str) -> None:
         if not self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super().read_weights(checkpoint)
             return
         weights = {}
-        for path in sorted(Path(resume_from_checkpoint).glob("*.safetensors")):
+        for path in sorted(Path(checkpoint).glob("*.safetensors")):
             weights |= load_file(path)
         options = StateDictOptions(full_state_dict=True, strict=False)  # tied: under one name
         set_model_state_dict(self.model, weights, options=options)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def write_optimizer(self, folder: str) -> None:
         state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
         if self.args.should_save:
-            torch.save(state, Path(output_dir) / _OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+            torch.save(state, Path(folder) / _OPTIMIZER)
+            torch.save(self.lr_scheduler.state_dict(), Path(folder) / _SCHEDULER)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def read_optimizer(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         state, schedule = (

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from heedful.experiments.trainer import parameter_groups
 from heedful.experiments.training import HARMLESS, Recipe, Training, asked_for
 from heedful.hf import conversion_of, load, revert
 from heedful.hf.losses import MemoryLoss
+from heedful.hf.versions import checkpointing_options
 from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
@@ -423,7 +423,7 @@ def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArgumen
         warmup_steps=recipe.warmup,
         max_grad_norm=1.0,
         gradient_accumulation_steps=asked.accumulate,
-        **_checkpointing(asked.checkpointing),
+        **checkpointing_options(asked.checkpointing),
         bf16=half,
         fsdp=asked.fsdp,
         torch_compile=asked.compile,
@@ -446,14 +446,6 @@ def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArgumen
     arguments.per_device_train_batch_size = recipe.batch // parts
     arguments.per_device_eval_batch_size = recipe.batch // parts
     return arguments
-
-
-def _checkpointing(wanted: bool) -> dict:
-    """The option, by the name that this transformers has for it."""
-    known = {field.name for field in fields(TrainingArguments)}
-    name = "activation_checkpointing"
-    name = name if name in known else "gradient_checkpointing"  # before 5.23 or so
-    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
 
 
 def formatted(trained: Trained) -> str:

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, Trainer
 
 from heedful.hf import conversion_of
 from heedful.hf.losses import GroupingLoss, MemoryLoss
+from heedful.hf.versions import TrainerSteps
 from heedful.nn import Layer
 
 
@@ -41,7 +42,7 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-class LayerTrainer(Trainer):
+class LayerTrainer(TrainerSteps, Trainer):
     """transformers' Trainer, with what a converted model's layers report added to the loss.
 
     The memory loss (`heedful.MemoryLoss`) where it is asked for, and where groups are learned
@@ -95,17 +96,17 @@ class LayerTrainer(Trainer):
     def noted(self, loss: Tensor) -> None:
         """Told of every part of a step, what it adds to the loss without what layers report."""
 
-    def _issue_warnings_after_load(self, load_result) -> None:
+    def warn_of_missing(self, load_result) -> None:
         """As Trainer's, but tied weights are there, though saved under one of their names."""
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(load_result.missing_keys)
         loaded = {id(p) for name, p in weights.items() if name not in missing}
         left = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
+        super().warn_of_missing(load_result._replace(missing_keys=left))
 
-    def _save_checkpoint(self, *args, **kwargs) -> None:
+    def write_checkpoint(self, *args, **kwargs) -> None:
         try:
-            super()._save_checkpoint(*args, **kwargs)
+            super().write_checkpoint(*args, **kwargs)
         except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
             where = self.args.output_dir
             raise OSError(f"the run's state cannot be saved in {where}: {error}") from error
@@ -128,5 +129,5 @@ class InOrder(LayerTrainer):
     def noted(self, loss: Tensor) -> None:
         self.parts.append(loss)
 
-    def _get_train_sampler(self, train_dataset=None) -> torch.utils.data.Sampler:
+    def sampler_of_rows(self) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.train_dataset)

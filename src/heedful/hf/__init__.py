@@ -1,4 +1,4 @@
-"""The door to transformers, the only room that imports it."""
+"""The integration with transformers, the only room that imports it."""
 
 from heedful.hf.checkpoint import load, register
 from heedful.hf.convert import Conversion, conversion_of, convert, revert

@@ -1,17 +1,15 @@
-"""The attention function that transformers calls in a converted model, and the swapped classes."""
-
-import functools
+"""The attention function that transformers calls in a converted model, and the hooks around it."""
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.utils.generic import TransformersKwargs
 
 from heedful.hf.cache import layer_cache
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.encoder_decoder import CrossLayerCache, of_source
 from heedful.hf.families import SOURCES
 from heedful.hf.mask import Seen, seen
-from heedful.hf.projections import DOORS, NAME, under_way
+from heedful.hf.projections import DOORS, NAME, begin_call, end_call
+from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
 
@@ -21,19 +19,6 @@ ROTATION = "heedful_rotation"
 IMPLEMENTATION = "heedful_converted"
 """The attention implementation of a converted model; no checkpoint names it."""
 
-# What may come along without a say in who attends to whom, or is served by the mask. What a module
-# passes beyond this and is not None would be lost here.
-_HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
-    "assistant_tokenizer",  # generate hands tokenizers on to the model
-    "cache_position",
-    "deterministic",
-    "logits_to_keep",
-    "position_embeddings",
-    "return_dict",
-    "sliding_window",
-    "tokenizer",
-    "use_cache",
-}
 _UNKNOWN = (
     "{} passes {} to its attention, which a converted model does not serve and will not drop; call "
     "heedful.revert(model)"
@@ -75,7 +60,7 @@ def attention(
             "output_attentions=True is not supported: no map is ever whole in memory; "
             "heedful.look(model, input_ids) gives the maps of a short row"
         )
-    if unknown := [x for x, value in others.items() if value is not None and x not in _HARMLESS]:
+    if unknown := [x for x, value in others.items() if value is not None and x not in HARMLESS]:
         raise ValueError(_UNKNOWN.format(type(module).__name__, ", ".join(sorted(unknown))))
     layer = getattr(module, NAME, None)
     if layer is None:
@@ -215,60 +200,40 @@ def _needed(module: nn.Module, layer: Layer, name: str, x: Tensor | None) -> Ten
     return x
 
 
-class ConvertedAttention:
-    """Mixed into a family's attention class: guards the route and hands over the layer's input."""
+def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The forward pre-hook of attention modules: hands over what the layer needs beside q, k, v.
 
-    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object):
-        if self.config._attn_implementation != IMPLEMENTATION:
-            raise ValueError(
-                f"attn_implementation was changed to {self.config._attn_implementation!r}, which "
-                "would switch the mechanism off silently; call revert() to go back"
-            )
-        layer = self.heedful
-        if layer.input_factor != 1.0:
-            hidden_states = hidden_states * layer.input_factor
-        if "source" in layer.needs:
-            sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
-            kwargs["heedful_source"] = next(sources, None)
-        names = ("past_key_values", "layer_past")
-        cache = next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
-        if cache is not None:
-            kwargs["heedful_cache"] = layer_cache(cache, self)
-        if not layer.needs & {"unprojected", "unrotated"}:
-            if "input" in layer.needs:
-                kwargs["heedful_input"] = hidden_states
-            return super().forward(hidden_states, *args, **kwargs)
-        for door in getattr(self, DOORS):
+    The family's forward passes what it does not know on to its attention function.
+    """
+    if (now := implementation_of(module.config)) != IMPLEMENTATION:
+        raise ValueError(
+            f"attn_implementation was changed to {now!r}, which would switch the mechanism off "
+            "silently; call revert() to go back"
+        )
+    layer, own = getattr(module, NAME), {}
+    hidden_states, *rest = args or (kwargs["hidden_states"],)
+    if layer.input_factor != 1.0:
+        hidden_states = hidden_states * layer.input_factor
+    if "source" in layer.needs:
+        sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
+        own["heedful_source"] = next(sources, None)
+    if (cache := cache_among(kwargs)) is not None:
+        own["heedful_cache"] = layer_cache(cache, module)
+    if layer.needs & {"unprojected", "unrotated"}:
+        for door in getattr(module, DOORS):
             door.follow()
-        mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, Seen)), None)
+        mask = next((x for x in (*rest, *kwargs.values()) if isinstance(x, Seen)), None)
         visibility = None if mask is None else mask.visibility
-        with under_way(layer, visibility, kwargs.get("heedful_cache")) as call:
-            if "unprojected" in layer.needs:
-                tokens = call.tokens(layer, "input", hidden_states)
-                hidden_states = layer.before_projection(hidden_states, tokens)
-            if "input" in layer.needs:
-                kwargs["heedful_input"] = hidden_states
-            return super().forward(hidden_states, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        base = family_of(self, ConvertedAttention)
-        return unpickle, (converted_attention, base), self.__getstate__()
+        call = begin_call(layer, visibility, own.get("heedful_cache"))
+        if "unprojected" in layer.needs:
+            tokens = call.tokens(layer, "input", hidden_states)
+            hidden_states = layer.before_projection(hidden_states, tokens)
+    if "input" in layer.needs:
+        own["heedful_input"] = hidden_states
+    others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
+    return (hidden_states, *rest), others | own
 
 
-@functools.cache
-def converted_attention(base: type) -> type:
-    """The converted form of a family's attention class; one per class, so that copies agree."""
-    return type(f"Heedful{base.__name__}", (ConvertedAttention, base), {"__module__": __name__})
-
-
-def family_of(module: nn.Module, mixin: type) -> type:
-    """The family's own class of a converted module, whatever was put in front of it since."""
-    order = type(module).__mro__
-    return order[order.index(mixin) + 1]
-
-
-def unpickle(converted: "functools._lru_cache_wrapper", base: type) -> nn.Module:
-    """An empty module of a converted class, which exists in no file that pickle could import."""
-    register_attention()  # in a process that has converted nothing yet
-    cls = converted(base)
-    return cls.__new__(cls)
+def after_attention(module: nn.Module, args: tuple, output: object) -> None:
+    """The forward hook of attention modules: ends what `before_attention` began."""
+    end_call()

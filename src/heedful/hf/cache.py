@@ -103,7 +103,7 @@ def new_cache(
     *,
     offloading: bool = False,
 ) -> KVCache | EncoderDecoderKVCache:
-    """An empty cache for a converted model, for `past_key_values=`.
+    """An empty cache for a converted model, for `cache=`.
 
     That of an encoder-decoder has two parts, `self_attention_cache` and `cross_attention_cache`;
     budgets are of the first.
@@ -190,7 +190,7 @@ def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Modul
         if kind:
             raise ValueError(
                 f"model: {type(module).__name__} {index} keeps its tokens in {kind}, which a cache "
-                "of heedful cannot replace; leave past_key_values out"
+                "of heedful cannot replace; leave cache out"
             )
         places[index] = module
     return places
@@ -238,20 +238,20 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | CrossLayerCach
         return made
     if type(found).__name__.startswith("Static"):
         raise ValueError(
-            "past_key_values must not be a static cache: a converted model's cache grows; leave "
-            "past_key_values and cache_implementation out, or pass heedful.new_cache(model)"
+            "cache must not be a static cache: a converted model's cache grows; leave "
+            "cache and cache_implementation out, or pass heedful.new_cache(model)"
         )
     if "Quantized" in type(found).__name__:
         raise ValueError(
-            "past_key_values must not be a quantized cache, which a converted model does not "
+            "cache must not be a quantized cache, which a converted model does not "
             "serve; leave cache_implementation out, or pass heedful.new_cache(model)"
         )
     if layer.plain_cache or (type(found) in _STOCK and found.get_seq_length() == 0):
         return None  # of an empty one nothing is needed yet
     raise ValueError(
-        f"past_key_values holds keys and values only ({type(found).__name__}), and "
+        f"the cache holds keys and values only ({type(found).__name__}), and "
         f"{type(layer).__name__} needs more of earlier tokens ({kept_beside(layer)}): pass "
-        "heedful.new_cache(model), or leave past_key_values out"
+        "heedful.new_cache(model), or leave cache out"
     )
 
 
@@ -272,9 +272,9 @@ def _of_source(cache: Cache, module: nn.Module) -> CrossLayerCache | None:
         layers[index] = CrossLayerCache(layer)
         return layers[index]
     raise ValueError(
-        f"past_key_values holds keys and values only of the source, and {type(layer).__name__} "
+        f"the cache holds keys and values only of the source, and {type(layer).__name__} "
         f"needs more of earlier tokens ({kept_beside(layer)}): pass heedful.new_cache(model), or "
-        "leave past_key_values out"
+        "leave cache out"
     )
 
 

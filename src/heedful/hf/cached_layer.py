@@ -120,7 +120,7 @@ class LayerCache(CacheLayerMixin):
         self._check_batch(batch)
         if self.policy is not None and torch.is_grad_enabled() and key_states.requires_grad:
             raise ValueError(
-                "past_key_values evicts tokens, which has no gradients: call the model under "
+                "the cache evicts tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
             )
         if not self.is_initialized:
@@ -144,7 +144,7 @@ class LayerCache(CacheLayerMixin):
     def _check_batch(self, batch: int) -> None:
         if self.is_initialized and self._keys.buffer.shape[0] != batch:
             raise ValueError(
-                f"past_key_values holds a batch of {self._keys.buffer.shape[0]} rows and the call "
+                f"the cache holds a batch of {self._keys.buffer.shape[0]} rows and the call "
                 f"has {batch}; use batch_select_indices or batch_repeat_interleave, or a new cache"
             )
 
@@ -354,7 +354,7 @@ class LayerCache(CacheLayerMixin):
             return
         if self._kind != _kind(layer) or (owner is not None and self.seen):
             raise ValueError(
-                f"past_key_values belongs to another model or mechanism ({self._kind}, and this "
+                f"the cache belongs to another model or mechanism ({self._kind}, and this "
                 f"layer is {_kind(layer)}); make one with heedful.new_cache(model)"
             )
         self._owner = weakref.ref(layer)

@@ -30,6 +30,7 @@ from heedful.auto_classes import (
     register_config,
 )
 from heedful.hf import budgets as beside
+from heedful.hf.versions import ignoring, implementation_of
 from heedful.nn import Role, to_json
 from heedful.ops.impl import Impl
 
@@ -141,6 +142,7 @@ def load(
     for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
         if options.get(name):
             raise ValueError(f"{name} is not an option of heedful.load; leave it out")
+    register()
     folder = Path(folder)
     about = saved_conversion(folder)
     inner = about["base"]
@@ -148,9 +150,7 @@ def load(
     config = AutoConfig.for_model(**inner)
     family = _family(inner, config)
     # The mechanism's parameters are expected here, so transformers need not report them.
-    ignored = [*(family._keys_to_ignore_on_load_unexpected or []), r"\.heedful\."]
-    ignoring = type(family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": ignored})
-    model, found = ignoring.from_pretrained(
+    model, found = ignoring(family, r"\.heedful\.").from_pretrained(
         folder, config=config, output_loading_info=True, **options
     )
     if missing := sorted(found["missing_keys"]):
@@ -274,14 +274,17 @@ class HeedfulModel(PreTrainedModel):
     def from_pretrained(cls, folder, *args, config=None, **options) -> PreTrainedModel:
         """As `heedful.load`."""
         # The Auto classes take it out of their options and put it into the configuration.
-        asked = getattr(config, "_attn_implementation", None)
-        if asked is not None:
-            options["attn_implementation"] = asked
+        if config is not None and implementation_of(config) is not None:
+            options["attn_implementation"] = implementation_of(config)
         return load(folder, **options)
 
 
 def register() -> None:
-    """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing."""
+    """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing.
+
+    `heedful.load` and `heedful.convert` do it too. Call it in a process that hands the path of a
+    saved folder to a tool which knows the Auto classes alone.
+    """
     register_config()
     for name in _AUTO:
         getattr(transformers, name).register(HeedfulConfig, HeedfulModel, exist_ok=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from heedful.hf.adapters import holds_adapter, warn_if_left_behind
@@ -17,11 +17,9 @@ from heedful.hf.attention import (
     IMPLEMENTATION,
     NAME,
     ROTATION,
-    ConvertedAttention,
-    converted_attention,
-    family_of,
+    after_attention,
+    before_attention,
     register_attention,
-    unpickle,
 )
 from heedful.hf.cache import (
     EncoderDecoderKVCache,
@@ -32,7 +30,8 @@ from heedful.hf.cache import (
     prepare,
     stock_layers,
 )
-from heedful.hf.checkpoint import save_converted, set_use_cache, use_cache_settings
+from heedful.hf.call import ForgetCall, ReadCall
+from heedful.hf.checkpoint import register, save_converted, set_use_cache, use_cache_settings
 from heedful.hf.eviction import Eviction
 from heedful.hf.families import (
     Attention,
@@ -45,10 +44,19 @@ from heedful.hf.families import (
     only_attention_mixes,
     parameter_device,
 )
-from heedful.hf.mask import ForgetCall, ReadCall
 from heedful.hf.plan import Part, make_plan, settled
 from heedful.hf.projections import DOORS, Door, doors
 from heedful.hf.rotation import rotation_of
+from heedful.hf.versions import (
+    CacheName,
+    OwnCacheInGenerate,
+    cache_among,
+    generate_options,
+    implementation_of,
+    makes_dynamic_cache,
+    mark_as_given,
+    set_implementation,
+)
 from heedful.nn import Layer, Mechanism, Role, Standard, from_json
 from heedful.ops.impl import Impl, check_impl
 
@@ -104,41 +112,39 @@ class _ScaledInput(NamedTuple):
         return inputs[0] * self.factor, *inputs[1:]
 
 
-class ConvertedModel:
+class ConvertedModel(OwnCacheInGenerate):
     """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
 
     def generate(self, *args, **kwargs):
         """As the family's; without a cache where the family keeps its tokens in one of its own."""
         if not caches(self):
             kwargs = without_cache(kwargs)
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **generate_options(kwargs))
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args) -> None:
-        """As transformers', with a cache of ours where it would make a dynamic one."""
-        given = model_kwargs.get("past_key_values")
+    def cache_for_generate(self, generation_config, cache: Cache | None, mode) -> Cache | None:
+        """A cache of ours where transformers would make a dynamic one."""
         kinds = (None, "dynamic", "offloaded")
+        implementation = generation_config.cache_implementation
         ours = generation_config.use_cache is not False and caches(self, exactly=True)
-        if given is not None and ours:
-            prepare(given, self)
+        if cache is not None and ours:
+            prepare(cache, self)
             if mode != GenerationMode.ASSISTED_GENERATION and not generation_config.is_assistant:
-                end_past_recording(given)
-            stock = generation_config.cache_implementation is not None
-            if isinstance(given, EncoderDecoderKVCache) and not stock:
-                given._is_user_defined = True  # as transformers'; T5Gemma would replace a part
-                return
-        elif ours and generation_config.cache_implementation in kinds:
-            offloading = generation_config.cache_implementation == "offloaded"
-            model_kwargs["past_key_values"] = cache = new_cache(self, offloading=offloading)
+                end_past_recording(cache)
+            if isinstance(cache, EncoderDecoderKVCache) and implementation is None:
+                mark_as_given(cache)
+                return cache
+        elif ours and implementation in kinds:
+            made = new_cache(self, offloading=implementation == "offloaded")
             if generation_config.is_assistant:
-                cache.activate_past_recording()
-            return
-        elif generation_config.cache_implementation not in kinds:
+                made.activate_past_recording()
+            return made
+        elif implementation not in kinds:
             raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r} is not served by "
-                "a converted model, whose cache grows (static ones do not) and keeps more than "
-                "keys and values (quantized ones do not); leave it out, or 'offloaded'"
+                f"cache_implementation={implementation!r} is not served by a converted model: its "
+                "cache grows (static ones do not) and keeps more than keys and values (quantized "
+                "ones do not); leave it out, or 'offloaded'"
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
+        return None
 
     def generate_batch(self, *args, **kwargs) -> None:
         """Refused: continuous batching puts another attention and another cache in place."""
@@ -157,13 +163,11 @@ class ConvertedModel:
         return super().train(mode)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        base = family_of(self, ConvertedModel)
-        return unpickle, (_converted_model, base), self.__getstate__()
+        return _empty, (_family_of(self),), self.__getstate__()
 
     def save_pretrained(self, save_directory, **options) -> None:
         """Save in transformers' layout, with the mechanism in `config.json`; see `heedful.load`."""
-        base = family_of(self, ConvertedModel)
-        save_converted(self, base, super().save_pretrained, save_directory, options)
+        save_converted(self, _family_of(self), super().save_pretrained, save_directory, options)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
         """Refused: another implementation would switch the mechanism off."""
@@ -178,6 +182,19 @@ class ConvertedModel:
 @functools.cache
 def _converted_model(base: type) -> type:
     return type(f"Heedful{base.__name__}", (ConvertedModel, base), {"__module__": __name__})
+
+
+def _family_of(model: ConvertedModel) -> type:
+    """The family's own class of a converted model, whatever was put in front of it since."""
+    order = type(model).__mro__
+    return order[order.index(OwnCacheInGenerate) + 1]
+
+
+def _empty(base: type) -> ConvertedModel:
+    """An empty model of a converted class, which exists in no file that pickle could import."""
+    register_attention()  # in a process that has converted nothing yet
+    cls = _converted_model(base)
+    return cls.__new__(cls)
 
 
 def convert(
@@ -260,16 +277,20 @@ def convert(
     configs = {id(module.config): module.config for module in found.values()}
     before = {
         "hooks": [mlp.register_forward_pre_hook(_ScaledInput(factor)) for mlp, factor in scaled],
-        "attn_implementations": [(x, x._attn_implementation) for x in configs.values()],
+        "attn_implementations": [(x, implementation_of(x)) for x in configs.values()],
         "use_cache": use_cache_settings(model),
     }
+    register()
     register_attention()
     for module_config in configs.values():
-        module_config._attn_implementation = IMPLEMENTATION
+        set_implementation(module_config, IMPLEMENTATION)
     before["hooks"] += _read_calls(model, placed.values())
     for path, module in found.items():
-        module.__class__ = converted_attention(type(module))
         module.heedful = built[path].train(model.training)
+        before["hooks"] += [
+            module.register_forward_pre_hook(before_attention, with_kwargs=True),
+            module.register_forward_hook(after_attention, always_call=True),
+        ]
         if path in rotations:
             setattr(module, ROTATION, rotations[path])
         setattr(module, DOORS, hinged[path])
@@ -294,20 +315,16 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, ConvertedModel):
         raise ValueError(f"model is not converted: {type(model).__name__} has nothing to revert")
-    attention = [module for module in model.modules() if isinstance(module, ConvertedAttention)]
-    parts = {model: ConvertedModel} | dict.fromkeys(attention, ConvertedAttention)
-    bases = {module: family_of(module, mixin) for module, mixin in parts.items()}
-    for module, base in bases.items():
-        if type(module).__mro__[2] is not base:
-            raise ValueError(
-                f"model: {type(module).__name__} has been given another class since it was "
-                "converted (as fully_shard does); save it, heedful.load the folder and revert that"
-            )
+    base = _family_of(model)
+    if type(model) is not _converted_model(base):
+        raise ValueError(
+            f"model: {type(model).__name__} has been given another class since it was converted "
+            "(as fully_shard does); save it, heedful.load the folder and revert that"
+        )
     conversion = model._heedful
     del model._heedful
-    for module, base in bases.items():
-        module.__class__ = base
-    for module in attention:
+    model.__class__ = base
+    for module in [x for x in model.modules() if DOORS in x.__dict__]:
         del module.heedful
         module.__dict__.pop(ROTATION, None)
         for door in module.__dict__.pop(DOORS):
@@ -316,7 +333,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     for hook in conversion._before["hooks"]:
         hook.remove()
     for config, implementation in conversion._before["attn_implementations"]:
-        config._attn_implementation = implementation
+        set_implementation(config, implementation)
     set_use_cache(model, conversion._before["use_cache"])
     return model
 
@@ -367,9 +384,7 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
     both = (*modules, *attention_modules(model, "cross"))
     if not modules or (not exactly and all(module.heedful.plain_cache for module in both)):
         return True
-    if not hasattr(model, "_supports_default_dynamic_cache"):
-        return False
-    if not model._supports_default_dynamic_cache():
+    if not makes_dynamic_cache(model):
         return False
     try:
         cache_places(modules, stock_layers(model))
@@ -380,8 +395,9 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
 
 def without_cache(options: dict) -> dict:
     """Options of `generate` with `use_cache=False`; what cannot go without a cache is refused."""
-    for name in ("past_key_values", "assistant_model", "prompt_lookup_num_tokens"):
-        if options.get(name) is not None:
+    cache = {"cache": cache_among(options)}
+    for name in ("cache", "assistant_model", "prompt_lookup_num_tokens"):
+        if (options | cache).get(name) is not None:
             raise ValueError(
                 f"{name} needs a cache, and this family's own holds keys and values only, which is "
                 f"not enough for this mechanism; generate without {name}"
@@ -445,7 +461,8 @@ def _read_calls(model: PreTrainedModel, found: Iterable[Attention]) -> list:
 
     But for a head, which hands them on to the model below it, where masks are made.
     """
-    hooks, found = [], list(found)
+    name = CacheName.of(model)
+    hooks, found = [model.register_forward_pre_hook(name, with_kwargs=True)], list(found)
     crosses = model.config.is_encoder_decoder and any(one.role == "cross" for one in found)
     apart = not crosses and only_attention_mixes(model, [one.module for one in found])
     for module in model.modules():

@@ -72,7 +72,7 @@ class CrossLayerCache(CacheLayerMixin):
         """Take the keys and values of a source, once."""
         if self.is_initialized:
             raise ValueError(
-                "past_key_values holds the keys of a source already, and cross-attention was given "
+                "the cache holds the keys of a source already, and cross-attention was given "
                 "another's; call its reset(), or make one with heedful.new_cache(model)"
             )
         self.dtype, self.device = key_states.dtype, key_states.device

@@ -116,7 +116,7 @@ class _Route:
         if k.shape[2] != total:
             raise ValueError(
                 "evicting computes whole rows: call the model with use_cache=False and without "
-                "past_key_values"
+                "a cache"
             )
         visibility = Visibility() if visibility is None else visibility
         held = LayerCache(self.layer, visibility.window, self.eviction, self.tokens)

@@ -12,6 +12,7 @@ from heedful.hf.attention import NAME
 from heedful.hf.cache import new_cache
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
+from heedful.hf.versions import cache_argument
 from heedful.nn import Layer, MultiTokenAttention
 from heedful.nn.layer import Step
 
@@ -169,7 +170,7 @@ def held_over_time(
     training = model.training
     model.eval()
     for t in range(length):
-        model(input_ids=input_ids[:, t : t + 1].to(model.device), past_key_values=cache)
+        model(input_ids=input_ids[:, t : t + 1].to(model.device), **cache_argument(model, cache))
         for index, at in zip(indices, cache.positions(), strict=True):
             found[index][t, at[0].cpu()] = True
     model.train(training)

@@ -109,7 +109,7 @@ class _Reports:
             raise ValueError(
                 f"this {self.what} would have no gradient: the layers run without grad inside a "
                 "forward pass with it, as under reentrant gradient checkpointing; take "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}"
+                "activation_checkpointing_kwargs={'use_reentrant': False}"
             )
         report = self._read(args, kwargs, output)
         if report is not None:

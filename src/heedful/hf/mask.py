@@ -1,17 +1,18 @@
-"""What transformers says of visibility, turned into a `Visibility` and held against it.
+"""What a family's mask function shows, turned into a `Visibility` and held against it.
 
 transformers asks a registered function once per forward pass for the mask of each kind of layer,
-and hands the answer to every attention layer. `seen` is that function. What the family's own mask
-function says is read at few places: which token sees the one before it gives documents and chunks,
-which sees the one after it gives images, and a few whole rows are compared with the `Visibility`
-that goes on in its place. What a `Visibility` cannot express is refused.
-
-transformers looks for packed documents only where there is neither a mask nor a cache, and else
-lets them see each other. So `ReadCall` reads the positions before the model does.
+and hands the answer to every attention layer. `seen` is that function. A mask function made of
+code and numbers alone shows the same in every pass, so that it is sampled once, on the CPU. One
+that holds tensors (of images, of packed documents) is sampled in every pass: which token sees the
+one before it gives documents and chunks, which sees the one after it gives images, and a few whole
+rows are compared with the `Visibility` that goes on in its place. What a `Visibility` cannot
+express is refused.
 """
 
-import threading
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 import torch
@@ -19,17 +20,19 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn import functional as F
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+)
 from transformers.utils import is_tracing
 
+from heedful.hf.call import forward_pass, require
 from heedful.nn.layer import Shared
 from heedful.ops import Visibility
 
 _ROWS = 8  # whole rows of the family's mask that are compared
-_PACKED = "heedful_packed"  # marks a cache that holds packed documents
-
-# Of the forward pass under way in this thread; a mask function is handed no positions.
-_given = threading.local()
+_TENSOR = "a tensor"  # stands for one in what a mask function is made of
 
 
 class Seen(NamedTuple):
@@ -47,65 +50,17 @@ class Seen(NamedTuple):
     shared: Shared | None = None
 
 
-class ReadCall(NamedTuple):
-    """A forward pre-hook that reads packed documents, ids and positions from a model's arguments.
-
-    A class, so that converted models can be copied and pickled.
-
-    names: the parameters of the model's forward, in order.
-    apart: whether attention can keep documents apart, as no other layer mixes tokens.
-    crosses: whether the model has cross-attention.
-    """
-
-    names: tuple[str, ...]
-    apart: bool
-    crosses: bool = False
-
-    def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        if isinstance(given.get("attention_mask"), dict):
-            return  # the model around this one has read its call, and made the masks
-        _given.token_ids, _given.positions = given.get("input_ids"), _positions(given)
-        _given.shared = Shared()
-        _given.target = None
-        documents = _documents(given)
-        if documents is not None and not self.apart:
-            _require(
-                (documents == documents[:, :1]).all(),
-                "position_ids start again, and this model has layers beside attention (recurrent "
-                "ones, convolutions) that would mix packed documents: give each a row of its own"
-                if not self.crosses
-                else "position_ids start again, and cross-attention would mix packed documents: "
-                "give each a row of its own",
-            )
-            documents = None
-        _given.documents = documents
-
-
-class ForgetCall(NamedTuple):
-    """The forward hook that ends what `ReadCall` began, also after an error."""
-
-    def __call__(self, module: torch.nn.Module, args: tuple, output: object) -> None:
-        packed, _given.documents = getattr(_given, "documents", None), None
-        _given.token_ids = _given.positions = _given.target = _given.shared = None
-        cache = getattr(output, "past_key_values", None)
-        if packed is not None and cache is not None:
-            setattr(cache, _PACKED, True)
-
-
 def seen(*args: object, **kwargs: object) -> Seen:
     """The mask function that transformers calls: `visibility_for`, with ids and positions.
 
     A decoder asks for the mask of its own row first, then for that of the source's, which says
     nothing of the target's padding: it is noted in between.
     """
-    ids, positions = getattr(_given, "token_ids", None), getattr(_given, "positions", None)
-    visibility, target = visibility_for(*args, **kwargs), getattr(_given, "target", None)
+    visibility, now = visibility_for(*args, **kwargs), forward_pass()
     if visibility.causal:
-        _given.target = visibility.padding
+        now.target = visibility.padding
     keys = kwargs["kv_length"] if "kv_length" in kwargs else args[2]
-    shared = getattr(_given, "shared", None)
-    return Seen(visibility, ids, positions, keys, target, shared)
+    return Seen(visibility, now.token_ids, now.positions, keys, now.target, now.shared)
 
 
 def visibility_for(
@@ -135,33 +90,40 @@ def visibility_for(
         _check_lengths(q_length, kv_length, q_offset, kv_offset, attention_mask)
     padding = None
     if attention_mask is not None:
-        padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-        padding = padding if is_tracing(padding) or not bool(padding.all()) else None
-    packed = getattr(_given, "documents", None)
+        padding = _padding(attention_mask, kv_offset, kv_length, both_ways)
+    packed = forward_pass().documents
     if mask_function is causal_mask_function:
         return Visibility(documents=packed, padding=padding)
     if mask_function is bidirectional_mask_function:
         return Visibility(causal=False, documents=packed, padding=padding)
 
-    said = _Said(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
+    constant = None if is_tracing() else _Constant.of(mask_function, use_vmap)
+    if constant is not None and (form := _window_of(constant, causal=not both_ways)) is not None:
+        return Visibility(not both_ways, form.window, documents=packed, padding=padding)
+    if constant is None and packed is None and not is_tracing():
+        left = _left_padding(mask_function, local_size)
+        if left is not None:
+            chunks = _chunks(left, local_size, kv_offset, kv_length)
+            return Visibility(window=local_size, documents=chunks, padding=padding)
+    probe = MaskProbe(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
     if both_ways:
         window = None if local_size is None else local_size + 1  # it does not count the token
-        said.compare(q_offset, q_length, Visibility(causal=False, window=window))
+        probe.compare(q_offset, q_length, Visibility(causal=False, window=window))
         return Visibility(causal=False, window=window, documents=packed, padding=padding)
-    alone, mutual = said.alone(), said.mutual()
+    alone, mutual = probe.alone(), probe.mutual()
     documents, window = _numbered(alone), local_size
     if window is None and alone is None:
-        window = said.window(q_offset + q_length - 1)
-    said.compare(q_offset, q_length, Visibility(window=window, documents=documents, mutual=mutual))
+        window = probe.window(q_offset + q_length - 1)
+    probe.compare(q_offset, q_length, Visibility(window=window, documents=documents, mutual=mutual))
     if packed is not None and alone is None:
         documents = packed
     elif packed is not None:
-        documents = _numbered(_alone_when_packed(said, alone, packed, padding))
+        documents = _numbered(_alone_when_packed(probe, alone, packed, padding))
     return Visibility(window=window, documents=documents, padding=padding, mutual=mutual)
 
 
-class _Said(NamedTuple):
-    """What a family's mask function says, asked at chosen places."""
+class MaskProbe(NamedTuple):
+    """Samples a model's mask function at chosen (query, key) positions."""
 
     mask_function: Callable
     one_by_one: bool  # it takes single numbers, not tensors of indices
@@ -213,19 +175,134 @@ class _Said(NamedTuple):
 
     def compare(self, first: int, queries: int, ours: Visibility) -> None:
         """Raise unless a few rows, of `queries` tokens from `first` on, are those of `ours`."""
-        evenly = torch.arange(_ROWS, device=self.device)
-        i, j = first + evenly * (queries - 1) // (_ROWS - 1), self._tokens()
-        expected = ours.at(i - self.first, j - self.first)
-        same = (self.at(i[:, None], j) == expected).all()
-        _require(
-            same,
+        require(
+            self.agrees(first, queries, ours),
             "the attention mask of this model hides or shows other tokens than a converted one can "
             "(causal order, a window, documents, padding, images); call heedful.revert(model) for "
             "this input",
         )
 
+    def agrees(self, first: int, queries: int, ours: Visibility) -> Bool[Tensor, ""]:
+        """Whether a few rows, of `queries` tokens from `first` on, are those of `ours`."""
+        evenly = torch.arange(_ROWS, device=self.device)
+        i, j = first + evenly * (queries - 1) // (_ROWS - 1), self._tokens()
+        expected = ours.at(i - self.first, j - self.first)
+        return (self.at(i[:, None], j) == expected).all()
+
     def _tokens(self) -> Int[Tensor, " keys"]:
         return torch.arange(self.first, self.first + self.keys, device=self.device)
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A mask function of code and numbers alone; equal to another one of the same."""
+
+    made_of: tuple
+    one_by_one: bool
+    function: Callable = field(compare=False)
+
+    @classmethod
+    def of(cls, function: Callable, one_by_one: bool) -> "_Constant | None":
+        """The same function; `None` where it holds anything else, whose value may change."""
+        made_of, tensors = _made_of(function)
+        return None if made_of is None or tensors else cls(made_of, one_by_one, function)
+
+    def probe(self) -> MaskProbe:
+        """Samples twice as many tokens as its largest number, in several rows, on the CPU."""
+        largest = max(16, *(x for x in _leaves(self.made_of) if isinstance(x, int)))
+        keys, device = 2 * largest + 2, torch.device("cpu")
+        return MaskProbe(self.function, self.one_by_one, _ROWS, 0, keys, device)
+
+
+class _Form(NamedTuple):
+    """What a mask shows: all earlier tokens, or those in a window."""
+
+    window: int | None
+
+
+@functools.lru_cache(maxsize=64)
+def _window_of(constant: _Constant, causal: bool) -> _Form | None:
+    """What a constant mask function shows; `None` where that is more than order and a window."""
+    probe = constant.probe()
+    window = probe.window(probe.keys - 1)
+    visibility = Visibility(causal, window)
+    return _Form(window) if bool(probe.agrees(0, probe.keys, visibility)) else None
+
+
+def _left_padding(function: Callable, chunk: int | None) -> Int[Tensor, " B"] | None:
+    """How many tokens stand before the chunks of each row, if the mask shows chunks alone."""
+    made_of, tensors = _made_of(function)
+    if made_of is None or len(tensors) != 1 or not isinstance(chunk, int):
+        return None
+    return tensors[0] if made_of == _chunked(chunk) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _chunked(chunk: int) -> tuple | None:
+    """What transformers' function for chunks is made of, if it shows what it is taken for."""
+    left = torch.tensor([0, 1])
+    function = chunked_causal_mask_function(chunk, left)
+    probe = MaskProbe(function, False, 2, 0, 2 * chunk + 2, left.device)
+    documents = _chunks(left, chunk, 0, probe.keys)
+    same = probe.agrees(0, probe.keys, Visibility(documents=documents))
+    return _made_of(function)[0] if bool(same) else None
+
+
+def _chunks(
+    left: Int[Tensor, " B"], chunk: int, first: int, keys: int
+) -> Int[Tensor, "B keys"] | None:
+    """The chunk of each token, counted from the first real one; `None` where all are in one."""
+    if first + keys <= chunk:
+        return None  # padding on the left, which nothing sees, would be another one
+    token = torch.arange(first, first + keys, device=left.device)
+    number = (token - left[:, None]).div(chunk, rounding_mode="floor")
+    return number - number[:, :1]
+
+
+def _made_of(function: Callable) -> tuple[tuple | None, list[Tensor]]:
+    """The code and the numbers of a function and of those that it calls, and its tensors.
+
+    `None` in place of the first where it holds anything else.
+    """
+    tensors: list[Tensor] = []
+
+    def parts(x: object) -> object:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            return _TENSOR
+        if isinstance(x, int | float | str | None):
+            return x
+        if isinstance(x, tuple | list):
+            return tuple(map(parts, x))
+        if isinstance(x, FunctionType):
+            defaults = [x.__defaults__ or (), tuple((x.__kwdefaults__ or {}).items())]
+            cells = [cell.cell_contents for cell in x.__closure__ or ()]
+            names = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+            return (x.__code__, *map(parts, (*defaults, *cells, *names)))
+        raise TypeError
+
+    try:
+        return parts(function), tensors
+    except (TypeError, ValueError):  # an empty cell has no contents
+        return None, tensors
+
+
+def _leaves(parts: object) -> list[object]:
+    """The numbers and texts in what a function is made of, those in its code included."""
+    if isinstance(parts, CodeType):
+        parts = parts.co_consts
+    return [y for x in parts for y in _leaves(x)] if isinstance(parts, tuple) else [parts]
+
+
+def _padding(
+    mask: Bool[Tensor, "B n"], first: int, keys: int, both_ways: bool
+) -> Bool[Tensor, "B keys"] | None:
+    """Real tokens among the keys; `None` where all are."""
+    padding = mask[:, first : first + keys].bool()
+    now = forward_pass()
+    if not both_ways and now.unpadded is not None and now.mask_shape == mask.shape:
+        return None if now.unpadded else padding
+    return padding if is_tracing(padding) or not bool(padding.all()) else None
 
 
 def _numbered(alone: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B n+1"] | None:
@@ -234,7 +311,7 @@ def _numbered(alone: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B n+1"] | None:
 
 
 def _alone_when_packed(
-    said: _Said,
+    probe: MaskProbe,
     alone: Bool[Tensor, "B T-1"],
     packed: Int[Tensor, "#B T"],
     padding: Bool[Tensor, "B T"] | None,
@@ -253,16 +330,8 @@ def _alone_when_packed(
     start = token.where(F.pad(borders, (1, 0)), 0).cummax(1).values
     left = 0 if padding is None else padding.int().argmax(1, keepdim=True)
     place = token - start + (start > 0) * left
-    joined = said.at(place[:, None, 1:], place[:, None, :-1])[:, 0]
+    joined = probe.at(place[:, None, 1:], place[:, None, :-1])[:, 0]
     return torch.where(knows, alone, borders | ~joined)
-
-
-def _require(holds: Tensor, message: str) -> None:
-    """Raise unless this holds; a compiled or exported model raises when it runs."""
-    if is_tracing(holds):
-        torch._assert_async(holds, message)
-    elif not bool(holds):
-        raise ValueError(message)
 
 
 def _check_lengths(queries: int, keys: int, q_offset, kv_offset, mask: Tensor | None) -> None:
@@ -280,75 +349,3 @@ def _check_lengths(queries: int, keys: int, q_offset, kv_offset, mask: Tensor | 
             f"attention_mask must have one entry per token seen so far, those in the cache "
             f"included ({kv_offset + keys}), got {mask.shape[1]}"
         )
-
-
-def _positions(given: dict) -> Int[Tensor, "#B T"] | None:
-    """The positions of a forward pass, also where the model makes them itself."""
-    positions = given.get("position_ids")
-    if isinstance(positions, Tensor):
-        return positions if positions.ndim == 2 else None  # several axes, as of images
-    tokens = _tokens(given)
-    if tokens is None:
-        return None
-    return (torch.arange(tokens.shape[1], device=tokens.device) + _cached_tokens(given))[None]
-
-
-def _cached_tokens(given: dict) -> int:
-    """How many tokens the cache has seen."""
-    cache = given.get("past_key_values")
-    return 0 if cache is None else cache.get_seq_length()
-
-
-def _tokens(given: dict) -> Tensor | None:
-    """The new tokens, as ids or as embeddings."""
-    ids = given.get("input_ids")
-    return given.get("inputs_embeds") if ids is None else ids
-
-
-def _documents(given: dict) -> Int[Tensor, "B T"] | None:
-    """The document of every token of a forward pass; `None` where all are of one.
-
-    A document starts at each real token whose position is not after that of the real token before
-    it. Positions of padding mean nothing: `generate` fills them with whatever number.
-    """
-    cache = given.get("past_key_values")
-    if getattr(cache, _PACKED, False):
-        raise ValueError(
-            "past_key_values holds packed documents, and a new token would see all of them; "
-            "generate from one document per row"
-        )
-    held = _cached_tokens(given)
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return None if held else _from_offsets(given)
-    tokens = positions.shape[1]
-    if held and tokens == 1 and not is_tracing(positions) and not bool((positions == 0).any()):
-        return None  # a step of generation: nothing starts again
-    masked = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens
-    real = mask[:, -tokens:].to(positions.device).bool() if masked else positions == positions
-    token = torch.arange(tokens, device=positions.device).expand(real.shape)
-    newest = token.where(real, -1).cummax(1).values
-    before = F.pad(newest[:, :-1], (1, 0), value=-1)  # the real token before each
-    positions = positions.expand(real.shape)
-    previous = positions.gather(1, before.clamp(min=0))
-    starts = real & (before >= 0) & (positions <= previous)
-    if held:
-        earlier = mask[:, :-tokens].bool().any(1, keepdim=True) if masked else True
-        first = real & (before < 0) & (positions == 0) & earlier
-        _require(
-            ~(starts | first).any(),
-            "position_ids start again in a step that continues a filled cache: a new document "
-            "would see the old ones; start it with a new cache",
-        )
-        return None
-    if not is_tracing(starts) and not bool(starts.any()):
-        return _from_offsets(given)
-    return starts.cumsum(1)
-
-
-def _from_offsets(given: dict) -> Int[Tensor, "1 T"] | None:
-    """Documents from the cumulative lengths that flattening collators give beside positions."""
-    offsets = given.get("cu_seq_lens_q")
-    if offsets is None:
-        return None
-    return Visibility.packed(offsets, length=_tokens(given).shape[1]).documents

@@ -6,19 +6,17 @@ all three, the family is asked, not known, which channel is whose: its attention
 numbers, and has to hand each of them to its attention function.
 """
 
-import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.families import SOURCES
+from heedful.hf.versions import attention_replaced
 from heedful.nn import HeadShape, Layer, Tokens
 from heedful.nn.layer import Part
 from heedful.ops import Visibility
@@ -32,7 +30,6 @@ DOORS = "heedful_doors"
 PARTS: tuple[Part, ...] = ("q", "k", "v")
 _APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
-_PROBE = "heedful_projections"
 
 _under_way = threading.local()  # the attention call of this thread
 
@@ -57,16 +54,19 @@ class Call(NamedTuple):
         return Tokens(took, past, segments)
 
 
-@contextlib.contextmanager
-def under_way(layer: Layer, visibility: Visibility | None, held: object) -> Iterator[Call]:
-    """The call of one attention module, for what its projections run into."""
+def begin_call(layer: Layer, visibility: Visibility | None, held: object) -> Call:
+    """Begin the call of one attention module, which its projections run into; `end_call` ends it.
+
+    Attention modules do not run inside each other, so that there is one call in each thread.
+    """
     segments = visibility.segments() if layer.past_inputs and visibility is not None else None
-    before = getattr(_under_way, "call", None)
     _under_way.call = Call(segments, held if isinstance(held, LayerCache) else None)
-    try:
-        yield _under_way.call
-    finally:
-        _under_way.call = before
+    return _under_way.call
+
+
+def end_call() -> None:
+    """End the call of the attention module that runs in this thread."""
+    _under_way.call = None
 
 
 class Changed(NamedTuple):
@@ -201,23 +201,20 @@ def _asked(
         getattr(module, name).register_forward_hook(lambda *_, output=output: output)
         for name, output in given.items()
     ]
-    config, before = module.config, module.config._attn_implementation
-    AttentionInterface.register(_PROBE, attend)
     reason = "it does not call its attention function"
     try:
-        config._attn_implementation = _PROBE
-        for width in (shape.dim // 2, shape.dim):  # some families give every angle once
-            angles = (torch.ones(1, 1, width), torch.zeros(1, 1, width))
-            angles = tuple(x.to(device) for x in angles)
-            try:
-                type(module).forward(module, x, position_embeddings=angles, **options)
-            except _Reached as reached:
-                return reached.args
-            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                reason = f"its attention cannot be asked alone ({type(error).__name__}: {error})"
+        with attention_replaced(module.config, attend):
+            for width in (shape.dim // 2, shape.dim):  # some families give every angle once
+                angles = (torch.ones(1, 1, width), torch.zeros(1, 1, width))
+                angles = tuple(x.to(device) for x in angles)
+                try:
+                    type(module).forward(module, x, position_embeddings=angles, **options)
+                except _Reached as reached:
+                    return reached.args
+                except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    why = f"{type(error).__name__}: {error}"
+                    reason = f"its attention cannot be asked alone ({why})"
     finally:
-        config._attn_implementation = before
-        AttentionInterface._global_mapping.pop(_PROBE, None)
         for hook in hooks:
             hook.remove()
     raise _refused(module, reason)

@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-_PROBE = "heedful_probe"
+from heedful.hf.versions import attention_replaced
+
 _ADAPTING = ("dynamic", "longrope")  # whose frequencies change with the length of the row
 
 
@@ -127,16 +128,9 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     kind = {} if rotation.kind is None else {"layer_type": rotation.kind}
     places = torch.tensor([[0.0, 7.0]], device=weight.device)
     cos, sin = rotation.rotary(x, places, **kind)
-    config, before = module.config, module.config._attn_implementation
-    AttentionInterface.register(_PROBE, attend)
     watched = _Watched(cos)
-    try:
-        config._attn_implementation = _PROBE
-        with watched:
-            type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
-    finally:
-        config._attn_implementation = before
-        AttentionInterface._global_mapping.pop(_PROBE, None)
+    with attention_replaced(module.config, attend), watched:
+        type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
     if weight.device.type == "meta":  # there are no numbers to compare
         return watched.used
     first, second = keys[0][:, :, :1], keys[0][:, :, 1:]

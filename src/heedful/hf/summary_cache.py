@@ -167,7 +167,7 @@ class SummaryCache(LayerCache):
         """Take the keys and values of new tokens; returns these."""
         if self._held is not None and len(self._held.keys) != len(key_states):
             raise ValueError(
-                f"past_key_values holds a batch of {len(self._held.keys)} rows and the call has "
+                f"the cache holds a batch of {len(self._held.keys)} rows and the call has "
                 f"{len(key_states)}; use batch_select_indices or batch_repeat_interleave, or a new "
                 "cache"
             )

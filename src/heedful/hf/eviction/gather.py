@@ -65,7 +65,7 @@ def servable(visibility: Visibility, layer: Layer, known: int) -> Visibility:
         return visibility
     if bool((visibility.mutual[:, known:] >= 0).any()):
         raise ValueError(
-            "past_key_values evicts tokens, and this call has tokens that see later ones (an "
+            "the cache evicts tokens, and this call has tokens that see later ones (an "
             "image); use heedful.new_cache(model, eviction=False)"
         )
     return replace(visibility, mutual=None)

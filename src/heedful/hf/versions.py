@@ -1,0 +1,250 @@
+"""Every name of transformers that is private or differs between its versions, and where it holds.
+
+What the rest of heedful needs of such a name is a small function here. A new release of
+transformers is served by running the tests with it and changing this file alone.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import (
+    AttentionInterface,
+    Cache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils.generic import TransformersKwargs
+
+TESTED = ("5.17.0", "5.23.0", "5.24.0")
+"""The versions that the test suite runs with, oldest to newest."""
+
+# How a cache is called: `cache` by models and generate since 5.24, `past_key_values` before, and
+# `layer_past` by the attention modules of GPT-NeoX in every version.
+_CACHES = ("cache", "past_key_values", "layer_past")
+# What `generate` hands from step to step; 5.24 renamed it together with the models' argument.
+_OF_GENERATE = next(
+    name
+    for name in _CACHES
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+
+_PROBE = "heedful_probe"
+
+# What a model may hand to its attention function without a say in who attends to whom.
+HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
+    "assistant_tokenizer",  # generate hands tokenizers on to the model
+    "cache_position",  # until 5.17
+    "deterministic",
+    "logits_to_keep",
+    "position_embeddings",
+    "return_dict",
+    "sliding_window",
+    "tokenizer",
+    "use_cache",
+}
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def newer_than_tested() -> bool:
+    """Whether this transformers is of a later release than the tests have run with."""
+    return release(transformers.__version__) > release(TESTED[-1])
+
+
+def cache_among(arguments: Mapping[str, object]) -> object | None:
+    """The cache among the arguments of a call, by whichever name; `None` without one."""
+    caches = (arguments[name] for name in _CACHES if arguments.get(name) is not None)
+    return next(caches, None)
+
+
+def cache_of(output: object) -> object | None:
+    """The cache in what a model returned; `None` without one."""
+    # 5.24 still answers to the older name, with a warning: the newer one comes first.
+    for name in _CACHES:
+        if hasattr(output, name):
+            return getattr(output, name)
+    return None
+
+
+def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
+    """The keyword that hands a cache to a model's forward, as the model itself calls it."""
+    return {_cache_name(model.forward): cache}
+
+
+def generate_argument(cache: Cache | None) -> dict[str, Cache | None]:
+    """The keyword that hands a cache to `generate`."""
+    return {_OF_GENERATE: cache}
+
+
+def _cache_name(forward: Callable) -> str:
+    """How a forward calls its cache; as `generate` does where the signature does not tell."""
+    known = inspect.signature(forward).parameters
+    return next((name for name in _CACHES if name in known), _OF_GENERATE)
+
+
+def generate_options(options: dict) -> dict:
+    """Options of `generate` with the cache under the name that this version reads."""
+    return _renamed(options, _OF_GENERATE)
+
+
+def _renamed(arguments: dict, name: str) -> dict:
+    old = [other for other in _CACHES[:2] if other != name and other in arguments]
+    if not old:
+        return arguments
+    caches = {name: cache_among(arguments)}
+    return {key: x for key, x in arguments.items() if key not in _CACHES[:2]} | caches
+
+
+class CacheName(NamedTuple):
+    """A forward pre-hook that hands a model its cache by the model's own name for it.
+
+    So `cache=`, the name since 5.24, serves every version, and the older one warns in none.
+
+    name: the model's name.
+    """
+
+    name: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "CacheName":
+        """The hook for a model."""
+        return cls(_cache_name(model.forward))
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return args, _renamed(kwargs, self.name)
+
+
+class OwnCacheInGenerate:
+    """Mixed into a model class: asks `cache_for_generate` before transformers makes a cache.
+
+    The private method that it overrides has had this signature since 5.17.
+    """
+
+    def cache_for_generate(self, generation_config, cache: Cache | None, mode) -> Cache | None:
+        """The cache to generate with; `None` leaves it to transformers."""
+        raise NotImplementedError
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args) -> None:
+        own = self.cache_for_generate(generation_config, model_kwargs.get(_OF_GENERATE), mode)
+        if own is None:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
+        else:
+            model_kwargs[_OF_GENERATE] = own
+
+
+def mark_as_given(cache: Cache) -> None:
+    """Mark a cache as the caller's: T5Gemma's `generate` would replace a part of another."""
+    cache._is_user_defined = True
+
+
+def makes_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether `generate` would make a dynamic cache for this family; not for recurrent ones."""
+    supports = getattr(model, "_supports_default_dynamic_cache", None)
+    return supports is not None and supports()
+
+
+def implementation_of(config: PreTrainedConfig) -> str | None:
+    """The attention implementation of a configuration."""
+    return config._attn_implementation
+
+
+def set_implementation(config: PreTrainedConfig, name: str | None) -> None:
+    """Set the attention implementation of a configuration, which must be known by then."""
+    config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def attention_replaced(config: PreTrainedConfig, attend: Callable) -> Iterator[None]:
+    """Let `attend` be the attention function of the modules with this configuration."""
+    before = implementation_of(config)
+    AttentionInterface.register(_PROBE, attend)
+    try:
+        set_implementation(config, _PROBE)
+        yield
+    finally:
+        set_implementation(config, before)
+        AttentionInterface._global_mapping.pop(_PROBE, None)
+
+
+def ignoring(family: type[PreTrainedModel], pattern: str) -> type[PreTrainedModel]:
+    """A model class that loads weights without a report of those whose names fit a pattern."""
+    patterns = [*(family._keys_to_ignore_on_load_unexpected or []), pattern]
+    return type(family.__name__, (family,), {"_keys_to_ignore_on_load_unexpected": patterns})
+
+
+class TrainerSteps:
+    """Mixed in before a Trainer: its private steps under public names, for subclasses to override.
+
+    Each does what Trainer does. All of them have been there since 5.17.
+    """
+
+    def sampler_of_rows(self) -> Sampler:
+        """The order in which training rows are taken."""
+        return super()._get_train_sampler()
+
+    def write_weights(self, folder: str, weights: dict[str, Tensor] | None) -> None:
+        """Save the model, or these weights of it."""
+        self._save(folder, weights)
+
+    def read_weights(self, checkpoint: str) -> None:
+        """Load the model's weights from a checkpoint."""
+        super()._load_from_checkpoint(checkpoint)
+
+    def write_optimizer(self, folder: str) -> None:
+        """Save the states of optimiser and scheduler."""
+        super()._save_optimizer_and_scheduler(folder)
+
+    def read_optimizer(self, checkpoint: str | None) -> None:
+        """Load the states of optimiser and scheduler, if there is a checkpoint."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def write_checkpoint(self, *args, **kwargs) -> None:
+        """Save all that a run resumes from."""
+        super()._save_checkpoint(*args, **kwargs)
+
+    def warn_of_missing(self, load_result: NamedTuple) -> None:
+        """Warn of weights that a checkpoint lacks."""
+        super()._issue_warnings_after_load(load_result)
+
+    def on_device(self, batch: dict) -> dict:
+        """A batch on the device where the model is."""
+        return self._prepare_inputs(batch)
+
+    def _get_train_sampler(self, train_dataset=None) -> Sampler:
+        return self.sampler_of_rows()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        self.read_weights(resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.write_optimizer(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self.read_optimizer(checkpoint)
+
+    def _save_checkpoint(self, *args, **kwargs) -> None:
+        self.write_checkpoint(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result: NamedTuple) -> None:
+        self.warn_of_missing(load_result)
+
+
+def checkpointing_options(wanted: bool) -> dict:
+    """The option of `TrainingArguments` that recomputes layers in the backward pass.
+
+    `activation_checkpointing` in 5.24 and 5.23, `gradient_checkpointing` in 5.17.
+    """
+    known = inspect.signature(transformers.TrainingArguments).parameters
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    name = next(name for name in names if name in known)
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
