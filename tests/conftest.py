@@ -91,6 +91,10 @@ def interpreted(as_without_interpreter, device, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("heedful.ops.impl._interpreted", lambda: device == "cpu")
 
 
+# Of 5.17: what its own assisted decoding calls `generate` with.
+_OF_ITS_OWN = "Passing `generation_config` together with generation-related arguments"
+
+
 class _Deprecations(logging.Handler):
     """Collects what transformers logs of names that it will remove."""
 
@@ -99,7 +103,8 @@ class _Deprecations(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if "deprecated" in (message := record.getMessage()):
+        message = record.getMessage()
+        if "deprecated" in message and not message.startswith(_OF_ITS_OWN):
             self.messages.append(message)
 
 

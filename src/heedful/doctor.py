@@ -191,7 +191,7 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     from heedful.nn import Layer
 
     try:
-        conversion = convert(model, config)
+        conversion = convert(model, config, verify=False)  # on meta
     except ValueError as error:
         return None, f"does not fit: {error}"
     layers = [x for x in model.modules() if isinstance(x, Layer) and x.shape.role == "decoder"]

@@ -118,7 +118,12 @@ def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bo
 
 
 def load(
-    folder: str | os.PathLike, *, impl: Impl = "auto", budgets: bool = True, **options
+    folder: str | os.PathLike,
+    *,
+    impl: Impl = "auto",
+    budgets: bool = True,
+    verify: bool | None = None,
+    **options,
 ) -> PreTrainedModel:
     """Load a converted model that `save_pretrained` wrote.
 
@@ -127,6 +132,7 @@ def load(
         impl: which implementation of the operators runs, as for `convert`.
         budgets: take what `heedful budget` found, if the folder has a `budgets.json`: new caches of
             the model then evict. `heedful.new_cache(model, eviction=False)` keeps everything.
+        verify: prove that the conversion changes nothing but the attention, as for `convert`.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
     Returns:
@@ -147,7 +153,8 @@ def load(
     about = saved_conversion(folder)
     inner = about["base"]
     tensors = _read_parameters(folder)
-    config = AutoConfig.for_model(**inner)
+    named = [name for name in inner.get("architectures") or [] if isinstance(name, str)]
+    config = AutoConfig.for_model(**inner | {"architectures": named})
     family = _family(inner, config)
     # The mechanism's parameters are expected here, so transformers need not report them.
     model, found = ignoring(family, r"\.heedful\.").from_pretrained(
@@ -157,7 +164,7 @@ def load(
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
-    restore(model, about["mechanisms"], tensors, impl)
+    restore(model, about["mechanisms"], tensors, impl, verify)
     if budgets:
         beside.take_budgets(folder, model)
     return model

@@ -46,6 +46,7 @@ from heedful.hf.families import (
 )
 from heedful.hf.plan import Part, make_plan, settled
 from heedful.hf.projections import DOORS, Door, doors
+from heedful.hf.proof import prove
 from heedful.hf.rotation import rotation_of
 from heedful.hf.versions import (
     CacheName,
@@ -55,6 +56,7 @@ from heedful.hf.versions import (
     implementation_of,
     makes_dynamic_cache,
     mark_as_given,
+    newer_than_tested,
     set_implementation,
 )
 from heedful.nn import Layer, Mechanism, Role, Standard, from_json
@@ -204,6 +206,7 @@ def convert(
     *,
     where: Role | Iterable[Role] | Mapping | None = None,
     impl: Impl = "auto",
+    verify: bool | None = None,
 ) -> Conversion:
     """Replace the attention of a transformers model, in place.
 
@@ -223,13 +226,17 @@ def convert(
             the decoder to the encoder), several of them, or these by mechanism; default wherever
             the mechanism is defined. The others keep standard attention.
         impl: which implementation of the operators runs; not saved with the model.
+        verify: run a few tokens through the model as it is and converted to `standard`, and refuse
+            it unless what reaches its attention, and what becomes of the output, is the same to the
+            last bit: without a mask, with padding, in a cached step and in `generate`. Default
+            only where this transformers is newer than heedful is tested with.
 
     Returns:
         The `Conversion`; its `model` is the given model, its `revert()` undoes it.
 
     Raises:
-        ValueError: the model cannot be converted, is converted already, or does not fit the
-            mechanism. The model is left as it was.
+        ValueError: the model cannot be converted, is converted already, does not fit the mechanism,
+            or fails the proof. The model is left as it was.
     """
     if not isinstance(model, PreTrainedModel):
         way = "load one with AutoModelForCausalLM"
@@ -249,6 +256,8 @@ def convert(
             "heedful.revert(model) before converting it again"
         )
     check_impl(impl)
+    if newer_than_tested() if verify is None else verify:
+        prove(model, convert)
     placed = find_attention(model)
     plan = make_plan(mechanism, layers, where, placed.values(), type(model).__name__)
     built: dict[str, Layer] = {}
@@ -350,14 +359,18 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
 
 
 def restore(
-    model: PreTrainedModel, mechanisms: list[dict], tensors: dict, impl: Impl
+    model: PreTrainedModel,
+    mechanisms: list[dict],
+    tensors: dict,
+    impl: Impl,
+    verify: bool | None = None,
 ) -> Conversion:
     """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
     plan, where = {}, {}
     for part in mechanisms:
         config = from_json(part["mechanism"])
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    conversion = convert(model, plan, where=where, impl=impl)
+    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
@@ -414,7 +427,13 @@ def without_cache(options: dict) -> dict:
             "one, as with use_cache=False: the same tokens, the whole row read again for each",
             stacklevel=3,
         )
-    return options | {"use_cache": False}
+    if config is None:
+        return options | {"use_cache": False}
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    return {name: x for name, x in options.items() if name != "use_cache"} | {
+        "generation_config": config
+    }
 
 
 def _build(one: Attention, plan: dict[Mechanism, Part]) -> tuple[Layer, Mechanism | None]:

@@ -203,7 +203,7 @@ def _asked(
     ]
     reason = "it does not call its attention function"
     try:
-        with attention_replaced(module.config, attend):
+        with attention_replaced(module, attend):
             for width in (shape.dim // 2, shape.dim):  # some families give every angle once
                 angles = (torch.ones(1, 1, width), torch.zeros(1, 1, width))
                 angles = tuple(x.to(device) for x in angles)

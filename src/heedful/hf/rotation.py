@@ -129,7 +129,7 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     places = torch.tensor([[0.0, 7.0]], device=weight.device)
     cos, sin = rotation.rotary(x, places, **kind)
     watched = _Watched(cos)
-    with attention_replaced(module.config, attend), watched:
+    with attention_replaced(module, attend), watched:
         type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
     if weight.device.type == "meta":  # there are no numbers to compare
         return watched.used

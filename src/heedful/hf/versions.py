@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     Cache,
     GenerationMixin,
     PreTrainedConfig,
@@ -164,16 +165,28 @@ def set_implementation(config: PreTrainedConfig, name: str | None) -> None:
 
 
 @contextlib.contextmanager
-def attention_replaced(config: PreTrainedConfig, attend: Callable) -> Iterator[None]:
-    """Let `attend` be the attention function of the modules with this configuration."""
-    before = implementation_of(config)
+def attention_replaced(
+    model: nn.Module, attend: Callable, mask: Callable | None = None
+) -> Iterator[None]:
+    """Let `attend` be the attention function of a model, or of a part of one, for a while.
+
+    `mask` makes its masks; without it transformers makes none.
+    """
+    configs = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(x): x for x in configs if isinstance(x, PreTrainedConfig)}
+    before = [(config, implementation_of(config)) for config in configs.values()]
     AttentionInterface.register(_PROBE, attend)
+    if mask is not None:
+        AttentionMaskInterface.register(_PROBE, mask)
     try:
-        set_implementation(config, _PROBE)
+        for config, _ in before:
+            set_implementation(config, _PROBE)
         yield
     finally:
-        set_implementation(config, before)
-        AttentionInterface._global_mapping.pop(_PROBE, None)
+        for config, implementation in before:
+            set_implementation(config, implementation)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_PROBE, None)
 
 
 def ignoring(family: type[PreTrainedModel], pattern: str) -> type[PreTrainedModel]:

@@ -1,0 +1,248 @@
+"""The proof that a conversion changes nothing but the attention itself, by a few forward passes.
+
+The model runs a few tokens as it is and converted to `standard`, both times with one and the same
+attention in place of the family's kernels and of ours: a softmax over the keys that a query sees,
+one query after the other. So what reaches attention (queries, keys, values, mask, scale, bias, cap,
+sinks, cache) and what becomes of its output must agree to the last bit, and does not have to agree
+where two kernels round otherwise. A third run, with the family's own attention, shows that the
+family adds nothing to a softmax of its own; it may differ by rounding.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import transformers
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from heedful.hf.versions import (
+    TESTED,
+    attention_replaced,
+    cache_argument,
+    cache_of,
+)
+from heedful.nn import Given, Layer, LayerOutput, Standard
+from heedful.nn.layer import NOTHING
+from heedful.ops import Visibility
+
+_TOKENS = 6
+_PADDING = 2  # tokens on the left of the second row, where there is a mask
+_NEW = 3  # tokens that are generated
+
+Ways = dict[str, Tensor | ValueError]
+
+
+def prove(model: PreTrainedModel, convert: Callable) -> None:
+    """Raise unless a model converted to `standard` computes what it computes unconverted.
+
+    Arguments:
+        model: not converted; comes out as it went in.
+        convert: `heedful.convert`.
+
+    Raises:
+        ValueError: it does not, or it cannot be run on token ids alone, or has no weights yet.
+    """
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise _unproven(model, "its weights are on meta, and nothing can be computed")
+    with _evaluated(model), torch.no_grad():
+        own = _ways(model, only="no mask")["no mask"]
+        if isinstance(own, Exception):
+            raise _unproven(model, f"it cannot be run on token ids alone ({own})")
+        with attention_replaced(model, _stock, _dense_mask):
+            before = _ways(model)
+        conversion = convert(model, Standard(), verify=False)
+        try:
+            for layer in (x for x in model.modules() if isinstance(x, Layer)):
+                layer.forward = functools.partial(_converted, layer)
+            after = _ways(model)
+        finally:
+            conversion.revert()
+    _compare(model, before, after)
+    error = (own - before["no mask"]).abs().max().item()
+    if not error <= _rounding(own) * own.abs().max().item():
+        raise _unproven(
+            model,
+            f"its own attention is more than a softmax over what it tells its attention function "
+            f"(its outputs differ by {error:.2g})",
+        )
+
+
+def _compare(model: PreTrainedModel, before: Ways, after: Ways) -> None:
+    refusals = []
+    for way, expected in before.items():
+        if isinstance(expected, Exception):
+            continue  # what the model itself cannot do is not compared
+        found = after[way]
+        if isinstance(found, ValueError):
+            refusals.append(found)  # at the call, by name
+        elif isinstance(found, Exception):
+            raise _unproven(model, f"{way}: {type(found).__name__}: {found}") from found
+        elif not torch.equal(found, expected):
+            same = found.shape == expected.shape
+            error = (found - expected).abs().max().item() if same else math.nan
+            raise _unproven(model, f"{way}: the outputs differ by {error:.2g}")
+    if len(refusals) == sum(not isinstance(x, Exception) for x in before.values()):
+        raise _unproven(model, str(refusals[0])) from refusals[0]
+
+
+def _unproven(model: PreTrainedModel, reason: str) -> ValueError:
+    return ValueError(
+        f"model: {type(model).__name__} is not proven to compute the same when converted, with "
+        f"transformers {transformers.__version__} (heedful is tested with {TESTED[0]} to "
+        f"{TESTED[-1]}): {reason}. The model is left as it was; take a tested version, or "
+        "verify=False to go on without the proof"
+    )
+
+
+def _rounding(x: Tensor) -> float:
+    """How far outputs may differ, relative to the largest, where kernels round otherwise."""
+    # Half of the digits: layers add up, and some families compute in fp32 whatever their weights.
+    return max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+
+
+def _ways(model: PreTrainedModel, only: str | None = None) -> Ways:
+    """The model's logits of the same tokens in each way of calling it, or why it cannot."""
+    ids, pair = _token_ids(model), model.config.is_encoder_decoder
+    mask = torch.ones_like(ids)
+    mask[1, :_PADDING] = 0
+    target = "decoder_input_ids" if pair else "input_ids"
+    source = {"input_ids": ids} if pair else {}
+
+    def once(mask: Tensor | None) -> Tensor:
+        options = {} if mask is None else {"attention_mask": mask}
+        out = model(**source | {target: ids}, **options, use_cache=False)[0]
+        return out if mask is None or pair else out[mask.bool()]
+
+    def in_steps() -> Tensor:
+        cache, parts = None, []
+        for start, stop in ((0, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
+            options = {"attention_mask": mask if pair else mask[:, :stop], "use_cache": True}
+            piece = source | {target: ids[:, start:stop]}
+            out = model(**piece, **options, **cache_argument(model, cache))
+            cache = cache_of(out)
+            parts.append(out.logits)
+        logits = torch.cat(parts, 1)
+        return logits if pair else logits[mask.bool()]
+
+    def generated() -> Tensor:
+        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": _NEW}
+        return model.generate(ids, attention_mask=mask, eos_token_id=None, **options)
+
+    calls = {"no mask": lambda: once(None), "padding on the left": lambda: once(mask)}
+    if model.can_generate():
+        calls |= {"a cached step": in_steps, "generate": generated}
+    results: Ways = {}
+    for way, call in calls.items():
+        if only in (None, way):
+            try:
+                results[way] = call()
+            except Exception as error:  # a stranger's model: any of its ways may not be there
+                results[way] = error
+    return results
+
+
+def _token_ids(model: PreTrainedModel) -> Int[Tensor, "2 T"]:
+    """Two rows of ordinary tokens."""
+    embedding = model.get_input_embeddings().weight
+    config = model.config.get_text_config()
+    named = [x for name, x in config.to_dict().items() if name.endswith("token_id")]
+    special = {i for x in named for i in (x if isinstance(x, list) else [x])}
+    known = [i for i in range(3, min(embedding.shape[0], 1000)) if i not in special]
+    chosen = [known[7 * i % len(known)] for i in range(2 * _TOKENS)]
+    return torch.tensor(chosen, device=embedding.device).view(2, _TOKENS)
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """In eval mode, and afterwards each module in its own."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _dense_mask(*args: object, **options: object) -> Tensor:
+    """transformers' whole mask, also where its kernels could do without."""
+    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    return sdpa_mask(*args, **options | skips)
+
+
+def _stock(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Stands in for the attention function of an unconverted model."""
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True)
+        seen = Visibility(causal=causal and queries > 1).dense(queries, keys, query.device)
+    else:
+        seen = attention_mask[:, 0, :, :keys]
+    given = Given(bias=position_bias, softcap=softcap, sinks=s_aux)
+    return _attend(query, key, value, seen, scaling, given).transpose(1, 2).contiguous(), None
+
+
+def _converted(
+    layer: Layer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visibility: Visibility | None = None,
+    scale: float | None = None,
+    given: Given = NOTHING,
+) -> LayerOutput:
+    """Stands in for the forward of a layer."""
+    visibility = Visibility() if visibility is None else visibility
+    seen = visibility.dense(q.shape[2], k.shape[2], q.device)
+    return LayerOutput(_attend(q, k, v, seen, scale, given))
+
+
+def _attend(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk Dv"],
+    seen: Bool[Tensor, "#B Tq Tk"],
+    scale: float | None,
+    given: Given,
+) -> Float[Tensor, "B H Tq Dv"]:
+    """Softmax attention, each query over the keys that it sees, whatever else there is."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    per_head = q.shape[1] // k.shape[1]
+    k, v = (x.to(wide).repeat_interleave(per_head, 1) for x in (k, v))
+    seen = seen.expand(q.shape[0], -1, -1)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    for b in range(q.shape[0]):
+        for i in range(q.shape[2]):
+            keys = seen[b, i].nonzero()[:, 0]
+            if not len(keys):
+                continue
+            logits = (k[b][:, keys] @ q[b, :, i, :, None].to(wide))[..., 0] * scale
+            if given.softcap is not None:
+                logits = given.softcap * (logits / given.softcap).tanh()
+            if given.bias is not None:
+                bias = given.bias.expand(q.shape[0], q.shape[1], -1, -1)
+                logits = logits + bias[b, :, i, keys]
+            if given.sinks is not None:
+                logits = torch.cat([logits, given.sinks[:, None].to(wide)], 1)
+            weights = logits.softmax(1)[:, : len(keys)]
+            out[b, :, i] = (weights[:, None] @ v[b][:, keys])[:, 0].to(q.dtype)
+    return out

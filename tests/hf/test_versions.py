@@ -1,0 +1,76 @@
+"""Names of transformers that are private or change with versions stand in one file."""
+
+import ast
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import heedful
+
+SRC = Path(heedful.__file__).parent
+HERE = SRC / "hf" / "versions.py"
+OTHERS = sorted(path for path in SRC.rglob("*.py") if path != HERE)
+CHANGING = re.compile(
+    "past_key_values|layer_past|gradient_checkpointing|activation_checkpointing_e"
+)
+# Where the private names are defined that a model, a configuration, a cache or a Trainer has.
+FOREIGN = (
+    "cache_utils", "configuration_utils", "generation.utils", "generation.configuration_utils",
+    "masking_utils", "modeling_outputs", "modeling_utils", "trainer", "utils.generic",
+)  # fmt: skip
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def private_names_of_transformers() -> set[str]:
+    found = set()
+    for module in FOREIGN:
+        tree = ast.parse(Path(find_spec(f"transformers.{module}").origin).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                found |= {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+    return set(filter(private, found))
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """Private attributes that the classes of a file give themselves."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def private_names_in(path: Path) -> set[str]:
+    """Private attributes that a file reads, sets, overrides, or names in a text."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.ClassDef):
+            foreign = not all(ast.unparse(base).startswith("_") for base in node.bases)
+            methods = {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+            found |= methods if foreign else set()
+    return set(filter(private, found)) - own_names(tree)
+
+
+def test_no_other_file_knows_a_private_name():
+    theirs = private_names_of_transformers()
+    assert {"_attn_implementation", "_prepare_cache_for_generation", "_save_checkpoint"} <= theirs
+    assert private_names_in(HERE) & theirs
+    found = {str(p.relative_to(SRC)): private_names_in(p) & theirs for p in OTHERS}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_other_file_knows_a_name_that_changes():
+    found = {str(p.relative_to(SRC)): CHANGING.findall(p.read_text()) for p in OTHERS}
+    assert {path: names for path, names in found.items() if names} == {}
