@@ -1,6 +1,5 @@
 """`convert(verify=True)`: what it proves and refuses, and that a refused model is unchanged."""
 
-
 import pytest
 import torch
 from encoder_families import tiny as tiny_pair

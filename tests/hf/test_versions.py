@@ -5,7 +5,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+import torch
+import transformers
+from families import tiny, tokens
+from transformers import DynamicCache
+
 import heedful
+from heedful.hf import versions
 
 SRC = Path(heedful.__file__).parent
 HERE = SRC / "hf" / "versions.py"
@@ -74,3 +81,41 @@ def test_no_other_file_knows_a_private_name():
 def test_no_other_file_knows_a_name_that_changes():
     found = {str(p.relative_to(SRC)): CHANGING.findall(p.read_text()) for p in OTHERS}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.skipif(
+    versions.release(transformers.__version__) < (5, 24),
+    reason="families hand Cache.update what they hand to attention since transformers 5.24",
+)
+@pytest.mark.parametrize("name", ["standard", "mta", "selective"])
+def test_a_cache_reaches_attention_whatever_it_is_called(name, monkeypatch):
+    """As if the family's attention modules called it by a name that nobody knows."""
+    model, ids = tiny(), tokens(1, 9)
+    heedful.convert(model, name)
+    cached = model.generate(ids, max_new_tokens=6, do_sample=False)
+    monkeypatch.setattr("heedful.hf.attention.cache_among", lambda arguments: None)
+    again = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(again, cached)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_converted_model_takes_its_cache_by_either_name(name):
+    """The newest name in every version, and the older one without a warning."""
+    model, ids = tiny(), tokens(1, 9)
+    heedful.convert(model, "mta")
+    expected = model(input_ids=ids).logits[:, 5:]
+    cache = heedful.new_cache(model)
+    model(input_ids=ids[:, :5], **{name: cache})
+    found = model(input_ids=ids[:, 5:], **{name: cache}).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    written = model.generate(ids, max_new_tokens=3, **{name: heedful.new_cache(model)})
+    assert torch.equal(written, model.generate(ids, max_new_tokens=3))
+
+
+def test_the_name_that_is_written_is_the_models_own():
+    model = tiny()
+    (name,) = versions.cache_argument(model, None)
+    assert name == ("cache" if versions.release(transformers.__version__) >= (5, 24) else name)
+    cache = DynamicCache(config=model.config)
+    out = model(input_ids=tokens(1, 4), use_cache=True, **versions.cache_argument(model, cache))
+    assert versions.cache_of(out) is cache and cache.get_seq_length() == 4

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from heedful.hf.eviction import Eviction, Held, gather
 from heedful.hf.newest import Newest, Recorded
 from heedful.hf.slots import SLACK, Meter, Slots, nbytes_of
+from heedful.hf.versions import hand_over
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
@@ -116,6 +117,7 @@ class LayerCache(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens; returns those of all."""
+        hand_over(self, kwargs)
         batch, new = key_states.shape[0], key_states.shape[2]
         self._check_batch(batch)
         if self.policy is not None and torch.is_grad_enabled() and key_states.requires_grad:

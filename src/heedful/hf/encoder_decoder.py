@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from heedful.hf.cached_layer import LayerCache
 from heedful.hf.eviction import Eviction
 from heedful.hf.slots import Meter, nbytes_of
+from heedful.hf.versions import hand_over
 from heedful.nn import Given, Layer
 from heedful.ops import Queries, Visibility
 
@@ -70,6 +71,7 @@ class CrossLayerCache(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Take the keys and values of a source, once."""
+        hand_over(self, kwargs)
         if self.is_initialized:
             raise ValueError(
                 "the cache holds the keys of a source already, and cross-attention was given "

@@ -270,7 +270,7 @@ def _made_of(function: Callable) -> tuple[tuple | None, list[Tensor]]:
         if isinstance(x, Tensor):
             tensors.append(x)
             return _TENSOR
-        if isinstance(x, int | float | str | None):
+        if isinstance(x, int | float | str | None) or x is torch:
             return x
         if isinstance(x, tuple | list):
             return tuple(map(parts, x))

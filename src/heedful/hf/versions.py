@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import TransformersKwargs
 
 TESTED = ("5.17.0", "5.23.0", "5.24.0")
@@ -141,6 +142,20 @@ class OwnCacheInGenerate:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
         else:
             model_kwargs[_OF_GENERATE] = own
+
+
+def hand_over(layer: CacheLayerMixin, options: dict) -> None:
+    """Let a part of a cache reach the attention function with the tokens that it gets.
+
+    Since 5.24 most families give `Cache.update` the arguments that they hand on to attention.
+    Elsewhere the hooks on attention modules find the cache by its name.
+
+    Arguments:
+        layer: the part of the cache.
+        options: what its `update` was called with by keyword.
+    """
+    if (handed_on := options.get("kwargs")) is not None:
+        handed_on["heedful_cache"] = layer
 
 
 def mark_as_given(cache: Cache) -> None:
