@@ -33,6 +33,7 @@ LONG_RETROFIT = RESULTS / "retrofit-1024-cpu.jsonl"
 DECODING_GROUPED = RESULTS / "decoding-grouped-cpu.jsonl"
 PAIRS, ASSIGNMENT = RESULTS / "pairs-cpu.jsonl", RESULTS / "assignment-cpu.jsonl"
 MAGIC_NUMBERS = RESULTS / "magic-numbers-cpu.jsonl"
+VERIFICATION = RESULTS / "verification-cpu.jsonl"
 
 
 def blocks() -> dict[str, Callable[[], str]]:
@@ -74,6 +75,7 @@ def blocks() -> dict[str, Callable[[], str]]:
         "trainer-overhead": training_tables.command_alone,
         "toy": reproductions.toy,
         "last-words": reproductions.last_words,
+        "verification": verification,
     }
 
 
@@ -334,6 +336,20 @@ def decoding(only: int | None = None, path: Path = DECODING) -> str:
         f"{one['heads']} heads, fp32, one row; medians of {one['rounds']} rounds taken in turn."
     )
     return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+
+
+def verification() -> str:
+    """Seconds of a conversion with and without the proof."""
+    if not VERIFICATION.is_file():
+        return missing(VERIFICATION)
+    records = [json.loads(line) for line in VERIFICATION.read_text().splitlines()]
+    ways = list(records[0]["seconds"])
+    head = ["parameters", *(f"{way}, s" for way in ways)]
+    lines = [
+        [f"{r['parameters'] / 1e6:,.0f} M", *(f"{r['seconds'][way]:.2f}" for way in ways)]
+        for r in records
+    ]
+    return f"{markdown(head, lines)}\n\n{made(records)}"
 
 
 def _sizes(records: Sequence[dict]) -> str:

@@ -152,12 +152,19 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        ({"torch": "2.13.0+cpu", "transformers": "5.23.0"}, ["torch        2.13.0+cpu\n"]),
         (
-            {"torch": "2.14.0+cu130", "transformers": "5.17.0"},
+            {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
             [
-                "torch        2.14.0+cu130 (heedful is tested with 2.13.0; other versions are",
-                "transformers 5.17.0 (heedful is tested with 5.23.0; other versions are untested)",
+                "torch        2.13.0+cpu (heedful is tested with 2.13.0)\n",
+                "transformers 5.23.0 (heedful is tested with 5.17.0, 5.23.0, 5.24.0)\n",
+            ],
+        ),
+        (
+            {"torch": "2.14.0+cu130", "transformers": "5.25.0"},
+            [
+                "torch        2.14.0+cu130 (untested: heedful is tested with 2.13.0)",
+                "transformers 5.25.0 (untested: heedful is tested with 5.17.0, 5.23.0, 5.24.0; "
+                "convert() proves of every model that it computes the same)",
             ],
         ),
         (
@@ -178,6 +185,14 @@ def test_doctor_says_which_versions_are_untested_or_at_odds(versions, said, monk
     lines = []
     assert doctor.examine(lines.append) == 0
     assert all(words in "\n".join(lines) for words in said), lines
+
+
+def test_doctor_stops_at_a_transformers_that_is_too_old(monkeypatch):
+    real, lines = doctor.installed, []
+    monkeypatch.setattr(doctor, "installed", lambda x: {"transformers": "5.3.0"}.get(x, real(x)))
+    assert doctor.examine(lines.append) == 1
+    assert "transformers 5.3.0 (too old: heedful is tested with 5.17.0" in "\n".join(lines)
+    assert "pip install 'transformers>=5.17.0'" in "\n".join(lines)
 
 
 def test_doctor_reports_what_is_broken(capsys, monkeypatch):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from heedful.doctor import TESTED
+from heedful.records.environment import TESTED
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-OLDEST = "5.17.0"  # of transformers
+OLDEST, *_, NEWEST = TESTED["transformers"]
 
 SMOKE = """
 import tempfile
@@ -92,8 +92,8 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-q"]
-    run(*pip, f"torch=={TESTED['torch']}")
-    for version in (OLDEST, TESTED["transformers"]):
+    run(*pip, f"torch=={TESTED['torch'][-1]}")
+    for version in (OLDEST, NEWEST):
         run(*pip, str(wheel), f"transformers=={version}")
         assert run(python, "-c", SMOKE).strip() == "sound"
     assert "matplotlib" not in run(python, "-m", "pip", "list")
@@ -105,7 +105,16 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path):
     assert "all works" in run(python, "-m", "heedful", "doctor")
 
 
-def test_the_tested_transformers_are_the_ones_that_the_project_asks_for():
+def test_the_oldest_transformers_is_what_the_project_asks_for_and_newer_ones_are_open():
     (asked,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers")]
-    major, minor, _ = map(int, TESTED["transformers"].split("."))
-    assert asked == f"transformers>={OLDEST.removesuffix('.0')},<{major}.{minor + 1}"
+    assert asked == f"transformers>={OLDEST.removesuffix('.0')}"
+
+
+def test_a_transformers_that_is_too_old_is_refused_by_its_version(tmp_path):
+    """Not by a name that it lacks: heedful looks at the version before it imports any."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.57.1"\n')
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import heedful; heedful.convert"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    said = "ImportError: heedful needs transformers 5.17.0 or newer, got 4.57.1: pip install"
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]

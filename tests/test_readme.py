@@ -22,13 +22,13 @@ import torch
 import heedful
 from heedful import cli
 from heedful.bench import measure as bench
-from heedful.doctor import TESTED
 from heedful.eviction import MostHidden
 from heedful.experiments import compare, setups, trained_models
 from heedful.experiments.scratch import Size
 from heedful.experiments.training import SIZES, Shape
 from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
+from heedful.records.environment import TESTED
 from test_generate import small, tokenizer_of_words
 
 ROOT = Path(__file__).parent.parent
@@ -277,7 +277,7 @@ def test_a_fresh_clone_needs_one_command_line_each():
         (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
-        assert f"install torch=={TESTED['torch']} &&" in line, "doctor says what was tested"
+        assert f"install torch=={TESTED['torch'][-1]} &&" in line, "doctor says what was tested"
 
 
 def test_the_ablation_table_has_the_presets_of_the_code():

@@ -5,9 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from heedful.records.environment import installed, machine
-
-TESTED = {"torch": "2.13.0", "transformers": "5.23.0"}  # what the test suite runs with
+from heedful.records.environment import TESTED, installed, machine, release
 
 
 def examine(write: Callable[[str], None] = print) -> int:
@@ -18,9 +16,9 @@ def examine(write: Callable[[str], None] = print) -> int:
     for package, needed in (("torch", True), ("transformers", True), ("datasets", False)):
         version = installed(package)
         reason = f"pip install {package}" if needed else "only needed for --data hf:NAME"
-        found = f"{version}{_untested(package, version)}" if version else f"missing: {reason}"
+        found = f"{version}{_tested(package, version)}" if version else f"missing: {reason}"
         write(f"{package:<12} {found}")
-        sound &= version is not None or not needed
+        sound &= (version is not None and not _too_old(package, version)) or not needed
     if not sound:
         return 1
     write(f"machine      {machine()}")
@@ -42,29 +40,37 @@ def examine(write: Callable[[str], None] = print) -> int:
     return 0 if sound else 1
 
 
-def _untested(package: str, version: str) -> str:
-    """What to know of a version other than the one that the tests run with."""
+def _tested(package: str, version: str) -> str:
+    """With which versions of a package the tests run, and what that means for this one."""
     tested = TESTED.get(package)
-    if tested is None or version.partition("+")[0] == tested:
+    if tested is None:
         return ""
-    return f" (heedful is tested with {tested}; other versions are untested)"
+    told = f"heedful is tested with {', '.join(tested)}"
+    if _too_old(package, version):
+        return f" (too old: {told}; pip install '{package}>={tested[0]}')"
+    if version.partition("+")[0] in tested:
+        return f" ({told})"
+    if package == "transformers" and release(version) > release(tested[-1]):
+        return f" (untested: {told}; convert() proves of every model that it computes the same)"
+    return f" (untested: {told})"
+
+
+def _too_old(package: str, version: str) -> bool:
+    """Whether the integration refuses this version."""
+    oldest = TESTED[package][0] if package == "transformers" else version
+    return release(version) < release(oldest)
 
 
 def _triton() -> str:
     triton, numpy = installed("triton"), installed("numpy")
     if triton is None:
         return "not installed; only impl=fused needs it"
-    if _release(triton) < (3, 7) and _release(numpy or "0.0") >= (2, 4):
+    if release(triton) < (3, 7) and release(numpy or "0.0") >= (2, 4):
         return (
             f"{triton}, whose interpreter (TRITON_INTERPRET=1) fails with NumPy {numpy}: take "
             "Triton 3.7 or NumPy below 2.4; kernels on a GPU are not affected"
         )
     return triton
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number."""
-    return tuple(map(int, version.split(".")[:2]))
 
 
 def _operators() -> str:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import heedful
 from heedful.hf import versions
+from heedful.records.environment import release
 
 SRC = Path(heedful.__file__).parent
 HERE = SRC / "hf" / "versions.py"
@@ -84,7 +85,7 @@ def test_no_other_file_knows_a_name_that_changes():
 
 
 @pytest.mark.skipif(
-    versions.release(transformers.__version__) < (5, 24),
+    release(transformers.__version__) < (5, 24),
     reason="families hand Cache.update what they hand to attention since transformers 5.24",
 )
 @pytest.mark.parametrize("name", ["standard", "mta", "selective"])
@@ -115,7 +116,7 @@ def test_a_converted_model_takes_its_cache_by_either_name(name):
 def test_the_name_that_is_written_is_the_models_own():
     model = tiny()
     (name,) = versions.cache_argument(model, None)
-    assert name == ("cache" if versions.release(transformers.__version__) >= (5, 24) else name)
+    assert name == ("cache" if release(transformers.__version__) >= (5, 24) else name)
     cache = DynamicCache(config=model.config)
     out = model(input_ids=tokens(1, 4), use_cache=True, **versions.cache_argument(model, cache))
     assert versions.cache_of(out) is cache and cache.get_seq_length() == 4

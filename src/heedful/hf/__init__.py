@@ -1,5 +1,17 @@
 """The integration with transformers, the only room that imports it."""
 
+import transformers
+
+from heedful.records.environment import TESTED, release
+
+_OLDEST = TESTED["transformers"][0]
+if release(transformers.__version__) < release(_OLDEST):
+    raise ImportError(
+        f"heedful needs transformers {_OLDEST} or newer, got {transformers.__version__}: "
+        f"pip install 'transformers>={_OLDEST}'"
+    )
+
+# ruff: noqa: E402 -- an older one lacks names that these files import
 from heedful.hf.checkpoint import load, register
 from heedful.hf.convert import Conversion, conversion_of, convert, revert
 

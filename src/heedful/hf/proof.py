@@ -20,15 +20,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from heedful.hf.versions import (
-    TESTED,
-    attention_replaced,
-    cache_argument,
-    cache_of,
-)
+from heedful.hf.versions import attention_replaced, cache_argument, cache_of
 from heedful.nn import Given, Layer, LayerOutput, Standard
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
+from heedful.records.environment import TESTED
 
 _TOKENS = 6
 _PADDING = 2  # tokens on the left of the second row, where there is a mask
@@ -91,10 +87,11 @@ def _compare(model: PreTrainedModel, before: Ways, after: Ways) -> None:
 
 
 def _unproven(model: PreTrainedModel, reason: str) -> ValueError:
+    oldest, *_, newest = TESTED["transformers"]
     return ValueError(
         f"model: {type(model).__name__} is not proven to compute the same when converted, with "
-        f"transformers {transformers.__version__} (heedful is tested with {TESTED[0]} to "
-        f"{TESTED[-1]}): {reason}. The model is left as it was; take a tested version, or "
+        f"transformers {transformers.__version__} (heedful is tested with {oldest} to "
+        f"{newest}): {reason}. The model is left as it was; take a tested version, or "
         "verify=False to go on without the proof"
     )
 

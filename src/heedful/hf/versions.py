@@ -23,8 +23,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import TransformersKwargs
 
-TESTED = ("5.17.0", "5.23.0", "5.24.0")
-"""The versions that the test suite runs with, oldest to newest."""
+from heedful.records.environment import TESTED, release
 
 # How a cache is called: `cache` by models and generate since 5.24, `past_key_values` before, and
 # `layer_past` by the attention modules of GPT-NeoX in every version.
@@ -52,15 +51,9 @@ HARMLESS = frozenset(TransformersKwargs.__annotations__) | {
 }
 
 
-def release(version: str) -> tuple[int, int]:
-    """Major and minor number of a version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
 def newer_than_tested() -> bool:
     """Whether this transformers is of a later release than the tests have run with."""
-    return release(transformers.__version__) > release(TESTED[-1])
+    return release(transformers.__version__) > release(TESTED["transformers"][-1])
 
 
 def cache_among(arguments: Mapping[str, object]) -> object | None:

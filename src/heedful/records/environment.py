@@ -9,6 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+TESTED = {"torch": ("2.13.0",), "transformers": ("5.17.0", "5.23.0", "5.24.0")}
+"""The versions that the test suite runs with, oldest to newest."""
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
 
 def environment(command: list[str] | None = None) -> dict:
     """Commit, machine, versions, date and command, as JSON-ready values.
