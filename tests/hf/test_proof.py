@@ -73,7 +73,7 @@ BROKEN = {
     "scale": ("no mask", "llama", {}, (attention, "attention", wrong_scale)),
     "window": ("no mask", "mistral", {"sliding_window": 3}, (attention, "seen", wide_window)),
     "padding": ("padding on the left", "llama", {}, (attention, "seen", no_padding)),
-    "cache": ("a cached step", "llama", {}, (cache.LayerCache, "update", forgetful)),
+    "cache": ("generate with a cache", "llama", {}, (cache.LayerCache, "update", forgetful)),
 }
 
 

@@ -228,7 +228,7 @@ def convert(
         impl: which implementation of the operators runs; not saved with the model.
         verify: run a few tokens through the model as it is and converted to `standard`, and refuse
             it unless what reaches its attention, and what becomes of the output, is the same to the
-            last bit: without a mask, with padding, in a cached step and in `generate`. Default
+            last bit: without a mask, with padding, and in `generate` with a cache. Default
             only where this transformers is newer than heedful is tested with.
 
     Returns:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from heedful.hf.versions import attention_replaced, cache_argument, cache_of
+from heedful.hf.versions import attention_replaced
 from heedful.nn import Given, Layer, LayerOutput, Standard
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
@@ -28,7 +28,7 @@ from heedful.records.environment import TESTED
 
 _TOKENS = 6
 _PADDING = 2  # tokens on the left of the second row, where there is a mask
-_NEW = 3  # tokens that are generated
+_NEW = 2  # tokens that are generated, the second from the cache
 
 Ways = dict[str, Tensor | ValueError]
 
@@ -115,24 +115,16 @@ def _ways(model: PreTrainedModel, only: str | None = None) -> Ways:
         out = model(**source | {target: ids}, **options, use_cache=False)[0]
         return out if mask is None or pair else out[mask.bool()]
 
-    def in_steps() -> Tensor:
-        cache, parts = None, []
-        for start, stop in ((0, _TOKENS - 1), (_TOKENS - 1, _TOKENS)):
-            options = {"attention_mask": mask if pair else mask[:, :stop], "use_cache": True}
-            piece = source | {target: ids[:, start:stop]}
-            out = model(**piece, **options, **cache_argument(model, cache))
-            cache = cache_of(out)
-            parts.append(out.logits)
-        logits = torch.cat(parts, 1)
-        return logits if pair else logits[mask.bool()]
-
     def generated() -> Tensor:
-        options = {"do_sample": False, "num_beams": 1, "max_new_tokens": _NEW}
-        return model.generate(ids, attention_mask=mask, eos_token_id=None, **options)
+        written = model.generate(
+            ids, attention_mask=mask, max_new_tokens=_NEW, do_sample=False, num_beams=1,
+            eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        return torch.stack(written.logits)
 
     calls = {"no mask": lambda: once(None), "padding on the left": lambda: once(mask)}
     if model.can_generate():
-        calls |= {"a cached step": in_steps, "generate": generated}
+        calls["generate with a cache"] = generated
     results: Ways = {}
     for way, call in calls.items():
         if only in (None, way):

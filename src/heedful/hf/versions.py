@@ -64,11 +64,9 @@ def cache_among(arguments: Mapping[str, object]) -> object | None:
 
 def cache_of(output: object) -> object | None:
     """The cache in what a model returned; `None` without one."""
-    # 5.24 still answers to the older name, with a warning: the newer one comes first.
-    for name in _CACHES:
-        if hasattr(output, name):
-            return getattr(output, name)
-    return None
+    # The fields and not the attributes: 5.24 answers to the older name with a deprecation.
+    fields = getattr(type(output), "__dataclass_fields__", ())
+    return next((getattr(output, name) for name in _CACHES if name in fields), None)
 
 
 def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
