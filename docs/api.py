@@ -26,7 +26,7 @@ PARTS = {
         "Standard LocalGlobal MultiToken TalkingHeads Selective Differential DifferentialV2 "
         "Grouped KnockingHeads Canon InterleavedHeads",
     ),
-    "Models": (heedful, "convert Conversion revert load look LayerLook"),
+    "Models": (heedful, "convert Conversion revert load register look LayerLook"),
     "Caches": (heedful, "new_cache KVCache"),
     "Eviction": (eviction, " ".join(eviction.__all__)),
     "Training": (heedful, "MemoryLoss GroupingLoss"),
