@@ -56,7 +56,7 @@ python docs/models.py --check
 python docs/models.py llama qwen3_next
 ```
 
-The first command tries all of them again and compares (about ten minutes on two cores); without `--check` it writes this page.
+The first command tries all of them again and compares (about half an hour of one core); without `--check` it writes this page.
 """  # noqa: E501
 
 SMALL = {
