@@ -56,7 +56,7 @@ python docs/models.py --check
 python docs/models.py llama qwen3_next
 ```
 
-The first command tries all of them again and compares (about two minutes); without `--check` it writes this page.
+The first command tries all of them again and compares (about ten minutes on two cores); without `--check` it writes this page.
 """  # noqa: E501
 
 SMALL = {
@@ -75,6 +75,7 @@ SMALL = {
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "n_group", "topk_group"), 1),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "chunk_size"), 6),
+    "mamba_chunk_size": 6,
     **dict.fromkeys(("attention_dropout", "attn_pdrop", "hidden_dropout", "resid_pdrop"), 0.0),
     **dict.fromkeys(("embd_pdrop", "dropout", "activation_dropout", "layerdrop"), 0.0),
     **dict.fromkeys(("residual_dropout", "embedding_dropout", "classifier_dropout"), 0.0),
@@ -112,6 +113,7 @@ FIXES: dict[str, dict] = {
         "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32},
     },
     "dots1": {"n_shared_experts": 1},
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 6},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention", "mamba"]},

@@ -113,6 +113,17 @@ def test_a_converted_model_takes_its_cache_by_either_name(name):
     assert torch.equal(written, model.generate(ids, max_new_tokens=3))
 
 
+def test_two_caches_are_refused():
+    model, ids = tiny(), tokens(1, 9)
+    heedful.convert(model, "standard")
+    cache, other = heedful.new_cache(model), heedful.new_cache(model)
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="cache and past_key_values are one argument"):
+            call(ids, cache=cache, past_key_values=other)
+    model(ids, cache=cache, past_key_values=None)
+    assert cache.get_seq_length() == 9
+
+
 def test_the_name_that_is_written_is_the_models_own():
     model = tiny()
     (name,) = versions.cache_argument(model, None)

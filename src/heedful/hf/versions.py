@@ -91,11 +91,15 @@ def generate_options(options: dict) -> dict:
 
 
 def _renamed(arguments: dict, name: str) -> dict:
-    old = [other for other in _CACHES[:2] if other != name and other in arguments]
-    if not old:
+    """Arguments with the cache under this name, whichever of the models' two names it had."""
+    both = [key for key in _CACHES[:2] if key in arguments]
+    if both in ([], [name]):
         return arguments
-    caches = {name: cache_among(arguments)}
-    return {key: x for key, x in arguments.items() if key not in _CACHES[:2]} | caches
+    caches = {id(x): x for key in both if (x := arguments[key]) is not None}
+    if len(caches) > 1:
+        raise ValueError(f"{' and '.join(both)} are one argument; give one of them")
+    others = {key: x for key, x in arguments.items() if key not in both}
+    return others | {name: next(iter(caches.values()), None)}
 
 
 class CacheName(NamedTuple):
