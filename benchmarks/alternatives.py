@@ -12,9 +12,9 @@ from unittest import mock
 
 import torch
 
-from heedful.bench.cases import Leaves, call
-from heedful.bench.clock import steady
-from heedful.bench.measure import Case, check, runner
+from heedful.commands.bench.cases import Leaves, call
+from heedful.commands.bench.clock import steady
+from heedful.commands.bench.measure import Case, check, runner
 from heedful.ops import Visibility
 
 if TYPE_CHECKING:

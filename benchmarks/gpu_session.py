@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
-from heedful.bench.config import Bench
-from heedful.bench.session import BROKEN, SessionCase, read, watch, work
+from heedful.commands.bench.options import Bench
+from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, work
 
 ROOT = Path(__file__).parent.parent
 STAGE_SECONDS = 540.0
@@ -148,7 +148,7 @@ def worker(stage: int, sizes: Sizes, out: Path, until: float, commit: str | None
 
 def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
     """What this machine and its libraries are, and whether the kernels are right here."""
-    from heedful.bench.cases import device
+    from heedful.commands.bench.cases import device
 
     here = {"device": device()}
     yield SessionCase("versions", here, versions)
@@ -186,8 +186,8 @@ def copied(size: int, left: float) -> dict:
     """Bytes read and written per second by a copy on the device."""
     import torch
 
-    from heedful.bench.cases import device
-    from heedful.bench.clock import steady
+    from heedful.commands.bench.cases import device
+    from heedful.commands.bench.clock import steady
 
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
@@ -199,8 +199,8 @@ def product(a: tuple[int, ...], b: tuple[int, ...], dtype: str, left: float) -> 
     """Floating-point operations per second of one matrix product; fp32 without TF32."""
     import torch
 
-    from heedful.bench.cases import device
-    from heedful.bench.clock import steady
+    from heedful.commands.bench.cases import device
+    from heedful.commands.bench.clock import steady
 
     x, y = (torch.randn(s, dtype=getattr(torch, dtype), device=device()) for s in (a, b))
     out = x @ y
@@ -292,7 +292,7 @@ def decoding(sizes: Sizes) -> Iterator[SessionCase]:
 
 
 def config_of(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> dict:
-    from heedful.bench.cases import device
+    from heedful.commands.bench.cases import device
 
     what = {"mechanism": mechanism, "impl": impl, "pass": passed, "tokens": tokens}
     return what | {"device": device(), "bench": plain(asdict(sizes.bench))}
@@ -307,8 +307,8 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
     """One of our operators, held against fp64 first."""
 
     def measure(left: float) -> dict:
-        from heedful.bench.clock import steady
-        from heedful.bench.measure import Case, runner
+        from heedful.commands.bench.clock import steady
+        from heedful.commands.bench.measure import Case, runner
 
         case = Case(mechanism, impl, passed)
         checked(sizes, case)
@@ -322,7 +322,7 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
 @cache
 def checked(sizes: Sizes, case: tuple[str, str, str]) -> None:
     """Raise unless the case is right at a small size; asked once per process."""
-    from heedful.bench.measure import check
+    from heedful.commands.bench.measure import check
 
     check(sizes.bench, [case], tokens=sizes.checked)
 
@@ -333,8 +333,8 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
     def measure(backend: str, left: float) -> dict:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        from heedful.bench.clock import steady
-        from heedful.bench.measure import Case, runner
+        from heedful.commands.bench.clock import steady
+        from heedful.commands.bench.measure import Case, runner
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
             run = runner(sizes.bench, Case("sdpa", "torch", passed), tokens)
@@ -382,7 +382,7 @@ def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
     """The unconverted model with each of SDPA's kernels, then converted ones."""
     from training_step import Step
 
-    from heedful.bench.cases import device
+    from heedful.commands.bench.cases import device
 
     step = Step(**dict(sizes.step))
     impls = {"unconverted": sizes.sdpa}
@@ -398,7 +398,7 @@ def one_training(step, mechanism: str, impl: str, left: float) -> dict:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from training_step import measure
 
-    from heedful.bench.cases import device
+    from heedful.commands.bench.cases import device
 
     pinned = mechanism == "unconverted"
     with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 import heedful
 from heedful import Grouped
-from heedful.experiments.scratch import Budget, Size
-from heedful.experiments.train import train
+from heedful.commands.compare.one_model import train
+from heedful.commands.compare.scratch import Budget, Size
 from heedful.nn import Mechanism, Selective, Standard, to_json
 from heedful.ops import Visibility
 from heedful.ops.grouped.neighbourhood import score_pairs

@@ -19,7 +19,7 @@ from command_line import command
 from grouped import PAIRS, ROWS, budget_of, lines, mechanisms, paired_mechanisms
 from tqdm import tqdm
 
-from heedful.experiments.scratch import Size, from_scratch
+from heedful.commands.compare.scratch import Size, from_scratch
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.tasks import TASKS

@@ -12,9 +12,9 @@ from pathlib import Path
 from command_line import command
 
 import heedful
+from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful.records.environment import environment
 from heedful.records.files import write_whole
-from heedful.report.patterns import kernel_pattern, mixing_pattern
 
 NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
 NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}

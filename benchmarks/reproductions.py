@@ -5,8 +5,8 @@ from pathlib import Path
 
 from table_parts import RESULTS, made, markdown, missing, origin, read, spread
 
+from heedful.commands.evaluate.numbers import RULE, evaluated_table, summed_up
 from heedful.records.samples import read_samples
-from heedful.report.evaluated import RULE, evaluated_table, summed_up
 
 TOY, LAST_WORDS = RESULTS / "toy-cpu.jsonl", RESULTS / "last-words-cpu"
 COLUMNS = [(letters, answer) for letters in (5, 8) for answer in ("all", "first", "last")]

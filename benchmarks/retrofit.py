@@ -20,12 +20,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from heedful.experiments.scoring import score
-from heedful.experiments.scratch import Budget, local_global
-from heedful.experiments.trainer import parameter_groups
+from heedful.commands.compare.scoring import score
+from heedful.commands.compare.scratch import Budget, local_global
 from heedful.nn import Selective, Standard
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task
+from heedful.training.trainer import parameter_groups
 
 MECHANISMS = ("selective", "standard", "local-global")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from command_line import command, count
 
 import heedful
-from heedful.experiments.budgeted import under_budget
-from heedful.experiments.scratch import Budget
+from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.small_caches import under_budget
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment

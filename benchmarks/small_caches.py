@@ -22,14 +22,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from heedful.experiments.budget import greedy
-from heedful.experiments.budgeted import POLICIES, named, plans, scored_as
-from heedful.experiments.comparison import LEAST_TOKENS
-from heedful.experiments.scoring import score, score_rows
-from heedful.experiments.scratch import Budget
-from heedful.hf.cache import attention_modules
-from heedful.hf.evicting import evicting
-from heedful.hf.eviction import Eviction, MostHidden
+from heedful.commands.budget.search import greedy
+from heedful.commands.compare.options import LEAST_TOKENS
+from heedful.commands.compare.scoring import score, score_rows
+from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.small_caches import POLICIES, named, plans, scored_as
+from heedful.eviction import Eviction, MostHidden
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task

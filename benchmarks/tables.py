@@ -15,12 +15,12 @@ import reproductions
 import training_tables
 from table_parts import RESULTS, ROOT, made, markdown, missing, origin, spread
 
-from heedful.bench.cases import PEERS
-from heedful.bench.config import sizes
+from heedful.commands.bench.cases import PEERS
+from heedful.commands.bench.options import sizes
+from heedful.commands.compare.findings import RULE, configurations, findings, summarise, table
+from heedful.commands.compare.small_cache_tables import tables as budget_tables
+from heedful.records import read_records
 from heedful.records.budgeted import WHOLE, read_budgeted
-from heedful.report import configurations, findings, read_records, summarise, table
-from heedful.report.budgets import tables as budget_tables
-from heedful.report.summary import RULE
 
 COMPARE, OPERATORS = RESULTS / "compare-cpu.jsonl", RESULTS / "operators-cpu.jsonl"
 TEXT, LONGER = RESULTS / "text-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"

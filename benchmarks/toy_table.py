@@ -22,8 +22,8 @@ from command_line import command, count, lines
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from heedful.experiments.scratch import Budget, Size, from_scratch
-from heedful.experiments.train import train
+from heedful.commands.compare.one_model import train
+from heedful.commands.compare.scratch import Budget, Size, from_scratch
 from heedful.nn import Mechanism, MultiToken, mechanism, to_json
 from heedful.records.environment import environment
 from heedful.records.files import append_line

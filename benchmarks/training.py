@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 from command_line import command, count, lines
 
-from heedful.experiments.train_text import train_text
-from heedful.experiments.training import Training
+from heedful.commands.train.options import Training
+from heedful.commands.train.run import train_text
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 

@@ -30,10 +30,10 @@ from command_line import command, count
 from training import MECHANISMS as COMPARED
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from heedful.experiments.token_rows import TrainingRows, encode
-from heedful.experiments.train_text import train_text
-from heedful.experiments.trained_models import model_and_tokenizer
-from heedful.experiments.training import Training
+from heedful.commands.train.options import Training
+from heedful.commands.train.rows import TrainingRows, encode
+from heedful.commands.train.run import train_text
+from heedful.commands.train.start import model_and_tokenizer
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 

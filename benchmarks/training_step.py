@@ -16,7 +16,7 @@ from command_line import count
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.bench.clock import spread
+from heedful.commands.bench.clock import spread
 from heedful.nn import NAMES
 from heedful.records.environment import environment
 from heedful.records.files import write_lines

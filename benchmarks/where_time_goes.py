@@ -11,8 +11,8 @@ import torch
 from command_line import count
 from torch.profiler import ProfilerActivity, profile
 
-from heedful.bench.cases import MECHANISMS, device
-from heedful.bench.measure import Bench, Case, runner
+from heedful.commands.bench.cases import MECHANISMS, device
+from heedful.commands.bench.measure import Bench, Case, runner
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 

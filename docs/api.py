@@ -12,7 +12,8 @@ from pathlib import Path
 
 import heedful
 from heedful import eviction
-from heedful.experiments import token_rows, trainer
+from heedful.commands.train import rows as token_rows
+from heedful.training import trainer
 
 PAGE = Path(__file__).with_suffix(".md")
 PARTS = {

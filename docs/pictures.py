@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from heedful import Summaries, differential_attention, grouped_attention, selective_attention
+from heedful.commands.compare.figures import svg
 from heedful.ops.grouped import (
     boundary_groups,
     cif_groups,
@@ -27,7 +28,6 @@ from heedful.ops.grouped.reference import memberships
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
-from heedful.report.figures import svg
 
 GREY = "#e9e9e9"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
-from heedful.experiments.budget import format_found, search
-from heedful.experiments.decoding import BudgetSearch
-from heedful.experiments.train_text import formatted, train_text
-from heedful.experiments.training import Training
+from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.search import format_found, search
+from heedful.commands.train.options import Training
+from heedful.commands.train.run import formatted, train_text
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model", nargs="?", default="base")

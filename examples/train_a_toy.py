@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from heedful import Selective
-from heedful.experiments.train import Budget, Size, train
+from heedful.commands.compare.one_model import Budget, Size, train
 from heedful.tasks import Parity
 
 task = Parity(bits=8)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from heedful.bench.cases import OURS, PASSES, call, draw
-from heedful.bench.measure import Bench, bench, cases_here, check
 from heedful.cli import main
+from heedful.commands.bench.cases import OURS, PASSES, call, draw
+from heedful.commands.bench.measure import Bench, bench, cases_here, check
 from heedful.ops import selective_attention
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -48,7 +48,7 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
 def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
-    monkeypatch.setattr("heedful.bench.measure.bench", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr("heedful.commands.bench.measure.bench", lambda _: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--out", out])
     said = capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
         out.write_text("mine")
         return [record]
 
-    monkeypatch.setattr("heedful.bench.measure.bench", meanwhile)
+    monkeypatch.setattr("heedful.commands.bench.measure.bench", meanwhile)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)])
     said = capsys.readouterr()
@@ -100,7 +100,7 @@ def test_table_and_picture_tell_the_layout_of_real_models(tmp_path, capsys):
 
 
 def test_memory_that_cannot_be_measured_is_none(monkeypatch):
-    monkeypatch.setattr("heedful.bench.measure.peak_memory_mib", lambda code: float("nan"))
+    monkeypatch.setattr("heedful.commands.bench.measure.peak_memory_mib", lambda code: float("nan"))
     config = Bench(mechanisms=("selective",), impls=("tiled",), lengths=(32,), passes=("forward",))
     assert [record["peak_mib"] for record in bench(config)] == [None, None]
 

@@ -12,13 +12,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
 from heedful.cli import main
+from heedful.commands.budget import search as budget
+from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.replay import Replay
+from heedful.commands.budget.search import LOG, Found, Log, greedy, search
+from heedful.commands.models import ByteTokenizer, rows_of
 from heedful.eviction import TOVA, MostHidden, StreamingLLM
-from heedful.experiments import budget
-from heedful.experiments.budget import LOG, Found, Log, greedy, search
-from heedful.experiments.decoding import BudgetSearch
-from heedful.experiments.models import ByteTokenizer, rows_of
-from heedful.experiments.replay import Replay
-from heedful.hf.evicting import evicting
+from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from test_generate import files_of, made, small, tokenizer_of_words
 
@@ -182,7 +182,7 @@ def family(name: str):
 )
 def test_a_trial_is_a_whole_evaluation(name, mechanism, monkeypatch):
     """Whatever layer it changes, from whatever is kept; rows in one batch or several."""
-    monkeypatch.setattr("heedful.experiments.replay._LOGITS", 2 * 30 * 40)
+    monkeypatch.setattr("heedful.commands.budget.replay._LOGITS", 2 * 30 * 40)
     model, rows = family(name), torch.randint(40, (3, 30))
     heedful.convert(model, mechanism)
     replay = Replay(model, rows)

@@ -12,19 +12,19 @@ import torch
 from transformers import AutoTokenizer
 
 import heedful
-import heedful.experiments.compare as room
+import heedful.commands.compare.run as room
 from heedful.cli import write_page
+from heedful.commands.compare import options as comparison
+from heedful.commands.compare.options import LEAST_TOKENS, Comparison
+from heedful.commands.compare.scratch import Budget, Size, from_scratch, local_global
+from heedful.commands.compare.setups import chosen_setups
+from heedful.commands.compare.small_cache_tables import HeldExhibit, held_picture, pictures, tables
+from heedful.commands.compare.small_caches import plans, under_budget
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.experiments import comparison
-from heedful.experiments.budgeted import plans, under_budget
-from heedful.experiments.comparison import LEAST_TOKENS, Comparison
-from heedful.experiments.scratch import Budget, Size, from_scratch, local_global
-from heedful.experiments.setups import chosen_setups
 from heedful.hf.look import held_over_time
 from heedful.nn import HeadShape, Selective, Standard
 from heedful.records import read_records
 from heedful.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
-from heedful.report.budgets import HeldExhibit, held_picture, pictures, tables
 from heedful.tasks import Recall, Text
 
 compare = partial(room.compare, show=write_page)  # as the command does

@@ -20,11 +20,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful import doctor
-from heedful.bench import cases, config
 from heedful.cli import main
+from heedful.commands.bench import cases
+from heedful.commands.bench import options as config
+from heedful.commands.budget import options as decoding
+from heedful.commands.compare import one_model as train
+from heedful.commands.compare import options as comparison
+from heedful.commands.compare import setups
+from heedful.commands.models import spelled
 from heedful.eviction import POLICIES
-from heedful.experiments import comparison, decoding, setups, train
-from heedful.experiments.models import spelled
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 
@@ -321,7 +325,7 @@ def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr("heedful.experiments.compare.train", told)
+    monkeypatch.setattr("heedful.commands.compare.run.train", told)
     before = signal.getsignal(signal.SIGTERM)
     command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
     with pytest.raises(SystemExit) as stop:

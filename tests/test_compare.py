@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 import heedful
-import heedful.experiments.compare as room
+import heedful.commands.compare.run as room
 from heedful.cli import main, write_page
-from heedful.experiments import setups as settings
-from heedful.experiments.compare import kept
-from heedful.experiments.comparison import Comparison
-from heedful.experiments.scratch import Size
-from heedful.experiments.setups import chosen_setups, setups
-from heedful.experiments.train import Stopped
+from heedful.commands.compare import setups as settings
+from heedful.commands.compare.findings import overview
+from heedful.commands.compare.one_model import Stopped
+from heedful.commands.compare.options import Comparison
+from heedful.commands.compare.run import kept
+from heedful.commands.compare.scratch import Size
+from heedful.commands.compare.setups import chosen_setups, setups
 from heedful.nn import MultiToken, from_json, to_json
-from heedful.records import files
-from heedful.report import overview, read_records
+from heedful.records import files, read_records
 from heedful.tasks import TASKS
 
 compare = partial(room.compare, show=write_page)  # as the command does
@@ -243,7 +243,7 @@ def test_a_wrong_field_is_refused_before_any_training(one_seed, monkeypatch, fie
     spoilt = json.dumps(json.loads(second) | {field: value})
     (out / "results.jsonl").write_text(f"{first}\n{spoilt}\n")
     monkeypatch.setattr(
-        "heedful.experiments.compare.train", lambda *_, **__: pytest.fail("trained")
+        "heedful.commands.compare.run.train", lambda *_, **__: pytest.fail("trained")
     )
     with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: .*\({field} must be"):
         compare(replace(PARITY, seeds=2), out)

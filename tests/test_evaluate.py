@@ -11,18 +11,18 @@ from transformers import BertConfig, BertForMaskedLM
 
 import heedful
 from heedful.cli import main
+from heedful.commands.compare.scoring import score
+from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.evaluate import run as runner
+from heedful.commands.evaluate.answers import Likelihood, Model
+from heedful.commands.evaluate.items import by_position, encoded
+from heedful.commands.evaluate.numbers import summed_up
+from heedful.commands.evaluate.options import ROWS, Evaluation
+from heedful.commands.evaluate.run import Store, ask, evaluate, prepare
+from heedful.commands.models import ByteTokenizer, open_model
 from heedful.eviction import StreamingLLM
-from heedful.experiments import evaluate as runner
-from heedful.experiments.answering import Likelihood, Model
-from heedful.experiments.evaluate import Store, ask, evaluate, prepare
-from heedful.experiments.evaluation import ROWS, Evaluation
-from heedful.experiments.items import by_position, encoded
-from heedful.experiments.models import ByteTokenizer, open_model
-from heedful.experiments.scoring import score
-from heedful.experiments.scratch import Budget, Size, from_scratch
 from heedful.hf.budgets import write_budgets
 from heedful.records.samples import read_samples
-from heedful.report.evaluated import summed_up
 from heedful.tasks import TASKS
 from test_generate import small, tokenizer_of_words
 

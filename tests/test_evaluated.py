@@ -6,8 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from heedful.records.samples import Sample, append_samples, read_samples
-from heedful.report.evaluated import (
+from heedful.commands.evaluate.numbers import (
     ACCURACY,
     BITS,
     LEAST,
@@ -20,7 +19,8 @@ from heedful.report.evaluated import (
     summed_up,
     wilson,
 )
-from heedful.report.evaluated_page import by_position, shares, write_evaluation
+from heedful.commands.evaluate.page import by_position, shares, write_evaluation
+from heedful.records.samples import Sample, append_samples, read_samples
 
 
 def sample(key, model="a", task="needles", asked="x", cell=None, cache="", curve=None, **values):

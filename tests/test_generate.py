@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import heedful
 from heedful.cli import main
+from heedful.commands.budget.options import EvictionName, Generation
+from heedful.commands.generate import CHUNK, Generated, generate
+from heedful.commands.models import ByteTokenizer, spelled
 from heedful.eviction import POLICIES, MostHidden, StreamingLLM
-from heedful.experiments.decoding import EvictionName, Generation
-from heedful.experiments.generate import CHUNK, Generated, generate
-from heedful.experiments.models import ByteTokenizer, spelled
 from heedful.hf.budgets import write_budgets
 from heedful.nn import MultiToken
 
@@ -180,7 +180,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 def test_characters_of_several_bytes_are_told_whole():
     """And what comes is what was decoded, also where it ends within a character."""
-    from heedful.experiments.generate import _Streamer
+    from heedful.commands.generate import _Streamer
 
     for cut in (0, 1):
         pieces: list[str] = []

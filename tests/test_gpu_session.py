@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from heedful.bench import session
-from heedful.bench.session import SessionCase, read, watch, work
+from heedful.commands.bench import session
+from heedful.commands.bench.session import SessionCase, read, watch, work
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -157,7 +157,7 @@ def test_the_time_of_a_stage_ends_it_between_cases(tmp_path):
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from heedful.bench.session import SessionCase, work
+from heedful.commands.bench.session import SessionCase, work
 runs = {
     "good": lambda left: {"ms": 1.0},
     "dies": lambda left: os.kill(os.getpid(), signal.SIGSEGV),

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import heedful
-from heedful.experiments import evaluate as runner
-from heedful.experiments.evaluate import Asked, evaluate, export
-from heedful.experiments.evaluation import WRITTEN, Evaluation
-from heedful.experiments.models import open_model
-from heedful.report.evaluated import summed_up
+from heedful.commands.evaluate import run as runner
+from heedful.commands.evaluate.numbers import summed_up
+from heedful.commands.evaluate.options import WRITTEN, Evaluation
+from heedful.commands.evaluate.run import Asked, evaluate, export
+from heedful.commands.models import open_model
 from test_evaluate import asked, folder, here
 from test_generate import small, tokenizer_of_words
 

@@ -18,46 +18,46 @@ MAY_IMPORT = {
     "checks.py": set(),
     "ops": COMPUTING | {"heedful.ops"},
     "nn": COMPUTING | {"heedful.ops", "heedful.nn", "heedful.checks"},
+    "eviction": COMPUTING | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "checks")},
     "hf": COMPUTING
+    | {"transformers", "safetensors", "peft"}  # peft: when called
+    | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "hf", "checks", "records")},
+    "training": COMPUTING
     | {"transformers", "safetensors"}
-    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "checks", "records")}
-    | {"heedful.auto_classes", "peft"},  # peft: when called
-    "auto_classes.py": {"transformers", "heedful.hf"},
-    "eviction.py": {"heedful.hf.eviction"},
+    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "training")},
     "tasks": COMPUTING
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
     | {f"heedful.{room}" for room in ("tasks", "data", "checks")},
     "records": {"torch", "heedful.records"},
-    "report": {"torch", "numpy", "matplotlib"}
-    | {"heedful.records", "heedful.report", "heedful.hf.look"},
-    "experiments": COMPUTING
+    "commands": COMPUTING
     | {
         "numpy",
         "transformers",
         "accelerate",
+        "matplotlib",
         "safetensors",
         "tokenizers",
         "tqdm",
         "tyro",
         "lm_eval",
+        "x_transformers",
+        "liger_kernel",
     }
-    | {f"heedful.{room}" for room in ("experiments", "hf", "nn", "tasks", "records")}
-    | {"heedful.checks", "heedful.data", "heedful.testing"},
-    "bench": {"torch", "matplotlib", "x_transformers", "liger_kernel"}
-    | {f"heedful.{room}" for room in ("bench", "ops", "nn", "records", "checks", "testing")},
+    | {f"heedful.{room}" for room in ("commands", "training", "hf", "eviction", "nn", "ops")}
+    | {f"heedful.{room}" for room in ("tasks", "records", "checks", "data", "testing")},
     "testing.py": {"torch", "heedful.testing"},
     "data.py": {"torch", "numpy", "tokenizers", "datasets"},
 }
-MAY_USE_TRANSFORMERS = {"auto_classes.py", "hf", "experiments", "cli.py", "doctor.py"}
+MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {
-    "heedful.bench.config",
-    "heedful.experiments.comparison",
-    "heedful.experiments.decoding",
-    "heedful.experiments.evaluation",
-    "heedful.experiments.inspection",
-    "heedful.experiments.training",
+    "heedful.commands.bench.options",
+    "heedful.commands.compare.options",
+    "heedful.commands.budget.options",
+    "heedful.commands.evaluate.options",
+    "heedful.commands.inspect.options",
+    "heedful.commands.train.options",
 }
 
 

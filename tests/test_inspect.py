@@ -20,20 +20,28 @@ from transformers import (
 
 import heedful
 from heedful.cli import main
+from heedful.commands.inspect import arrays as inside_module
+from heedful.commands.inspect.arrays import (
+    DOES,
+    LEFT,
+    MOST_KEYS,
+    NEAR,
+    NOBODY,
+    page_data,
+    what_heads_do,
+)
+from heedful.commands.inspect.options import Inspection
+from heedful.commands.inspect.page import MOST_PAGE, write_inspection
+from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
+from heedful.commands.inspect.run import inside, spelled_tokens
+from heedful.commands.models import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.experiments.inspected import inside, spelled_tokens
-from heedful.experiments.inspection import Inspection
-from heedful.experiments.models import ByteTokenizer
 from heedful.hf.budgets import write_budgets
-from heedful.hf.cache import new_cache
+from heedful.hf.cache.new import new_cache
 from heedful.hf.look import held_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
-from heedful.report import inside as inside_module
-from heedful.report.inside import DOES, LEFT, MOST_KEYS, NEAR, NOBODY, page_data, what_heads_do
-from heedful.report.inspection import MOST_PAGE, write_inspection
-from heedful.report.patterns import kernel_pattern, mixing_pattern
 from test_generate import small, tokenizer_of_words
 
 HALF = 2**-11  # relative: what rounding to half precision changes

@@ -13,12 +13,12 @@ import torch
 
 import heedful
 from headless import CHROMIUM, Browser
+from heedful.commands.compare.page import write_report
+from heedful.commands.inspect.arrays import NOBODY, PageData, page_data
+from heedful.commands.inspect.page import write_inspection
 from heedful.eviction import MostHidden
 from heedful.hf.look import held_over_time, look_into
 from heedful.nn import MultiToken
-from heedful.report import write_report
-from heedful.report.inside import NOBODY, PageData, page_data
-from heedful.report.inspection import write_inspection
 from test_generate import small
 from test_inspect import converted, ids_of
 from test_report import exhibits, runs

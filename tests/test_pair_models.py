@@ -12,21 +12,20 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 import heedful
-import heedful.experiments.compare as room
+import heedful.commands.compare.run as room
 from heedful.cli import main, write_page
-from heedful.experiments import setups as settings
-from heedful.experiments.comparison import Comparison
-from heedful.experiments.models import open_model
-from heedful.experiments.scoring import score, write
-from heedful.experiments.scratch import Budget, Size, from_scratch
-from heedful.experiments.train import Stopped
-from heedful.hf.losses import MemoryLoss
+from heedful.commands.compare import setups as settings
+from heedful.commands.compare.findings import findings, further, summarise
+from heedful.commands.compare.one_model import Stopped
+from heedful.commands.compare.options import Comparison
+from heedful.commands.compare.scoring import score, write
+from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.models import open_model
 from heedful.nn import Selective, Standard
 from heedful.records import Record, read_records
-from heedful.report import findings, summarise
-from heedful.report.summary import further
 from heedful.tasks import Spans, Summarise, Translate
 from heedful.tasks.translate import bleu, text_error
+from heedful.training.losses import MemoryLoss
 
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)

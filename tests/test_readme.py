@@ -21,11 +21,13 @@ import torch
 
 import heedful
 from heedful import cli
-from heedful.bench import measure as bench
+from heedful.commands.bench import measure as bench
+from heedful.commands.compare import run as compare
+from heedful.commands.compare import setups
+from heedful.commands.compare.scratch import Size
+from heedful.commands.train import start as trained_models
+from heedful.commands.train.options import SIZES, Shape
 from heedful.eviction import MostHidden
-from heedful.experiments import compare, setups, trained_models
-from heedful.experiments.scratch import Size
-from heedful.experiments.training import SIZES, Shape
 from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED

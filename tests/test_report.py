@@ -13,23 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heedful.report import (
+from heedful.commands.compare import figures
+from heedful.commands.compare.figures import (
     HidingExhibit,
     KernelExhibit,
     MapExhibit,
     MixExhibit,
-    Record,
-    append_record,
-    configurations,
-    figures,
-    findings,
-    read_records,
-    summarise,
-    table,
-    write_report,
+    visible,
 )
-from heedful.report.figures import visible
-from heedful.report.written import WrittenExhibit, written_tables
+from heedful.commands.compare.findings import configurations, findings, summarise, table
+from heedful.commands.compare.page import write_report
+from heedful.commands.compare.written import WrittenExhibit, written_tables
+from heedful.records import Record, append_record, read_records
 
 
 def run(mechanism="standard", value=0.5, seed=0, **fields) -> Record:
@@ -452,7 +447,8 @@ def test_loss_curves_are_thinned_by_means():
 def test_import_is_light_and_pyplot_stays_out(tmp_path):
     code = (
         "import sys, pathlib\n"
-        "from heedful.report import Record, write_report\n"
+        "from heedful.commands.compare.page import write_report\n"
+        "from heedful.records import Record\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules\n"
         "record = Record('t', 'mta', 0, 'error', 2, 1, 1, {'error': 0.5}, [(1, 0.5), (2, 0.5)])\n"
         f"write_report(pathlib.Path({str(tmp_path)!r}), [record])\n"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.experiments.models import mechanisms_named
+from heedful.commands.models import mechanisms_named
 from heedful.nn import MultiToken, ablations
 from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
@@ -232,7 +232,7 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
 
 
 def test_what_a_model_learned_is_told_by_layer_and_kind(run):
-    from heedful.experiments.scratch import Size, from_scratch
+    from heedful.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()
     model = from_scratch(task, heedful.MultiToken(conv_every=2), Size(16, 2, 2), 0)
@@ -258,7 +258,7 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
 @pytest.fixture
 def trained(run) -> Path:
     """A selective model of the small rows, as `heedful compare` leaves one."""
-    from heedful.experiments.scratch import Size, from_scratch
+    from heedful.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()
     model = from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from heedful.experiments.models import ByteTokenizer
-from heedful.experiments.token_rows import (
+from heedful.commands.models import ByteTokenizer
+from heedful.commands.train.rows import (
     IGNORE,
     HeldOutRows,
     TokenFile,
@@ -15,7 +15,7 @@ from heedful.experiments.token_rows import (
     encode,
     shuffled,
 )
-from heedful.experiments.trained_models import _with_ends
+from heedful.commands.train.start import _with_ends
 from heedful.tasks.vocabulary import byte_pairs, bytes_alone
 
 

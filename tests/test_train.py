@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from heedful import MemoryLoss
-from heedful.experiments.scoring import score
-from heedful.experiments.scratch import Budget, Size, from_scratch
-from heedful.experiments.train import Diverged, Stopped, train
-from heedful.experiments.trainer import parameter_groups
+from heedful.commands.compare.one_model import Diverged, Stopped, train
+from heedful.commands.compare.scoring import score
+from heedful.commands.compare.scratch import Budget, Size, from_scratch
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
+from heedful.training.trainer import parameter_groups
 
 TASK = Parity(bits=6)
 SIZE = Size(32, 2, 2)
@@ -242,7 +242,7 @@ def test_training_needs_no_module_of_unix_alone():
         "import sys\n"
         "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, has a Windows form
         "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
-        "import heedful.experiments.compare, heedful.bench.measure\n"
+        "import heedful.commands.compare.run, heedful.commands.bench.measure\n"
         "from heedful.testing import process_peak_mib\n"
         "print(process_peak_mib())\n"
     )

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import heedful
-from heedful.experiments.token_rows import TrainingRows, encode
-from heedful.experiments.train import Stopped
-from heedful.experiments.train_text import train_text
-from heedful.experiments.trainer import LayerTrainer, parameter_groups
-from heedful.experiments.training import RECIPES, SIZES, Training
+from heedful.commands.compare.one_model import Stopped
+from heedful.commands.train.options import RECIPES, SIZES, Training
+from heedful.commands.train.rows import TrainingRows, encode
+from heedful.commands.train.run import train_text
+from heedful.training.trainer import LayerTrainer, parameter_groups
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(1500))
 CONFIG = {
@@ -169,7 +169,7 @@ def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(asked, monkey
         LayerTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * float("nan")
     )
     monkeypatch.setattr(
-        "heedful.experiments.trainer.InOrder.noted",
+        "heedful.training.trainer.InOrder.noted",
         lambda self, loss: self.parts.append(loss * float("nan")),
     )
     with pytest.raises(ValueError, match=r"checkpoint-4 is the last good checkpoint"):
@@ -291,7 +291,7 @@ def test_bad_options_are_refused(asked, change, message):
 
 def test_the_sizes_are_the_papers():
     """880M: 876,553,728 parameters, table 9 of arXiv 2504.00927; d = 8 and 12: about 30M, 100M."""
-    from heedful.experiments.trained_models import _config
+    from heedful.commands.train.start import _config
 
     counted = {}
     for name in SIZES:
@@ -451,8 +451,8 @@ def test_memory_does_not_grow_with_the_text(asked):
                 file.write(f"{i} the quick brown fox jumps over the lazy dog " * 20 + "\n")
         code = (
             "import resource, sys\n"
-            "from heedful.experiments.train_text import encode\n"
-            "from heedful.experiments.models import ByteTokenizer\n"
+            "from heedful.commands.train.run import encode\n"
+            "from heedful.commands.models import ByteTokenizer\n"
             "from pathlib import Path\n"
             "made = encode(['big.txt'], (), ByteTokenizer(), Path('made'), length=64, "
             "most_tokens=10**9)\n"

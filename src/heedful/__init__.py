@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, register, revert
     from heedful.hf.adapters import get_peft_model
-    from heedful.hf.cache import KVCache, new_cache
+    from heedful.hf.cache.new import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
-    from heedful.hf.losses import GroupingLoss, MemoryLoss
     from heedful.nn import (
         Canon,
         Differential,
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
         selective_attention,
         summarise,
     )
+    from heedful.training.losses import GroupingLoss, MemoryLoss
 
 __version__ = "0.2.0"
 
@@ -63,9 +63,9 @@ _ROOMS = {
     ),
     "heedful.hf": ("Conversion", "convert", "load", "register", "revert"),
     "heedful.hf.adapters": ("get_peft_model",),
-    "heedful.hf.cache": ("KVCache", "new_cache"),
+    "heedful.hf.cache.new": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
-    "heedful.hf.losses": ("GroupingLoss", "MemoryLoss"),
+    "heedful.training.losses": ("GroupingLoss", "MemoryLoss"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 
@@ -107,17 +107,16 @@ __all__ = [
 
 
 _MODULES = (
-    "bench",
+    "commands",
     "data",
     "eviction",
-    "experiments",
     "hf",
     "nn",
     "ops",
     "records",
-    "report",
     "tasks",
     "testing",
+    "training",
 )
 
 

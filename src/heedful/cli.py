@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import tyro
 
 from heedful import __version__
-from heedful.bench.config import Bench
-from heedful.experiments.comparison import Comparison
-from heedful.experiments.decoding import BudgetSearch, Generation
-from heedful.experiments.evaluation import Evaluation
-from heedful.experiments.inspection import Inspection
-from heedful.experiments.training import FolderConversion, Training
+from heedful.commands.bench.options import Bench
+from heedful.commands.budget.options import BudgetSearch, Generation
+from heedful.commands.compare.options import Comparison
+from heedful.commands.evaluate.options import Evaluation
+from heedful.commands.inspect.options import Inspection
+from heedful.commands.train.options import FolderConversion, Training
 
 if TYPE_CHECKING:
-    from heedful.experiments.compare import Finished
+    from heedful.commands.compare.run import Finished
 
 # The rooms' own configurations are the commands, with a place to write to beside them.
 
@@ -231,8 +231,8 @@ def _run(command: _Command) -> int:
 
 def _train(command: TrainCommand) -> int:
     asked = _as(Training, command)
-    from heedful.experiments.train import Stopped
-    from heedful.experiments.train_text import formatted, train_text
+    from heedful.commands.compare.one_model import Stopped
+    from heedful.commands.train.run import formatted, train_text
 
     _path(asked.out)
     _quiet()
@@ -250,7 +250,7 @@ def _train(command: TrainCommand) -> int:
 
 def _convert(command: ConvertCommand) -> int:
     asked = _as(FolderConversion, command)
-    from heedful.experiments.models import convert_folder
+    from heedful.commands.models import convert_folder
 
     _quiet()
     print(convert_folder(asked))
@@ -259,7 +259,7 @@ def _convert(command: ConvertCommand) -> int:
 
 def _generate(command: GenerateCommand) -> int:
     asked = _as(Generation, command)
-    from heedful.experiments.generate import generate
+    from heedful.commands.generate import generate
 
     _quiet()
 
@@ -274,7 +274,7 @@ def _generate(command: GenerateCommand) -> int:
 
 def _budget(command: BudgetCommand) -> int:
     asked = _as(BudgetSearch, command)
-    from heedful.experiments.budget import format_found, search
+    from heedful.commands.budget.search import format_found, search
 
     _quiet()
     try:
@@ -287,9 +287,9 @@ def _budget(command: BudgetCommand) -> int:
 
 def _eval(command: EvalCommand) -> int:
     asked = _as(Evaluation, command)
-    from heedful.experiments.evaluate import evaluate, export
-    from heedful.report.evaluated import RULE, evaluated_table, harness_table, summed_up
-    from heedful.report.evaluated_page import write_evaluation
+    from heedful.commands.evaluate.numbers import RULE, evaluated_table, harness_table, summed_up
+    from heedful.commands.evaluate.page import write_evaluation
+    from heedful.commands.evaluate.run import evaluate, export
 
     _quiet()
     if asked.export_lm_eval is not None:
@@ -313,9 +313,9 @@ def _eval(command: EvalCommand) -> int:
 
 def _inspect(command: InspectCommand) -> int:
     asked = _as(Inspection, command)
-    from heedful.experiments.inspected import inside
-    from heedful.report.inside import page_data
-    from heedful.report.inspection import write_inspection
+    from heedful.commands.inspect.arrays import page_data
+    from heedful.commands.inspect.page import write_inspection
+    from heedful.commands.inspect.run import inside
 
     _quiet()
     path = write_inspection(asked.out, page_data(*inside(asked)))
@@ -332,7 +332,7 @@ def _quiet() -> None:
 
 
 def _bench(command: BenchCommand) -> int:
-    from heedful.bench import measure as bench
+    from heedful.commands.bench import measure as bench
 
     out = None if command.out is None else _path(command.out)
     if out is not None:
@@ -363,9 +363,9 @@ def _path(text: str) -> Path:
 def _compare(command: CompareCommand) -> int:
     from transformers.utils import logging
 
-    from heedful.experiments.compare import compare, kept
-    from heedful.experiments.train import Stopped
-    from heedful.report import overview
+    from heedful.commands.compare.findings import overview
+    from heedful.commands.compare.one_model import Stopped
+    from heedful.commands.compare.run import compare, kept
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
@@ -406,10 +406,10 @@ def write_page(finished: "Finished") -> None:
 
     It stands here because the rooms that run and that show know nothing of each other.
     """
-    from heedful.report import write_report
-    from heedful.report.budgets import HeldExhibit
-    from heedful.report.exhibits import exhibits_of
-    from heedful.report.written import WrittenExhibit
+    from heedful.commands.compare.exhibits import exhibits_of
+    from heedful.commands.compare.page import write_report
+    from heedful.commands.compare.small_cache_tables import HeldExhibit
+    from heedful.commands.compare.written import WrittenExhibit
 
     exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
     held = [HeldExhibit(*one) for one in finished.held]

@@ -152,7 +152,7 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     import torch
     from transformers.utils import logging
 
-    from heedful.experiments.models import configuration_of, stock_class
+    from heedful.commands.models import configuration_of, stock_class
     from heedful.nn import TABLE
 
     logging.set_verbosity_error()
@@ -193,7 +193,7 @@ class _Fit(NamedTuple):
 def _fit(model, config) -> tuple[_Fit | None, str]:
     """What a mechanism adds to a model on `meta`, or why it does not fit."""
     from heedful.hf import convert
-    from heedful.hf.cache import kept_beside
+    from heedful.hf.cache.new import kept_beside
     from heedful.nn import Layer
 
     try:

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import heedful
-from heedful.hf.cached_layer import LayerCache
-from heedful.hf.summary_cache import SummaryCache
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.versions import cache_of
 from heedful.nn import (
     NAMES,

@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCach
 
 import heedful
 from heedful import eviction
-from heedful.hf.checkpoint import register
+from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import (
     Canon,

@@ -7,7 +7,7 @@ from test_cache import in_steps
 
 import heedful
 from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM
-from heedful.hf.evicting import evicting
+from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
 
 MECHANISMS = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import heedful
 from heedful.eviction import H2O, POLICIES, TOVA, MostHidden, Random, SnapKV, StreamingLLM, Window
-from heedful.hf.cached_layer import LayerCache
+from heedful.hf.cache.layer import LayerCache
 from heedful.hf.versions import cache_of
 from heedful.nn import Given, HeadShape, Selective, Standard
 from heedful.ops import Visibility, multi_token_attention

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import heedful
-from heedful.hf.mask import visibility_for
+from heedful.hf.family.mask import visibility_for
 from heedful.hf.versions import cache_of
 from heedful.nn import Differential, MultiToken, Selective, TalkingHeads
 

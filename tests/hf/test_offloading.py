@@ -13,8 +13,8 @@ from families import fits, logits, stir, tiny, tokens
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.hf.cached_layer import LayerCache
-from heedful.hf.summary_cache import SummaryCache
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.summaries import SummaryCache
 from heedful.nn import NAMES, Grouped, mechanism
 
 CASES = [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2") if fits(x, y)]

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import heedful
-from heedful.auto_classes import SHIM
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
+from heedful.hf.format import SHIM
 
 TIMEOUT = 120  # seconds; each takes about ten
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DbrxConfig
 
 import heedful
-from heedful.hf.projections import DOORS
+from heedful.hf.family.projections import DOORS
 from heedful.nn import Canon, DifferentialV2, KnockingHeads
 
 ENCODERS = ("bart", "bert", "t5", "modernbert", "t5gemma")

@@ -7,7 +7,9 @@ from families import FAMILIES, logits, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.hf import attention, cache, call, mask, versions
+from heedful.hf import attention, versions
+from heedful.hf.cache import new as cache
+from heedful.hf.family import call, mask
 
 ENCODERS = ("bart", "t5", "t5gemma", "bert", "modernbert")
 

@@ -98,7 +98,7 @@ def test_reads_of_a_forward_pass(model, mechanism):
 
 def test_the_count_sees_every_way_of_reading():
     """A count that cannot count would prove nothing."""
-    from heedful.hf.call import _values, require
+    from heedful.hf.family.call import _values, require
 
     yes = torch.tensor(True)
     with counted() as places:

@@ -12,7 +12,8 @@ if release(transformers.__version__) < release(_OLDEST):
     )
 
 # ruff: noqa: E402 -- an older one lacks names that these files import
-from heedful.hf.checkpoint import load, register
+from heedful.hf.auto_classes import register
 from heedful.hf.convert import Conversion, conversion_of, convert, revert
+from heedful.hf.load import load
 
 __all__ = ["Conversion", "conversion_of", "convert", "load", "register", "revert"]

@@ -3,12 +3,12 @@
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from heedful.hf.cache import layer_cache
-from heedful.hf.cached_layer import LayerCache
-from heedful.hf.encoder_decoder import CrossLayerCache, of_source
-from heedful.hf.families import SOURCES
-from heedful.hf.mask import Seen, seen
-from heedful.hf.projections import DOORS, NAME, begin_call, end_call
+from heedful.hf.cache.crossing import CrossLayerCache, of_source
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.new import layer_cache
+from heedful.hf.family.mask import Seen, seen
+from heedful.hf.family.modules import SOURCES
+from heedful.hf.family.projections import DOORS, NAME, begin_call, end_call
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility

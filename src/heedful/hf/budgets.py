@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from heedful.hf.cache import attention_modules, new_cache
-from heedful.hf.eviction import POLICIES, Eviction
+from heedful.eviction import POLICIES, Eviction
+from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.records.files import write_whole
 
 NAME = "budgets.json"

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from heedful.eviction import Eviction
 from heedful.hf.adapters import holds_adapter, warn_if_left_behind
 from heedful.hf.attention import (
     IMPLEMENTATION,
@@ -21,7 +22,8 @@ from heedful.hf.attention import (
     before_attention,
     register_attention,
 )
-from heedful.hf.cache import (
+from heedful.hf.auto_classes import register
+from heedful.hf.cache.new import (
     EncoderDecoderKVCache,
     attention_modules,
     cache_places,
@@ -30,10 +32,8 @@ from heedful.hf.cache import (
     prepare,
     stock_layers,
 )
-from heedful.hf.call import ForgetCall, ReadCall
-from heedful.hf.checkpoint import register, save_converted, set_use_cache, use_cache_settings
-from heedful.hf.eviction import Eviction
-from heedful.hf.families import (
+from heedful.hf.family.call import ForgetCall, ReadCall
+from heedful.hf.family.modules import (
     Attention,
     adds_bias,
     caps_logits,
@@ -44,10 +44,11 @@ from heedful.hf.families import (
     only_attention_mixes,
     parameter_device,
 )
+from heedful.hf.family.projections import DOORS, Door, doors
+from heedful.hf.family.rotation import rotation_of
 from heedful.hf.plan import Part, make_plan, settled
-from heedful.hf.projections import DOORS, Door, doors
 from heedful.hf.proof import prove
-from heedful.hf.rotation import rotation_of
+from heedful.hf.save import save_converted, set_use_cache, use_cache_settings
 from heedful.hf.versions import (
     CacheName,
     OwnCacheInGenerate,
@@ -59,7 +60,7 @@ from heedful.hf.versions import (
     newer_than_tested,
     set_implementation,
 )
-from heedful.nn import Layer, Mechanism, Role, Standard, from_json
+from heedful.nn import Layer, Mechanism, Role, Standard
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -356,35 +357,6 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
     if not isinstance(model, ConvertedModel):
         raise ValueError(f"model is not converted: {type(model).__name__}; call heedful.convert")
     return model._heedful
-
-
-def restore(
-    model: PreTrainedModel,
-    mechanisms: list[dict],
-    tensors: dict,
-    impl: Impl,
-    verify: bool | None = None,
-) -> Conversion:
-    """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
-    plan, where = {}, {}
-    for part in mechanisms:
-        config = from_json(part["mechanism"])
-        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
-    own = conversion.parameters()
-    problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
-    problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
-    for name in set(own) & set(tensors):
-        if own[name].shape != tensors[name].shape:
-            problems.append(f"{name} has shape {tuple(tensors[name].shape)}")
-        elif not bool(tensors[name].isfinite().all()):
-            problems.append(f"{name} holds NaN or infinity")
-    if problems:
-        known = ", ".join(map(str, conversion.mechanisms))
-        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
-    for name, parameter in own.items():
-        parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
-    return conversion
 
 
 def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:

@@ -8,10 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heedful.eviction import Eviction
 from heedful.hf.attention import NAME
-from heedful.hf.cache import new_cache
-from heedful.hf.cached_layer import LayerCache
-from heedful.hf.eviction import Eviction
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.new import new_cache
 from heedful.hf.versions import cache_argument
 from heedful.nn import Layer, MultiTokenAttention
 from heedful.nn.layer import Step

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from heedful.hf.families import Attention
+from heedful.hf.family.modules import Attention
 from heedful.nn import Mechanism, Role, mechanism
 from heedful.nn.shape import ROLES
 

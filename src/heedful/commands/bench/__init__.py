@@ -1,0 +1,1 @@
+"""`heedful bench`: time and memory of the operators: cases, measurement, a picture."""

@@ -1,0 +1,1 @@
+"""`heedful budget`: how many tokens the cache of each layer needs."""

@@ -1,0 +1,364 @@
+"""Search how many tokens each layer's cache needs: greedily, one layer at a time.
+
+Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703, section 4:
+all budgets start at the full length; again and again the layer whose shrinking costs least
+perplexity shrinks. Here the steps grow finer: what no layer can give up in steps of s tokens is
+tried in steps of s / 2.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.replay import Replay
+from heedful.commands.models import longest, open_model, open_tokenizer, policy_named, rows_of
+from heedful.commands.train.checkpoints import differences
+from heedful.eviction import Eviction
+from heedful.eviction.gather import check_policy
+from heedful.hf.budgets import NAME, fingerprint, write_budgets
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.records.environment import environment
+from heedful.records.files import append_line, only_writer, write_whole
+
+LOG = "budgets.search.jsonl"
+FORMAT = 1
+
+Budgets = tuple[int | None, ...]
+
+
+class Found(NamedTuple):
+    """What a search ended at.
+
+    path: the file that was written.
+    eviction: the policy with a budget for every layer.
+    start: the budgets that hold everything.
+    perplexity: under it; `whole` with all tokens; `limit`: what it must not pass.
+    rows, length: of the data.
+    trials: budgets that were tried; `measured`: those of them that this run measured.
+    seconds: that this run took.
+    """
+
+    path: Path
+    eviction: Eviction
+    start: Budgets
+    perplexity: float
+    whole: float
+    limit: float
+    rows: int
+    length: int
+    trials: int
+    measured: int
+    seconds: float
+
+    @property
+    def kept(self) -> float:
+        """The share of all layers' tokens that the budgets hold."""
+        return share(self.eviction.budgets(len(self.start)), self.start, self.length)
+
+
+def share(budgets: Budgets, start: Budgets, length: int) -> float:
+    """How much of what the budgets at the start hold these hold; `None` is a whole row."""
+    held, whole = (sum(n or length for n in those) for those in (budgets, start))
+    return held / whole
+
+
+def search(asked: BudgetSearch) -> Found:
+    """Search as `heedful budget` does, and write `budgets.json` into the model's folder.
+
+    Every trial goes into a file beside it, so that a search that was stopped goes on there.
+
+    Raises:
+        ValueError: something that is asked for cannot be read, does not fit the model, or cannot be
+            met; or the folder holds another search.
+    """
+    folder, begun = Path(asked.model), time.perf_counter()
+    if not folder.is_dir():
+        raise ValueError(
+            f"model must be a folder, as budgets.json is written into it, got {asked.model!r}"
+        )
+    model = open_model(asked.model, asked.device, budgets=False)
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model {asked.model!r} has an encoder, and budgets are searched for decoders alone; "
+            "give heedful generate a number of tokens with --budget"
+        )
+    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
+    _check_rows_fit(asked, model, asked.model)
+    rows = rows_of(asked.data, tokenizer, asked.length, asked.rows)
+    policy, start = _start(asked, model)
+    reference = None if asked.reference is None else _reference(asked, rows)
+    with only_writer(folder):
+        identity = _search_identity(asked, policy, rows, model, reference)
+        log = Log(folder / LOG, identity, asked.restart)
+        with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
+            measure = _Measure(Replay(model, rows), policy, log, bar)
+            whole = measure(start, start)
+            if not math.isfinite(whole):
+                raise ValueError(f"model {asked.model!r} has a perplexity of {whole} on the data")
+            limit = whole * (1 + asked.loss / 100)
+            if reference is not None:
+                limit = log.once("reference", Replay(reference, rows).whole)
+                _check_reference(asked.reference, whole, limit)
+                limit = max(limit, whole)  # the same model may differ by rounding
+            measure.limit, reference = limit, None
+            budgets = greedy(start, _least(policy, model), asked.length // 8, limit, measure)
+        eviction = dataclasses.replace(policy, tokens=budgets)
+        found = Found(
+            path=folder / NAME, eviction=eviction, start=start,
+            perplexity=log.known[budgets], whole=whole, limit=limit,
+            rows=asked.rows, length=asked.length, trials=len(log.known),
+            measured=measure.measured, seconds=time.perf_counter() - begun,
+        )  # fmt: skip
+        write_budgets(found.path, eviction, model, _about(asked, found))
+    return found
+
+
+def greedy(
+    start: Budgets,
+    least: int,
+    step: int,
+    limit: float,
+    measure: Callable[[Budgets, Budgets], float],
+) -> Budgets:
+    """Budgets at which no layer can give up one more token.
+
+    A layer that did not fit is left alone for the rest of its step's size, as the others only
+    become smaller. But less context is sometimes better, so at the end all are asked once more.
+
+    Arguments:
+        start: budgets that hold everything; layers with `None` take no part.
+        least: no budget goes below it.
+        step: tokens that a layer gives up at first; halved down to one.
+        limit: perplexity that is not passed.
+        measure: perplexity of budgets that differ from the second argument's in one layer.
+    """
+    budgets, everyone = start, [i for i, tokens in enumerate(start) if tokens is not None]
+    while step >= 1:
+        before, layers = budgets, everyone
+        while layers:
+            trials = {
+                i: (*budgets[:i], budgets[i] - step, *budgets[i + 1 :])
+                for i in layers
+                if budgets[i] - step >= least
+            }
+            values = {i: measure(trial, budgets) for i, trial in trials.items()}
+            layers = [i for i, value in values.items() if value <= limit]
+            if layers:
+                budgets = trials[min(layers, key=values.__getitem__)]
+        if step > 1 or budgets == before:
+            step //= 2
+    return budgets
+
+
+class _Measure:
+    """Perplexity of budgets, from the log where it is known."""
+
+    def __init__(self, replay: Replay, policy: Eviction, log: "Log", bar: tqdm) -> None:
+        self.replay, self.policy, self.log, self.bar = replay, policy, log, bar
+        self.start, self.length = policy.tokens, replay.batches[0].shape[1]
+        self.kept: Budgets | None = None
+        self.limit: float | None = None
+        self.measured = 0
+
+    def __call__(self, trial: Budgets, accepted: Budgets) -> float:
+        if trial not in self.log.known:
+            if self.kept != accepted:
+                value = self.replay.keep(dataclasses.replace(self.policy, tokens=accepted))
+                self.kept = accepted
+            if trial != accepted:
+                value = self.replay.of(dataclasses.replace(self.policy, tokens=trial))
+            self.log.add(trial, value)
+            self.measured += 1
+        limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
+        self.bar.set_description_str(
+            f"perplexity {self.log.known[accepted]:.4f}{limit} with "
+            f"{share(accepted, self.start, self.length):.1%} of the tokens"
+        )
+        self.bar.update()
+        return self.log.known[trial]
+
+
+class Log:
+    """The trials of a search as JSON lines; the first line says which search it is.
+
+    Arguments:
+        path: the file.
+        identity: what makes it this search, as JSON.
+        restart: begin anew, whatever is there.
+
+    Raises:
+        ValueError: the file is of another search, or damaged.
+    """
+
+    def __init__(self, path: Path, identity: dict, restart: bool) -> None:
+        self.path = path
+        self.known: dict[Budgets, float] = {}
+        self.others: dict[str, float] = {}
+        identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
+        if restart or not path.exists():
+            write_whole(path, json.dumps(identity) + "\n")
+            return
+        data = path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        try:
+            first, *lines = [json.loads(line) for line in whole.splitlines()]
+            for line in lines:
+                if "budgets" in line:
+                    self.known[tuple(line["budgets"])] = float(line["perplexity"])
+                else:
+                    self.others[line["name"]] = float(line["perplexity"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path} is damaged ({error!r}); add --restart to search from the beginning"
+            ) from None
+        if first != identity:
+            raise ValueError(
+                f"{path} holds another search: {'; '.join(differences(first, identity))}; give the "
+                "same options to go on there, or --restart to search from the beginning"
+            )
+        if len(whole) < len(data):
+            warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
+            write_whole(path, whole)
+
+    def add(self, budgets: Budgets, perplexity: float) -> None:
+        """Write down one trial."""
+        self.known[budgets] = perplexity
+        self._log_trial({"budgets": budgets, "perplexity": perplexity})
+
+    def once(self, name: str, measure: Callable[[], float]) -> float:
+        """A perplexity of another kind, measured unless it is there."""
+        if name not in self.others:
+            self.others[name] = measure()
+            self._log_trial({"name": name, "perplexity": self.others[name]})
+        return self.others[name]
+
+    def _log_trial(self, line: dict) -> None:
+        append_line(self.path, json.dumps(line))
+
+
+def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
+    """The policy, and the budgets that hold all that a row's queries see."""
+    options = {"recent": asked.recent} | ({} if asked.sinks is None else {"sinks": asked.sinks})
+    policy = policy_named(asked.eviction, model, asked.length, **options)
+    modules = attention_modules(model)
+    cache = new_cache(model, eviction=False)
+    windows = [layer.window for layer in cache.layers if isinstance(layer, LayerCache)]
+    start: list[int | None] = []
+    reasons = []
+    for module, window in zip(modules, windows, strict=True):
+        try:
+            check_policy(policy, module.heedful, asked.length)
+            start.append(asked.length if window is None else min(asked.length, window))
+        except ValueError as error:
+            reasons.append(error)
+            start.append(None)
+    if all(tokens is None for tokens in start):
+        raise reasons[0]
+    if all(tokens is None or tokens <= _least(policy, model) for tokens in start):
+        raise ValueError(
+            f"length must be more than the {_least(policy, model)} tokens that every budget holds, "
+            f"got {asked.length}; give longer rows, or protect fewer tokens"
+        )
+    start = [n if n is None else max(n, _least(policy, model)) for n in start]
+    return dataclasses.replace(policy, tokens=tuple(start)), tuple(start)
+
+
+def _least(policy: Eviction, model: PreTrainedModel) -> int:
+    """What every budget must hold: protected tokens, and the next one."""
+    first = any(module.heedful.keeps_first for module in attention_modules(model))
+    return max(policy.sinks, int(first)) + policy.recent + 1
+
+
+def _search_identity(
+    asked: BudgetSearch,
+    policy: Eviction,
+    rows: torch.Tensor,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+) -> dict:
+    """What decides the result."""
+    return {
+        "policy": {"kind": type(policy).__name__, **dataclasses.asdict(policy)},
+        "loss": asked.loss if reference is None else None,
+        "length": asked.length,
+        "rows": asked.rows,
+        "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16],
+        "model": fingerprint(model),
+        "reference": None if reference is None else fingerprint(reference),
+    }
+
+
+def _about(asked: BudgetSearch, found: Found) -> dict:
+    return {
+        "perplexity": {"whole": found.whole, "found": found.perplexity, "limit": found.limit},
+        "limit": f"{asked.loss} % above the whole cache"
+        if asked.reference is None
+        else f"perplexity of {asked.reference} with its whole cache",
+        "share_of_tokens_kept": found.kept,
+        "length": found.length,
+        "rows": found.rows,
+        "data": list(asked.data),
+        "trials": found.trials,
+        "environment": environment(),
+    }
+
+
+def _check_rows_fit(asked: BudgetSearch, model: PreTrainedModel, name: str) -> None:
+    most = longest(model)
+    if most is not None and asked.length > most:
+        raise ValueError(
+            f"length must be at most the {most} tokens that {name} has positions for, got "
+            f"{asked.length}"
+        )
+
+
+def _reference(asked: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
+    """The model whose perplexity is the limit; raises unless it reads the same tokens."""
+    model = open_model(asked.reference, asked.device, budgets=False)
+    tokenizer = open_tokenizer(asked.tokenizer, asked.reference, model)
+    _check_rows_fit(asked, model, asked.reference)
+    if not torch.equal(rows_of(asked.data, tokenizer, asked.length, asked.rows), rows):
+        raise ValueError(
+            f"reference {asked.reference!r} splits the data into other tokens than "
+            f"{asked.model!r}, so that perplexities per token do not compare; take a reference "
+            "with the same tokenizer, or --loss"
+        )
+    return model
+
+
+def _check_reference(name: str, whole: float, limit: float) -> None:
+    if whole > limit * (1 + 1e-6):
+        raise ValueError(
+            f"reference {name!r} has a perplexity of {limit:.4f}, and the model with its whole "
+            f"cache has {whole:.4f}: no budget can reach that; give --loss in place of --reference"
+        )
+
+
+def format_found(found: Found) -> str:
+    """A small table of what was found, and what to do with it."""
+    budgets = found.eviction.budgets(len(found.start))
+    lines = ["layer  tokens   share"]
+    for index, tokens in enumerate(budgets):
+        part = share((tokens,), (found.start[index],), found.length)
+        lines.append(f"{index:5}  {'all' if tokens is None else tokens:>6}  {part:6.1%}")
+    lines += [
+        f"  sum  {sum(n or found.length for n in budgets):6}  {found.kept:6.1%}",
+        "",
+        f"{type(found.eviction).__name__}: perplexity {found.perplexity:.4f}, with the whole cache "
+        f"{found.whole:.4f}, limit {found.limit:.4f} ({found.rows} rows)",
+        f"{found.trials} trials, {found.measured} of them now, in {found.seconds:.0f} s",
+        f"written: {found.path}; heedful.load, heedful.new_cache and heedful generate use it",
+    ]
+    return "\n".join(lines)

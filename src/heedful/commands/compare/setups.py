@@ -1,0 +1,116 @@
+"""A comparison's tasks with the sizes of their models and training, and what is compared there."""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from heedful.commands.compare.options import WITH_MEMORY_LOSS, Comparison
+from heedful.commands.compare.scratch import Attention, Budget, Size, from_scratch, local_global
+from heedful.commands.compare.small_caches import evictable
+from heedful.nn import Layer, LocalGlobal, mechanism
+from heedful.tasks import TASKS, Task
+
+
+class Setup(NamedTuple):
+    """A task as `compare` runs it: sizes at which it can be learnt within a minute or two."""
+
+    task: Task
+    size: Size
+    budget: Budget
+    mechanisms: tuple[str, ...]
+    """What is compared by default: where the papers claim a difference."""
+    memory_loss: float = 0.0
+    """Factor of the memory loss for those whose name says that they are trained with it."""
+
+    def mechanism(self, name: str) -> Attention:
+        """The configuration behind a name, in the form that this task takes."""
+        name = name.removesuffix(WITH_MEMORY_LOSS)
+        config = mechanism(name)
+        if isinstance(config, LocalGlobal):  # the published window is longer than these rows
+            return local_global(self.size.layers, self.task.length)
+        return replace(config, **self.task.recipe.changes.get(name, {}))
+
+    def memory_factor(self, name: str) -> float:
+        """The factor of the memory loss with which this one is trained; 0 is none."""
+        return self.memory_loss if name.endswith(WITH_MEMORY_LOSS) else 0.0
+
+    def reports_memory(self, name: str) -> bool:
+        """Whether this mechanism can be trained with the memory loss."""
+        model = from_scratch(self.task, self.mechanism(name), self.size, 0)
+        return any(isinstance(x, Layer) and x.reports_memory for x in model.modules())
+
+    def evictable(self, name: str) -> bool:
+        """Whether this mechanism can be scored under small caches."""
+        return evictable(from_scratch(self.task, self.mechanism(name), self.size, 0))
+
+
+def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
+    """Every task by name, with the sizes of the default comparison; `data` feeds `text`."""
+    return {name: _setup(kind.default(tuple(data))) for name, kind in TASKS.items()}
+
+
+def _setup(task: Task) -> Setup:
+    recipe = task.recipe
+    budget = Budget(
+        recipe.steps,
+        recipe.batch,
+        recipe.learning_rate,
+        mechanism_rate=recipe.mechanism_rate,
+        held_out=recipe.held_out,
+    )
+    return Setup(task, Size(recipe.hidden, recipe.layers, recipe.heads), budget, recipe.mechanisms)
+
+
+def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
+    """The chosen tasks with this comparison's overrides."""
+    known, chosen = setups(comparison.data), {}
+    for name in comparison.tasks:
+        setup = known[name]
+        steps = comparison.steps or setup.budget.steps
+        batch = comparison.batch or setup.budget.batch
+        names = comparison.mechanisms or setup.mechanisms
+        budget = replace(setup.budget, steps=steps, batch=batch)
+        setup = _resized(setup, comparison)
+        if comparison.memory_loss:
+            both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
+            names = tuple(x for pair in both for x in pair)
+        chosen[name] = setup._replace(
+            budget=budget, mechanisms=names, memory_loss=comparison.memory_loss
+        )
+    if comparison.budgets:
+        _check_evictable(chosen)
+    trained = [name for setup in chosen.values() for name in setup.mechanisms]
+    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in trained):
+        raise ValueError(
+            f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
+            f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
+        )
+    return chosen
+
+
+def _check_evictable(chosen: dict[str, Setup]) -> None:
+    """Raise where budgets would score nothing, warn where they leave a mechanism out."""
+    names = {name: setup for setup in chosen.values() if setup.task.under_budgets()
+             for name in setup.mechanisms}  # fmt: skip
+    left_out = [name for name, setup in names.items() if not setup.evictable(name)]
+    listed = ", ".join(left_out)
+    if len(left_out) == len(names):
+        raise ValueError(
+            f"budgets need a mechanism whose cache can let tokens go, and {listed} cannot (a "
+            "convolution over keys, or summaries): add standard or selective to the mechanisms"
+        )
+    if left_out:
+        warnings.warn(
+            f"budgets: tokens cannot leave the caches of {listed} (a convolution over keys, or "
+            "summaries): they are trained, and not scored under budgets",
+            stacklevel=4,
+        )
+
+
+def _resized(setup: Setup, comparison: Comparison) -> Setup:
+    """The same with this comparison's rows and models."""
+    asked = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
+    size = replace(setup.size, **{name: n for name, n in asked.items() if n is not None})
+    task = setup.task.cut(comparison.length, comparison.tokenizer)
+    return setup._replace(task=task, size=size)

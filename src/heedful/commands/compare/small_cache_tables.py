@@ -1,0 +1,181 @@
+"""What a page shows of small KV caches: quality against bytes, and what is held when."""
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from heedful.commands.compare import figures
+from heedful.commands.compare.findings import BASELINE, number
+from heedful.records import METRICS, SHARES
+from heedful.records.budgeted import WHOLE, UnderBudget
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POLICY_COLOURS = {
+    "MostHidden": "#D55E00",
+    "StreamingLLM": "#0072B2",
+    "TOVA": "#009E73",
+    "H2O": "#CC79A7",
+    "SnapKV": "#E69F00",
+    "Random": "#777777",
+}
+
+
+class HeldExhibit(NamedTuple):
+    """Which tokens of one row a model's caches held after each of them.
+
+    Arguments:
+        policy, budget: what let tokens go, and how many a layer could hold.
+        layers: by layer index `[T, T]`, true at `[t, j]` where token j was held after token t.
+    """
+
+    task: str
+    mechanism: str
+    policy: str
+    budget: int
+    layers: Mapping[int, ArrayLike]
+
+
+def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
+    """Quality against peak bytes: one picture per task, split and mechanism, with its caption."""
+    made = []
+    for task in dict.fromkeys(x.task for x in scored):
+        those = [x for x in scored if x.task == task]
+        for split in those[0].final:
+            values = [x.final[split] for x in those if np.isfinite(x.final[split])]
+            reach = (min(values), max(values))
+            for mechanism in dict.fromkeys(x.mechanism for x in those):
+                own = [x for x in those if x.mechanism == mechanism]
+                if len({x.policy for x in own}) > 1:
+                    text = (
+                        f"{task}, {split}: {METRICS[own[0].metric]} of {mechanism} against the "
+                        "peak bytes of its KV cache for one row. Lines: eviction policies under "
+                        "the same protection; square: the whole cache; dashed: standard attention "
+                        "with its whole cache; star: the hybrid of local and global layers."
+                    )
+                    made.append((_bytes_curves(those, own, split, reach), text))
+    return made
+
+
+def _bytes_curves(
+    everything: list[UnderBudget], own: list[UnderBudget], split: str, reach: tuple[float, float]
+) -> "Figure":
+    figure, axes = figures._axes(figures._WIDTH, 3.4)
+    percent = 100 if own[0].metric in SHARES else 1
+    whole = _mean(own, WHOLE, split)
+    for policy in dict.fromkeys(x.policy for x in own if x.policy != WHOLE):
+        points = _mean(own, policy, split) | whole
+        xs = sorted(points)
+        axes.plot(
+            [x / 1024 for x in xs], [percent * points[x] for x in xs], marker="o", ms=3.5, lw=1.3,
+            color=POLICY_COLOURS.get(policy, "black"), label=policy,
+        )  # fmt: skip
+    for x, y in whole.items():
+        axes.plot(x / 1024, percent * y, "s", ms=6, color="black", mfc="white", zorder=4)
+    for y in _mean([x for x in everything if x.mechanism == BASELINE], WHOLE, split).values():
+        axes.axhline(percent * y, ls="--", lw=0.9, color="#333333")
+    hybrid = [x for x in everything if x.mechanism.startswith("local-global")]
+    for x, y in _mean(hybrid, WHOLE, split).items():
+        axes.plot(x / 1024, percent * y, "*", ms=10, color="black", mfc="#56B4E9", zorder=5)
+    low, high = (percent * y for y in reach)
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or 1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("peak bytes of the KV cache of one row, KiB")
+    axes.set_ylabel(f"{METRICS[own[0].metric]}{', %' if percent == 100 else ''}")
+    axes.set_title(own[0].mechanism, fontsize=9)
+    figures._legend(figure, axes)
+    return figure
+
+
+def _mean(scored: Iterable[UnderBudget], policy: str, split: str) -> dict[float, float]:
+    """By bytes, the mean over seeds."""
+    found: dict[float, list[float]] = {}
+    for x in scored:
+        if x.policy == policy:
+            found.setdefault(x.peak_bytes, []).append(x.final[split])
+    return {nbytes: float(np.mean(values)) for nbytes, values in found.items()}
+
+
+def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
+    """One table per task and split: rows are models with a policy, columns are budgets."""
+    made = []
+    for task in dict.fromkeys(x.task for x in scored):
+        those = [x for x in scored if x.task == task]
+        columns = sorted({x.tokens for x in those if x.policy != WHOLE}, reverse=True)
+        for split in those[0].final:
+            head = ["model", "eviction", "whole", *(f"{n} tokens" for n in columns)]
+            body = [
+                row
+                for mechanism in dict.fromkeys(x.mechanism for x in those)
+                for row in _table_rows(
+                    [x for x in those if x.mechanism == mechanism], split, columns
+                )
+            ]
+            title = f"{task}, {split}: {METRICS[those[0].metric]}, and × less peak memory"
+            made.append(_markdown(title, head, body) if markdown else _html(title, head, body))
+    return "\n\n".join(made) if markdown else "".join(made)
+
+
+def _table_rows(own: list[UnderBudget], split: str, columns: list[int]) -> list[list[str]]:
+    def cell(policy: str, tokens: int | None = None) -> str:
+        found = [x for x in own if x.policy == policy and tokens in (None, x.tokens)]
+        if not found:
+            return "–"
+        text = number(found[0].metric, float(np.mean([x.final[split] for x in found])))
+        full = [x.peak_bytes for x in own if x.policy == WHOLE]
+        if policy == WHOLE or not full:
+            return text
+        return f"{text} ({full[0] / found[0].peak_bytes:.0f}×)"
+
+    policies = [x for x in dict.fromkeys(x.policy for x in own) if x != WHOLE] or ["–"]
+    return [
+        [own[0].mechanism, policy, cell(WHOLE), *(cell(policy, n) for n in columns)]
+        for policy in policies
+    ]
+
+
+def _markdown(title: str, head: list[str], body: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+    return f"{title}:\n\n" + "\n".join(lines)
+
+
+def _html(title: str, head: list[str], body: list[list[str]]) -> str:
+    def row(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in cells) + "</tr>"
+
+    return (
+        f"<h3>{html.escape(title)}</h3><div class='wide'><table>{row(head, 'th')}"
+        f"{''.join(row(cells, 'td') for cells in body)}</table></div>"
+    )
+
+
+def held_picture(exhibit: HeldExhibit) -> tuple["Figure", str]:
+    """Time downwards, the row's tokens across: dark where a token is still held."""
+    layers = list(exhibit.layers.items())
+    across = min(len(layers), 2)
+    down = -(-len(layers) // across)
+    side = figures._WIDTH / across
+    figure, grid = figures._grid(figures._WIDTH, down * side + 0.4, down, across)
+    for axes, (index, map_) in zip(grid.flat, layers, strict=False):
+        shown = figures.array("layers", map_, None, None)
+        later = np.triu(np.ones_like(shown), 1)
+        axes.imshow(
+            1 - 0.85 * shown - 0.06 * (1 - shown) * (1 - later), cmap="gray", vmin=0, vmax=1
+        )
+        kept = int(shown[-1].sum())
+        axes.set_title(f"layer {index}: {kept} of {len(shown)} at the end", fontsize=8, pad=3)
+        axes.tick_params(labelsize=7, length=2)
+        axes.set_xlabel("token", fontsize=8)
+    for axes in grid.flat[len(layers) :]:
+        axes.set_visible(False)
+    grid.flat[0].set_ylabel("after token", fontsize=8)
+    text = (
+        f"{exhibit.task}, {exhibit.mechanism}: what each layer's cache holds in the course of a "
+        f"row under {exhibit.policy} with {exhibit.budget} tokens. Dark: held; light: gone."
+    )
+    return figure, text

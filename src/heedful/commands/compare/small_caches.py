@@ -1,0 +1,85 @@
+"""Scores of trained models under small KV caches: every policy at every budget."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from heedful.commands.compare.options import LEAST_TOKENS
+from heedful.commands.compare.scoring import score
+from heedful.commands.compare.scratch import Budget
+from heedful.eviction import H2O, TOVA, Eviction, MostHidden, Random, SnapKV, StreamingLLM
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.records.budgeted import WHOLE, UnderBudget
+from heedful.records.environment import environment
+from heedful.tasks import Task
+
+POLICIES = (MostHidden, StreamingLLM, TOVA, H2O, SnapKV, Random)
+"""Under the same protection `Window` is `StreamingLLM`, so it is not here."""
+ROWS = 64  # rows that are scored at once, and at most 4 times as many in all
+
+
+def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Iterator[Eviction]:
+    """Every policy that serves the model at every budget; first one that keeps everything.
+
+    A budget of at most 1 is a share of a row, raised to `LEAST_TOKENS` if it is less. The same
+    tokens are protected by every policy. No policy serves a convolution over keys.
+    """
+    if not evictable(model):
+        return
+    yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
+    hides = all(module.heedful.keeps for module in attention_modules(model))
+    asked = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
+    for tokens in sorted({max(n, LEAST_TOKENS) for n in asked if n < task.length}, reverse=True):
+        for policy in POLICIES:
+            if hides or not policy.reads_hidden:
+                yield policy(tokens=tokens)
+
+
+def evictable(model: PreTrainedModel) -> bool:
+    """Whether tokens can leave the model's caches.
+
+    A convolution over keys would see others, summaries stand for tokens that are away already, and
+    pseudo-heads count places along the row.
+    """
+    layers = [module.heedful for module in attention_modules(model)]
+    bound = (x.past_queries or x.summarises or x.keys_per_head > 1 for x in layers)
+    return not any(bound)
+
+
+def under_budget(
+    model: PreTrainedModel, task: Task, eviction: Eviction, budget: Budget
+) -> tuple[dict[str, float], float, int]:
+    """Scores by split, peak bytes of one row, and how many rows were scored."""
+    asked = replace(budget, batch=ROWS, held_out=min(budget.held_out, 4 * ROWS))
+    final, rows = {}, 0
+    with torch.no_grad(), evicting(model, eviction) as peaks:
+        for name, other in task.under_budgets().items():
+            final[name] = score(model, other, asked)[task.metric]
+            rows = len(other.held_out(asked.held_out).input_ids)
+    return final, peaks.nbytes, rows
+
+
+def named(eviction: Eviction, length: int) -> str:
+    """How a record calls a policy."""
+    return WHOLE if eviction.tokens >= length else type(eviction).__name__
+
+
+def scored_as(
+    key: tuple[str, str, int], task: Task, eviction: Eviction, scored: tuple[dict, float, int]
+) -> UnderBudget:
+    """The record of one score."""
+    final, peak, rows = scored
+    return UnderBudget(
+        *key,
+        policy=named(eviction, task.length),
+        tokens=min(eviction.tokens, task.length),
+        length=task.length,
+        metric=task.metric,
+        final=final,
+        peak_bytes=peak,
+        rows=rows,
+        environment=environment(),
+    )

@@ -1,0 +1,111 @@
+"""How a model answers: it writes on from prompts, or says how likely given tokens are."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from heedful.commands.generate import prompt_chunk
+from heedful.eviction import Eviction
+from heedful.hf.cache.new import new_cache
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.versions import generate_argument
+
+_LOGITS = 2**26  # numbers of logits at a time
+
+
+class Likelihood(NamedTuple):
+    """What a model says of a row of tokens, each but the first.
+
+    Arguments:
+        nats: the negative log-likelihood of each, in fp32.
+        likeliest: the token that it would have taken instead, or the same.
+    """
+
+    nats: Float[Tensor, "T-1"]
+    likeliest: Int[Tensor, "T-1"]
+
+
+class Answers(Protocol):
+    """Who is evaluated."""
+
+    def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
+        """What is written on from each prompt, greedily, at most `room` tokens."""
+
+    def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
+        """How likely the tokens of each row are."""
+
+
+class Model:
+    """The answers of a converted model, under a policy or with its whole cache.
+
+    Arguments:
+        model: a decoder, in eval mode.
+        tokenizer: which decodes what it writes; not needed to read rows.
+        eviction: what its cache lets go; `False` keeps everything. Prompts come in pieces then, and
+            rows that are read token by token.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer, eviction: Eviction | bool = False
+    ) -> None:
+        self.model, self.tokenizer, self.eviction = model, tokenizer, eviction
+
+    @torch.no_grad()
+    def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
+        """Prompts are padded on the left.
+
+        Under a policy only those of one length are asked at once: padding would move the pieces in
+        which they come, and so what is let go.
+        """
+        if self.eviction and len({len(x) for x in prompts}) > 1:
+            return [self.write([x], room)[0] for x in prompts]
+        longest = max(map(len, prompts))
+        pad = self.model.generation_config.pad_token_id or 0
+        ids = torch.tensor([[pad] * (longest - len(x)) + list(x) for x in prompts])
+        mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts])
+        cache = new_cache(self.model, self.eviction)
+        end = self.model.generation_config.eos_token_id
+        end = self.tokenizer.eos_token_id if end is None else end
+        written = self.model.generate(
+            ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            **generate_argument(cache),
+            prefill_chunk_size=prompt_chunk(cache),
+            max_new_tokens=room,
+            num_beams=1,
+            do_sample=False,
+            temperature=None,
+            top_k=None,
+            top_p=None,
+            pad_token_id=pad,
+            eos_token_id=end,
+        )
+        new = written[:, longest:].tolist()
+        return [self.tokenizer.decode(x, skip_special_tokens=True) for x in new]
+
+    @torch.no_grad()
+    def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
+        """Rows are padded on the right, where a causal model's padding changes nothing."""
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        longest = max(map(len, rows))
+        at_once = max(1, _LOGITS // (longest * vocabulary))
+        if at_once < len(rows):
+            halves = (rows[:at_once], rows[at_once:])
+            return [found for half in halves for found in self.read(half)]
+        ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in rows])
+        policy = evicting(self.model, self.eviction) if self.eviction else nullcontext()
+        with policy:
+            given = ids.to(self.model.device)
+            logits = self.model(input_ids=given, use_cache=False).logits[:, :-1].float()
+        nats = cross_entropy(logits.transpose(1, 2), given[:, 1:], reduction="none").cpu()
+        likeliest = logits.argmax(-1).cpu()
+        return [
+            Likelihood(nats[i, : len(x) - 1], likeliest[i, : len(x) - 1])
+            for i, x in enumerate(rows)
+        ]

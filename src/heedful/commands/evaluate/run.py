@@ -1,0 +1,307 @@
+"""Models asked the same questions side by side; every answer is kept as soon as it is there."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from heedful.commands.evaluate.answers import Answers, Model
+from heedful.commands.evaluate.harness import export_tasks, harness_names, run_task
+from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
+from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
+from heedful.commands.models import (
+    configuration_of,
+    open_model,
+    policy_named,
+    spelled,
+    stock_class,
+    tokenizer_named,
+)
+from heedful.eviction import Eviction
+from heedful.hf.budgets import NAME, fingerprint
+from heedful.hf.cache.new import new_cache
+from heedful.records.environment import environment
+from heedful.records.files import only_writer, write_whole
+from heedful.records.samples import Sample, append_samples, read_samples
+
+SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
+_FORMAT = 1
+WHOLE = ""
+
+
+class Asked(NamedTuple):
+    """A model that is not open yet, and all that it is asked."""
+
+    name: str
+    tokenizer: object
+    items: list[Item]
+
+
+class Evaluated(NamedTuple):
+    """The answers that were asked for, in the order of models, caches and tasks.
+
+    samples: one for each model, cache and sample.
+    harness: what lm-evaluation-harness found, by model, task and measure.
+    about: configuration and environment, as in evaluation.json.
+    """
+
+    samples: list[Sample]
+    harness: dict[str, dict[str, dict[str, float]]]
+    about: dict
+
+
+def evaluate(asked: Evaluation) -> Evaluated:
+    """Ask models as `heedful eval` does, and go on where it was stopped.
+
+    Everything that can be checked is checked before the first model is opened.
+
+    Raises:
+        ValueError: something that is asked for cannot be read, or does not fit a model; or the
+            folder holds another evaluation, or is damaged.
+    """
+    plans = prepare(asked)
+    out = Path(asked.out)
+    with only_writer(out):
+        store = Store(out, asked)
+        found: list[Sample] = []
+        total = sum(len(plan.items) for plan in plans) * (1 + len(asked.budget))
+        with tqdm(total=total, unit=" samples", disable=None) as bar:
+            for plan in plans:
+                model = open_model(plan.name, asked.device, budgets=OWN in asked.budget)
+                store.register(plan, model, asked)
+                for cache, eviction in _caches(asked, plan.name, model).items():
+                    bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
+                    answers = Model(model, plan.tokenizer, eviction)
+                    found += ask(answers, plan, cache, store, asked.batch, bar)
+                _ask_harness(asked, plan, model, store)
+                del model, answers  # before the next one takes its memory
+        names = harness_names(asked)
+        harness = {
+            plan.name: {k: v for name in names for k, v in store.harness(plan.name, name).items()}
+            for plan in plans
+            if names
+        }
+    return Evaluated(found, harness, store.about)
+
+
+def prepare(asked: Evaluation) -> list[Asked]:
+    """Tokenizers and questions of all models, checked against what the models can read.
+
+    Raises:
+        ValueError: a model is none, is no causal language model, or cannot read what is asked.
+    """
+    found: list[Asked] = []
+    given: Texts | None = None
+    harness_names(asked)  # raises
+    for name in asked.models:
+        config, _ = configuration_of(name)
+        if not _is_causal(config):
+            raise ValueError(
+                f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
+                "causal language model; only those can be evaluated"
+            )
+        if OWN in asked.budget and not (Path(name) / NAME).is_file():
+            raise ValueError(
+                f"budget 'own': no {NAME} stands beside {name!r}; search one with `heedful budget "
+                f"{name} --data FILE`, or give a number"
+            )
+        part = config.get_text_config(decoder=True)
+        reads = any(task not in ROWS for task in asked.tasks)
+        tokenizer = tokenizer_named(asked.tokenizer, name, part.vocab_size) if reads else None
+        if given is None:
+            given = texts(asked, lambda text, by=tokenizer: len(by.encode(text)))
+        made = items(asked, given, tokenizer, part.vocab_size, name)
+        check_fits(made, getattr(part, "max_position_embeddings", None), name)
+        found.append(Asked(name, tokenizer, made))
+    return found
+
+
+def _is_causal(config: PreTrainedConfig) -> bool:
+    """Encoders such as BERT can be built as decoders, and say so then."""
+    encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    decoder = not encoder or getattr(config, "is_decoder", False)
+    return decoder and stock_class(config) is AutoModelForCausalLM
+
+
+def _caches(asked: Evaluation, name: str, model: PreTrainedModel) -> dict[str, Eviction | bool]:
+    """The whole cache, then what is asked for by --budget; raises what the model cannot have."""
+    found: dict[str, Eviction | bool] = {WHOLE: False}
+    for word in asked.budget:
+        if word == OWN:
+            found[OWN] = model._heedful.eviction
+            continue
+        options = {"seed": asked.seed} if asked.eviction == "random" else {}
+        policy = policy_named(asked.eviction, model, int(word), **options)
+        found[f"{spelled(type(policy).__name__)} {word}"] = policy
+    for eviction in found.values():
+        try:
+            new_cache(model, eviction)
+        except ValueError as error:
+            raise ValueError(f"budget: model {name!r}: {error}") from None
+    return found
+
+
+def ask(
+    answers: Answers, plan: Asked, cache: str, store: "Store", batch: int, bar: tqdm | None = None
+) -> list[Sample]:
+    """The answers to all items, in their order; those that are kept are not asked again.
+
+    Arguments:
+        answers: who is asked.
+        plan: the model's name and its items.
+        cache: what its cache may hold, as samples call it.
+        store: where answers are kept.
+        batch: how many are asked at once, at most.
+        bar: moved by each answer.
+    """
+    known = {item: store.known(plan.name, cache, item) for item in map(_name, plan.items)}
+    for item in plan.items:
+        if (sample := known[_name(item)]) is not None and sample.asked != item.asked:
+            raise ValueError(
+                f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
+                f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
+                "another --out, or add --restart"
+            )
+    waiting = [item for item in plan.items if known[_name(item)] is None]
+    if bar is not None:
+        bar.update(len(plan.items) - len(waiting))
+    # Alike in length, the longest first: if memory does not suffice, it shows at once.
+    waiting.sort(key=lambda item: (item.task, item.room, -len(item.ids)))
+    for several in _batches(waiting, batch):
+        rows = [item.ids for item in several]
+        found = answers.write(rows, several[0].room) if several[0].room else answers.read(rows)
+        samples = []
+        for item, answer in zip(several, found, strict=True):
+            values, reply, expected, curve = item.grade(answer)
+            sample = Sample(
+                plan.name, cache, item.task, item.key, item.asked, item.cell, finite(values),
+                reply, expected, curve,
+            )  # fmt: skip
+            samples.append(sample)
+            known[_name(item)] = sample
+        store.add(samples)
+        if bar is not None:
+            bar.update(len(samples))
+    return [known[_name(item)] for item in plan.items]
+
+
+def _name(item: Item) -> tuple[str, str]:
+    return item.task, item.key
+
+
+def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
+    """Neighbours of one task and room, at most so many."""
+    several: list[Item] = []
+    for item in waiting:
+        if several and (
+            len(several) == batch or (several[0].task, several[0].room) != (item.task, item.room)
+        ):
+            yield several
+            several = []
+        several.append(item)
+    if several:
+        yield several
+
+
+class Store:
+    """The folder of an evaluation: what was answered, and by which models.
+
+    Arguments:
+        folder: with samples.jsonl and evaluation.json, or new.
+        asked: the evaluation.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, asked: Evaluation) -> None:
+        self.path, self.about_path = folder / SAMPLES, folder / ABOUT
+        self.about = {"format": _FORMAT, "models": {}, "lm_eval": {}}
+        if asked.restart:
+            self.path.unlink(missing_ok=True)
+            self.about_path.unlink(missing_ok=True)
+        if self.about_path.exists():
+            try:
+                self.about |= json.loads(self.about_path.read_bytes())
+                if self.about["format"] != _FORMAT:
+                    raise ValueError(f"its format is {self.about['format']}, not {_FORMAT}")
+                if not all(isinstance(self.about[x], dict) for x in ("models", "lm_eval")):
+                    raise ValueError("it lists no models")
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
+                    "is read again, or add --restart to begin anew"
+                ) from None
+        self._known = {(x.model, x.cache, x.task, x.key): x for x in read_samples(self.path)}
+        self.about["config"] = json.loads(json.dumps(vars(asked)))
+        self.about["environment"] = environment()
+
+    def register(self, plan: Asked, model: PreTrainedModel, asked: Evaluation) -> None:
+        """Note which model goes by a name.
+
+        Raises:
+            ValueError: it was another one before.
+        """
+        about = {**fingerprint(model), "tokenizer": asked.tokenizer, "dtype": str(model.dtype)}
+        before = self.about["models"].get(plan.name)
+        if before is not None and before != about:
+            changed = ", ".join(x for x in about if before.get(x) != about[x])
+            raise ValueError(
+                f"{self.about_path} knows another model by the name {plan.name!r} ({changed} "
+                "differ); choose another --out, or add --restart"
+            )
+        self.about["models"][plan.name] = about
+        self._write_about()
+
+    def known(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
+        """The answer that is kept, if there is one."""
+        return self._known.get((model, cache, *item))
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Keep answers; they are on disk when this returns."""
+        append_samples(self.path, samples)
+
+    def harness(self, model: str, name: str) -> dict | None:
+        """What lm-evaluation-harness found for a name, if it has been asked."""
+        kept = self.about["lm_eval"].get(model, {}).get(name)
+        same = kept is not None and kept["asked"] == self._asked_harness()
+        return kept["results"] if same else None
+
+    def keep_harness(self, model: str, name: str, found: dict[str, dict[str, float]]) -> None:
+        """Keep what lm-evaluation-harness found for a name."""
+        kept = {"asked": self._asked_harness(), "results": found}
+        self.about["lm_eval"].setdefault(model, {})[name] = kept
+        self._write_about()
+
+    def _asked_harness(self) -> dict:
+        """What decides its results."""
+        return {x: self.about["config"][x] for x in ("samples", "seed", "lm_eval_tasks")}
+
+    def _write_about(self) -> None:
+        write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
+
+
+def _ask_harness(asked: Evaluation, plan: Asked, model: PreTrainedModel, store: Store) -> None:
+    """Tasks of lm-evaluation-harness that this model has not finished, with its whole cache."""
+    model._heedful.eviction = None  # the harness makes caches of its own
+    for name in harness_names(asked):
+        if store.harness(plan.name, name) is None:
+            store.keep_harness(plan.name, name, run_task(asked, name, model, plan.tokenizer))
+
+
+def export(asked: Evaluation) -> list[str]:
+    """Write the tasks for lm-evaluation-harness, lengths counted by the first model's tokenizer.
+
+    Returns:
+        their names.
+
+    Raises:
+        ValueError: as `prepare` does.
+    """
+    first = prepare(asked)[0]
+    given = texts(asked, lambda text: len(first.tokenizer.encode(text)))
+    return export_tasks(asked, given, first.tokenizer, Path(asked.export_lm_eval))

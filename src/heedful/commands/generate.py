@@ -1,0 +1,216 @@
+"""Write on from a prompt under a cache whose bytes are counted."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation import BaseStreamer
+
+from heedful.commands.budget.options import Generation
+from heedful.commands.inspect.options import Inspection
+from heedful.commands.models import longest, open_model, open_tokenizer, policy_named, spelled
+from heedful.eviction import Eviction, SnapKV
+from heedful.hf.budgets import read_budgets
+from heedful.hf.cache.new import KVCache, new_cache
+from heedful.hf.versions import generate_argument
+
+CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
+
+
+class Generated(NamedTuple):
+    """What came out, and what it took.
+
+    text: without the prompt.
+    prompt, tokens: how many were read and written.
+    tokens_per_second: of the tokens after the first; `None` where there is no other.
+    nbytes, peak_nbytes: of the cache at the end, and at its largest.
+    whole_nbytes: what it would have held at the end without eviction.
+    """
+
+    text: str
+    prompt: int
+    tokens: int
+    tokens_per_second: float | None
+    nbytes: int
+    peak_nbytes: int
+    whole_nbytes: int
+
+    def __str__(self) -> str:
+        held, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
+        rate = self.tokens_per_second
+        speed = "" if rate is None else f" at {rate:.1f} tokens/s"
+        return (
+            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {held} "
+            f"(peak {peak}), without eviction {whole}"
+        )
+
+
+def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
+    """Generate as `heedful generate` does: go on from the prompt, or make a target of a source.
+
+    Arguments:
+        asked: the model, the prompt and the budget.
+        write: gets the text in pieces as it is made.
+
+    Raises:
+        ValueError: something that is asked for cannot be read, or does not fit the model.
+    """
+    text = asked.prompt if asked.file is None else read_text(Path(asked.file))
+    model = open_model(asked.model, asked.device, budgets=takes_budgets(asked))
+    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
+    ids = _prompt(text, tokenizer, asked.chat)
+    paired = model.config.is_encoder_decoder
+    _check_fits(ids.shape[1], asked, longest(model), paired)
+    cache = new_cache(model, eviction_asked(asked, model))
+    streamer = _Streamer(tokenizer, write)
+    torch.manual_seed(asked.seed)
+    found = model.generate(
+        ids.to(model.device),
+        attention_mask=torch.ones_like(ids, device=model.device),
+        **generate_argument(cache),
+        prefill_chunk_size=None if paired else asked.chunk or prompt_chunk(cache),
+        max_new_tokens=asked.max_new_tokens,
+        num_beams=1,
+        do_sample=asked.temperature > 0,
+        temperature=asked.temperature or None,
+        top_k=None,
+        top_p=None,
+        streamer=streamer,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+    )
+    new = found[0, 1 if paired else ids.shape[1] :].tolist()
+    return Generated(
+        text=tokenizer.decode(new, skip_special_tokens=True),
+        prompt=ids.shape[1],
+        tokens=len(new),
+        tokens_per_second=streamer.rate(),
+        nbytes=cache.nbytes,
+        peak_nbytes=cache.peak_nbytes,
+        whole_nbytes=cache.whole_nbytes,
+    )
+
+
+def takes_budgets(asked: Generation | Inspection) -> bool:
+    """Whether what stands beside the model decides."""
+    return asked.budget is None and asked.eviction != "none"
+
+
+def eviction_asked(
+    asked: Generation | Inspection, model: PreTrainedModel
+) -> Eviction | bool | None:
+    """The policy that is asked for; `None` is the model's own, `False` none."""
+    if asked.eviction == "none":
+        return False
+    if asked.budget is None:
+        return None
+    if asked.budget.isdecimal():
+        options = {"seed": asked.seed} if asked.eviction == "random" else {}
+        return policy_named(asked.eviction, model, int(asked.budget), **options)
+    path = Path(asked.budget)
+    if not path.is_file():
+        raise ValueError(
+            f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
+            f"{asked.budget!r}"
+        )
+    found = read_budgets(path, model)
+    if asked.eviction not in ("auto", spelled(type(found).__name__)):
+        raise ValueError(
+            f"eviction={asked.eviction!r} is not what {path} was searched for, "
+            f"{spelled(type(found).__name__)}; leave --eviction out, or give a number of tokens"
+        )
+    return found
+
+
+def prompt_chunk(cache: KVCache) -> int | None:
+    """How many tokens of the prompt come at a time: pieces where a budget would be exceeded."""
+    policies = [policy for x in cache.layers if (policy := getattr(x, "policy", None)) is not None]
+    # What SnapKV keeps is what the end of the prompt looks at, so it wants all of it at once.
+    whole = not policies or any(isinstance(policy, SnapKV) for policy in policies)
+    return None if whole else CHUNK
+
+
+def _check_fits(prompt: int, asked: Generation, most: int | None, paired: bool) -> None:
+    if paired and most is not None:  # a source and its target have positions of their own
+        for what, tokens in (
+            ("prompt has", prompt),
+            ("max_new_tokens asks for", asked.max_new_tokens),
+        ):
+            if tokens > most:
+                raise ValueError(
+                    f"{what} {tokens} tokens, and the model has {most} positions; give fewer"
+                )
+        return
+    if most is None or prompt + asked.max_new_tokens <= most:
+        return
+    way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
+    raise ValueError(
+        f"prompt has {prompt} tokens, and with {asked.max_new_tokens} new ones that is more than "
+        f"the {most} that the model has positions for; {way_out}"
+    )
+
+
+def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
+    if chat and getattr(tokenizer, "chat_template", None):
+        said = [{"role": "user", "content": text}]
+        found = tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        return found["input_ids"]
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise ValueError("prompt has no tokens; give at least one word")
+    return torch.tensor([ids])
+
+
+def read_text(path: Path) -> str:
+    """A text file, which must be UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None
+
+
+class _Streamer(BaseStreamer):
+    """Hands on the text as it is made, character by character, and notes when."""
+
+    def __init__(self, tokenizer, write: Callable[[str], None]) -> None:
+        self.tokenizer, self.write = tokenizer, write
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.begun = False
+        self.start = self.said = 0  # text of tokens before `said` is written; decode from `start`
+
+    def put(self, value: Tensor) -> None:
+        if not self.begun:  # the prompt
+            self.begun = True
+            return
+        self.times.append(time.perf_counter())
+        self.tokens += value.flatten().tolist()
+        self._hand_on(last=False)
+
+    def end(self) -> None:
+        self._hand_on(last=True)
+
+    def _hand_on(self, last: bool) -> None:
+        # What a token spells can depend on the one before it, and take more than one token.
+        before = self._decode(self.tokens[self.start : self.said])
+        text = self._decode(self.tokens[self.start :])
+        if len(text) > len(before) and (last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
+            self.write(text[len(before) :])
+            self.start, self.said = self.said, len(self.tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def rate(self) -> float | None:
+        """Tokens per second after the first one."""
+        steps = len(self.times) - 1
+        return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

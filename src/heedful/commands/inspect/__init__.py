@@ -1,0 +1,1 @@
+"""`heedful inspect`: one page about a model at work on a text."""

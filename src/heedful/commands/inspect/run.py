@@ -1,0 +1,135 @@
+"""Run a model on one text, and hand on what is to be looked at."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heedful.commands.generate import eviction_asked, read_text, takes_budgets
+from heedful.commands.inspect.options import MOST_TOKENS, Inspection
+from heedful.commands.models import longest, open_model, open_tokenizer
+from heedful.eviction import Eviction
+from heedful.hf import conversion_of
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.look import LayerLook, held_over_time, look_into
+from heedful.nn import Mechanism
+
+
+class Inside(NamedTuple):
+    """What a model did with one text.
+
+    model: its name.
+    mechanisms: what it was converted to, with the layers of each.
+    tokens: the text of each token.
+    looks: index and look of each layer, made one after the other while they are taken.
+    held: by layer, which tokens its cache holds after every token; empty without a budget.
+    policy: what lets tokens go, in words; empty without a budget.
+    causal: whether a token sees earlier ones only: a decoder.
+    """
+
+    model: str
+    mechanisms: Mapping[str, tuple[int, ...]]
+    tokens: list[str]
+    looks: Iterator[tuple[int, LayerLook]]
+    held: Mapping[int, Bool[Tensor, "T T"]]
+    policy: str
+    causal: bool
+
+
+def inside(asked: Inspection) -> Inside:
+    """Run the model as `heedful inspect` does.
+
+    Arguments:
+        asked: the model, the text and the budget.
+
+    Raises:
+        ValueError: something that is asked for cannot be read, or does not fit the model.
+    """
+    text = asked.text if asked.file is None else read_text(Path(asked.file))
+    if not text:
+        raise ValueError("text must have at least one character, got an empty one")
+    model = open_model(asked.model, asked.device, budgets=takes_budgets(asked))
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model {asked.model!r} is an encoder-decoder ({model.config.model_type}), whose "
+            "cross-attention looks at two rows; name a decoder or an encoder"
+        )
+    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
+    ids, tokens = _tokens(text, tokenizer, asked, longest(model))
+    causal = bool(attention_modules(model))
+    policy = _policy(asked, model, causal)
+    torch.manual_seed(asked.seed)
+    held = {} if policy is None else held_over_time(model, ids, policy)
+    shown = asked.layers or tuple(held)
+    return Inside(
+        model=Path(asked.model).resolve().name if Path(asked.model).is_dir() else asked.model,
+        mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
+        tokens=tokens,
+        looks=look_into(model, ids, asked.layers),
+        held={index: map_ for index, map_ in held.items() if index in shown},
+        policy="" if policy is None else str(policy),
+        causal=causal,
+    )
+
+
+def _in_words(mechanism: Mechanism) -> str:
+    """Its name, and what of it is not as by default."""
+    changed = (
+        f"{field.name}={value!r}"
+        for field in fields(mechanism)
+        if (value := getattr(mechanism, field.name)) != field.default
+    )
+    return f"{type(mechanism).__name__}({', '.join(changed)})"
+
+
+def _tokens(
+    text: str, tokenizer, asked: Inspection, positions: int | None
+) -> tuple[Int[Tensor, "1 T"], list[str]]:
+    """The tokens that are asked for, and what of the text each stands for."""
+    ids = tokenizer.encode(text)
+    spelled = spelled_tokens(text, ids, tokenizer)[: asked.tokens]
+    ids = ids[: asked.tokens]
+    if not ids:
+        raise ValueError("text has no tokens; give at least one word")
+    most = MOST_TOKENS if positions is None else min(positions, MOST_TOKENS)
+    if len(ids) > most:
+        whose = "a page shows" if most == MOST_TOKENS else "the model has positions for"
+        raise ValueError(
+            f"text has {len(ids):,} tokens, and {whose} {most:,} at most; shorten it, or take the "
+            f"first with --tokens {most}"
+        )
+    return torch.tensor([ids]), spelled
+
+
+def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
+    """What each token stands for; white space that tokenizers leave out goes to the next one."""
+    if not getattr(tokenizer, "is_fast", False):
+        return [tokenizer.decode([one]) for one in ids]
+    found = tokenizer(text, return_offsets_mapping=True)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    special = set(tokenizer.all_special_ids)
+    made, done = [], 0
+    for one, name, (start, stop) in zip(ids, names, found["offset_mapping"], strict=True):
+        if one in special or start == stop:
+            made.append(name)
+            continue
+        made.append(text[min(done, start) : stop])
+        done = stop
+    return made
+
+
+def _policy(asked: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
+    if not causal and asked.budget is not None:
+        raise ValueError(
+            f"budget is for decoders, and {asked.model!r} is an encoder, which keeps nothing "
+            "between calls; leave it out"
+        )
+    found = eviction_asked(asked, model)
+    if found is None:
+        found = getattr(getattr(model, "_heedful", None), "eviction", None)
+    return found or None

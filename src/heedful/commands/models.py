@@ -1,0 +1,356 @@
+"""Models and tokenizers by the names that the command line is given."""
+
+import dataclasses
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from heedful.checks import check_choice
+from heedful.commands.train.options import FolderConversion
+from heedful.data import corpus
+from heedful.eviction import POLICIES, Eviction
+from heedful.hf import conversion_of, convert, load, revert
+from heedful.hf.budgets import take_budgets
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.load import saved_conversion
+from heedful.nn import Mechanism, from_json, mechanism
+
+BYTES = "bytes"
+
+_MOST_BYTES = 512  # tokens of a model of bytes: 256, a few of its own, and rounded up
+
+
+class ByteTokenizer:
+    """Every byte is a token, as in the models that `heedful compare` trains on text."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(int(token) for token in tokens if token < 256).decode(errors="replace")
+
+
+def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTrainedModel:
+    """A converted model as it is saved; an ordinary one with standard attention of heedful.
+
+    Arguments:
+        name: a folder, or a name on the Hugging Face hub.
+        device: `cpu` or `cuda`.
+        budgets: take the `budgets.json` beside the model, if any.
+
+    Raises:
+        ValueError: there is no such model, it cannot be read, or cannot be converted.
+    """
+    check_choice("device", device.split(":")[0], ("cpu", "cuda"))
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r} needs a GPU, and torch sees none; use cpu")
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
+    with opening("model", name):
+        model = load(folder, budgets=False) if is_converted(folder) else _ordinary(name)
+    if budgets and folder.is_dir():
+        take_budgets(folder, model)
+    return model.eval().to(device)
+
+
+def _ordinary(name: str) -> PreTrainedModel:
+    """A model of transformers, converted to standard attention."""
+    model = stock_model(name)
+    convert(model, "standard")
+    return model
+
+
+def stock_model(name: str, **options) -> PreTrainedModel:
+    """A model of transformers with all of its weights, of the class that its folder names.
+
+    Arguments:
+        name: a folder, or a name on the Hugging Face hub.
+        options: for `from_pretrained`.
+    """
+    model, found = stock_class(AutoConfig.from_pretrained(name)).from_pretrained(
+        name, output_loading_info=True, **options
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
+    return model
+
+
+def stock_class(config: PreTrainedConfig) -> type:
+    """What opens a configuration's models: of encoders what they name, of others an Auto class."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    return AutoModelForMaskedLM
+
+
+def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
+    """A model's configuration, and what it is converted to.
+
+    Arguments:
+        name: a folder, a name on the Hugging Face hub, or a configuration (FILE.json).
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    path = Path(name)
+    try:
+        if path.suffix == ".json":
+            fields = json.loads(path.read_text())
+            return AutoConfig.for_model(fields.pop("model_type"), **fields), []
+        if not is_converted(path):
+            return AutoConfig.from_pretrained(name), []
+        about = saved_conversion(path)
+        mechanisms = [str(from_json(part["mechanism"])) for part in about["mechanisms"]]
+        return AutoConfig.for_model(**about["base"]), mechanisms
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"model {name!r} has no configuration that can be read: {_problem(name, error)}; name "
+            'a folder, a name on the hub, or a FILE.json with "model_type" and the fields of that '
+            "type"
+        ) from None
+
+
+@contextmanager
+def opening(what: str, name: str) -> Iterator[None]:
+    """Whatever transformers raises for a model that is not there or cut short, as a `ValueError`.
+
+    Arguments:
+        what: what the name is called, such as `model`.
+        name: a folder, or a name on the Hugging Face hub.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        problem = _problem(name, error)
+        raise ValueError(f"{what} {name!r} cannot be opened: {problem}") from None
+
+
+def _problem(name: str, error: Exception) -> str:
+    """What an error says in one line; of a name that may be a misspelt folder, that it is none."""
+    said = " ".join(str(error).split())[:600].rstrip(".")
+    if Path(name).exists() or name.endswith(".json"):
+        return said
+    return f"there is no such folder, nor can it be had from the hub: {said}"
+
+
+def is_converted(folder: Path) -> bool:
+    """Whether a folder holds a model that heedful converted."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the model is damaged") from None
+    return isinstance(saved, dict) and saved.get("model_type") == "heedful"
+
+
+def open_tokenizer(name: str | None, model_name: str, model: PreTrainedModel):
+    """The tokenizer of this name, by default the model's own; `bytes` is one without a file.
+
+    Raises:
+        ValueError: there is none, or it has more tokens than the model.
+    """
+    return tokenizer_named(name, model_name, model.get_input_embeddings().weight.shape[0])
+
+
+def tokenizer_named(name: str | None, model_name: str, rows: int):
+    """As `open_tokenizer`, of a model that need not be open: it has so many tokens."""
+    if name == BYTES:
+        if rows > _MOST_BYTES:
+            raise ValueError(
+                f"tokenizer 'bytes' has 256 tokens and the model {rows}, which are no bytes; name "
+                "the model's own tokenizer"
+            )
+        tokenizer = ByteTokenizer()
+    else:
+        transformers.logging.set_verbosity_error()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name or model_name)
+        except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
+            problem = " ".join(str(error).split())[:200]
+            hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"
+            raise ValueError(
+                f"tokenizer {name or model_name!r} cannot be read ({problem})"
+                f"{hint if rows <= _MOST_BYTES else ''}; name one with --tokenizer"
+            ) from None
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"tokenizer {name or model_name!r} has {len(tokenizer)} tokens and the model {rows}; "
+            "it belongs to another model"
+        )
+    return tokenizer
+
+
+def convert_folder(asked: FolderConversion) -> str:
+    """Write a model's folder anew, with a mechanism or without the one it has; says what it wrote.
+
+    The folder appears whole or not at all.
+
+    Raises:
+        ValueError: there is no such model, it does not fit the mechanism, or `out` is in use.
+    """
+    out, source = Path(asked.out), Path(asked.source)
+    if not asked.out or out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {asked.out!r}; name another")
+    converted = is_converted(source)
+    if converted != asked.revert:
+        state, way = "is no converted model", "there is nothing to take out"
+        if converted:
+            state, way = "is converted already", "take its mechanism out first, with --revert"
+        raise ValueError(f"source {asked.source!r} {state}; {way}")
+    named = mechanisms_named(asked.mechanism)
+    with opening("source", asked.source):
+        model = load(source, budgets=False) if converted else stock_model(asked.source)
+    if asked.revert:
+        about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
+        revert(model)
+    else:
+        plan = next(iter(named)) if None in named.values() else named
+        conversion = convert(model, plan, where=asked.where or None)
+        own = sum(p.numel() for p in conversion.parameters().values())
+        parts = conversion.mechanisms.items()
+        layers = ", ".join(f"{config} in {len(where)} layers" for config, where in parts)
+        about = f"{layers}; {own:,} parameters of its own"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
+        whole = Path(made) / "model"
+        model.save_pretrained(whole)
+        with suppress(Exception):  # a model without a tokenizer is a model
+            AutoTokenizer.from_pretrained(asked.source).save_pretrained(whole)
+        if out.is_dir():
+            out.rmdir()
+        os.replace(whole, out)
+    return f"{about}\nmodel: {out}"
+
+
+def longest(model: nn.Module) -> int | None:
+    """How many tokens the model has positions for, as its configuration says."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
+    """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
+
+    Arguments:
+        name: such as `streaming-llm`.
+        model: for which the policy is.
+        tokens: the budget.
+        options: for the policy.
+    """
+    if name == "auto":
+        hides = all(module.heedful.keeps for module in attention_modules(model))
+        name = "most-hidden" if hides else "streaming-llm"
+    found = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+    return found(tokens=tokens, **options)
+
+
+def spelled(name: str) -> str:
+    """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
+    known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
+    words = "".join("-" + c.lower() if c.isupper() else c for c in name)
+    return known.get(name, words.lstrip("-"))
+
+
+def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | None]:
+    """Mechanisms as the command line spells them, with the layers of each; None is all the rest.
+
+    A word is NAME[:OPTION=VALUE,...][@LAYERS], such as `mta:conv_every=1,norm=true` or
+    `selective@0-2,5`.
+
+    Raises:
+        ValueError: a word is none, or names a mechanism, an option or a value that is not there.
+    """
+    found: dict[Mechanism, tuple[int, ...] | None] = {}
+    for word in words:
+        match = re.fullmatch(r"([^:@]+)(?::([^@]+))?(?:@([\d,-]+))?", word)
+        if match is None:
+            raise ValueError(
+                f"mechanism must be spelled NAME[:OPTION=VALUE,...][@LAYERS], got {word!r}; as in "
+                "mta:conv_every=1@0-3"
+            )
+        config = _with_options(mechanism(match[1]), match[1], match[2] or "")
+        if config in found:
+            raise ValueError(f"mechanism {word!r} is there twice; name all its layers in one word")
+        found[config] = None if match[3] is None else _indices(word, match[3])
+    if len(found) > 1 and None in found.values():
+        raise ValueError(
+            "mechanism: of several, each must say its layers, as in selective@0-2 mta@3; the "
+            "other layers keep standard attention"
+        )
+    return found
+
+
+def _with_options(config: Mechanism, name: str, options: str) -> Mechanism:
+    known = [field.name for field in dataclasses.fields(config)]
+    values = {}
+    for option in re.split(r",(?![^\[]*\])", options) if options else ():
+        key, equals, value = option.partition("=")
+        if not equals or key not in known:
+            raise ValueError(
+                f"mechanism {name} has no option {option!r}; it has {', '.join(known) or 'none'}, "
+                "spelled as in conv_every=1"
+            )
+        try:
+            read = json.loads(value)
+        except ValueError:
+            read = value  # a word
+        values[key] = tuple(read) if isinstance(read, list) else read
+    return dataclasses.replace(config, **values)
+
+
+def _indices(word: str, text: str) -> tuple[int, ...]:
+    layers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"mechanism {word!r}: layers are numbers and ranges, as in @0-2,5")
+        layers += range(int(first), int(last if dash else first) + 1)
+    return tuple(layers)
+
+
+def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.Tensor:
+    """The first rows of a text, `[rows, length]`; documents stand one behind the other.
+
+    Raises:
+        ValueError: the text is too short, or cannot be read.
+    """
+    ids: list[int] = []
+    for document in corpus(data, limit_bytes=64 * rows * length):
+        ids += tokenizer.encode(document.text, add_special_tokens=False)
+        if len(ids) >= rows * length:
+            break
+    if len(ids) < rows * length:
+        raise ValueError(
+            f"data has {len(ids)} tokens, and {rows} rows of {length} are asked for; give more "
+            "text, or fewer or shorter rows"
+        )
+    return torch.tensor(ids[: rows * length]).view(rows, length)

@@ -1,0 +1,1 @@
+"""`heedful train`: a language model on text."""

@@ -1,0 +1,245 @@
+"""What `heedful train` and `heedful convert` are asked for; no torch, for the command line."""
+
+import math
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import tyro
+
+from heedful.checks import check_choice, check_literals, check_whole
+from heedful.commands.compare.options import Device, check_memory_loss
+
+RoleName = Literal["decoder", "encoder", "cross"]
+Schedule = Literal["cosine", "linear", "constant"]
+RecipeName = Literal["auto", "scratch", "adapt", "mta", "mta-long", "selective"]
+
+
+class Recipe(NamedTuple):
+    """What a training run does where it is not told otherwise; fields are those of `Training`."""
+
+    steps: int
+    batch: int
+    length: int
+    learning_rate: float
+    warmup: int
+    schedule: Schedule
+    mechanism_rate: float
+    weight_decay: float
+    beta2: float
+
+
+RECIPES = {
+    "scratch": Recipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
+    "adapt": Recipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
+    # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
+    # of 262,144 tokens.
+    "mta": Recipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
+    "mta-long": Recipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
+    # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
+    "selective": Recipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
+}
+"""Of the two papers, and two for everyday: a model from scratch, and one that has weights."""
+
+
+class Shape(NamedTuple):
+    """A Llama of a size that one of the papers trains."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    vocabulary: int
+    tied: bool
+    theta: float
+
+
+SIZES = {
+    # Leviathan et al.: width 64 d, d heads and d layers, 8,000 tokens; d = 8 and 12.
+    "30m": Shape(512, 8, 8, 1360, 8000, True, 1e4),
+    "100m": Shape(768, 12, 12, 2048, 8000, True, 1e4),
+    # Golovneva et al., table 7; feed-forward widths and the vocabulary of Llama 3, tied, follow
+    # from the parameter counts.
+    "300m": Shape(1024, 20, 16, 2816, 128_256, True, 1e5),
+    "550m": Shape(1280, 24, 10, 3584, 128_256, True, 1e5),
+    "880m": Shape(1536, 24, 16, 4096, 128_256, True, 1e5),
+    "1b": Shape(2048, 24, 16, 5632, 128_256, True, 1e5),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Train a language model on text, from scratch or from its weights, with any mechanism.
+
+    The text is encoded once into the output folder, as much of it as the run needs; rows are packed
+    with documents kept apart. Killed at any moment, the same command goes on from the newest
+    checkpoint. Started by torchrun or accelerate launch it runs on several devices.
+    """
+
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+    """Folder of a model, a name on the Hugging Face hub, a configuration (FILE.json), or a size:
+    30m 100m (selective attention's paper), 300m 550m 880m 1b (multi-token attention's)."""
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
+    """Text files, .jsonl files with "text", either with .gz, folders, hf:NAME[:CONFIG][:SPLIT].
+    Default: the Python standard library's sources."""
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/train"
+    """Folder for the model, with its tokenizer, training.json and log.jsonl."""
+    mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()
+    """Such as mta, or mta:conv_every=1,norm=true, or several: selective@0-2 mta@3,4. A converted
+    model keeps its own; others have standard attention by default."""
+    where: tuple[RoleName, ...] = ()
+    """In which attention; by default wherever the mechanism is defined."""
+    held_out: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
+    """Text to evaluate on; by default about a twentieth of the data is set apart."""
+    read_tokens: int | None = None
+    """Tokens of the data to draw rows from; default: what the steps need, so that a shorter run
+    sees less of the text."""
+    tokenizer: str | None = None
+    """bpe (byte pairs, trained here on the data), bytes, or a tokenizer's folder or name. Default:
+    the model's own; for a model from scratch bpe."""
+    vocabulary: int | None = None
+    """Tokens of a vocabulary that is trained here; default: what the model has room for."""
+    recipe: RecipeName = "auto"
+    """Where the following are left out: scratch, adapt (a model with weights), or a paper's: mta,
+    mta-long, selective. auto is scratch or adapt."""
+    steps: int | None = None
+    """Optimiser steps."""
+    batch: int | None = None
+    """Rows per step, over all devices."""
+    length: int | None = None
+    """Tokens of a row."""
+    learning_rate: float | None = None
+    """At its peak."""
+    warmup: int | None = None
+    """Steps of linear warm-up."""
+    schedule: Schedule | None = None
+    """What follows it; cosine and linear fall to zero."""
+    mechanism_rate: float | None = None
+    """Factor on the learning rate of the mechanism's own parameters."""
+    weight_decay: float | None = None
+    """Of matrices; vectors and the mechanism's parameters have none."""
+    beta2: float | None = None
+    """Of AdamW; beta1 is 0.9. Gradients are clipped at a norm of 1."""
+    memory_loss: float = 0.0
+    """Factor of the memory loss of selective attention; the paper has 0.1."""
+    accumulate: int = 1
+    """Take each step in so many parts, for batches that do not fit."""
+    checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """torch.compile the model."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the computation; weights and optimiser stay float32. auto is bfloat16 on a GPU that has
+    it."""
+    fsdp: bool = False
+    """Share parameters and optimiser among the processes of torchrun or accelerate (FSDP2),
+    instead of a copy in each (DDP)."""
+    evaluations: int = 10
+    """How often the held-out text is scored, in bits per byte, the last time at the end."""
+    save_minutes: float = 10.0
+    """A checkpoint is written this often."""
+    report_to: tuple[str, ...] = ()
+    """Where losses are also sent, as Trainer's report_to: tensorboard, wandb, mlflow, ..."""
+    seed: int = 0
+    """Of new weights and of the order of rows."""
+    device: Device = "auto"
+    """auto is the GPU where there is one."""
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        for name in ("steps", "batch", "accumulate", "evaluations"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
+        for name, least in (
+            ("length", 2),
+            ("warmup", 0),
+            ("seed", 0),
+            ("vocabulary", 258),
+            ("read_tokens", 1),
+        ):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least)
+        for name, most in (
+            ("learning_rate", math.inf),
+            ("mechanism_rate", math.inf),
+            ("save_minutes", math.inf),
+            ("beta2", 1.0),
+        ):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < most):
+                limit = "" if most == math.inf else f" below {most:g}"
+                raise ValueError(f"{name} must be a number above 0{limit}, got {value!r}")
+        if self.weight_decay is not None and not (
+            _is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
+        ):
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
+        check_memory_loss(self.memory_loss)
+        for held, trained in product(self.held_out, self.data):
+            one, other = Path(held).resolve(), Path(trained).resolve()
+            if one == other or other in one.parents or one in other.parents:
+                raise ValueError(
+                    f"held_out names {held!r}, and data {trained!r}: what is trained on tells "
+                    "nothing when it is scored; keep them apart"
+                )
+        if self.schedule is not None:
+            check_choice("schedule", self.schedule, ("cosine", "linear", "constant"))
+        if self.where and not self.mechanism:
+            raise ValueError("where says where a mechanism stands: add --mechanism")
+
+    def filled(self, has_weights: bool) -> Recipe:
+        """The recipe, with what was asked for in its place."""
+        name = self.recipe
+        if name == "auto":
+            name = "adapt" if has_weights else "scratch"
+        asked = {field: getattr(self, field) for field in Recipe._fields}
+        recipe = RECIPES[name]._replace(**{k: v for k, v in asked.items() if v is not None})
+        if recipe.batch % self.accumulate:
+            raise ValueError(
+                f"accumulate must divide the batch of {recipe.batch} rows, got {self.accumulate}"
+            )
+        if self.warmup is None:
+            recipe = recipe._replace(warmup=min(recipe.warmup, recipe.steps // 2))
+        return recipe
+
+
+HARMLESS = ("save_minutes", "report_to", "device", "fsdp", "accumulate", "checkpointing", "compile")
+"""Fields that another call of the same run may change, as it trains the same model without them."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class FolderConversion:
+    """Convert a model's folder to a mechanism, or take the mechanism out of it again.
+
+    The new folder has the weights, the tokenizer and the configuration, and is opened by
+    heedful.load, heedful generate and heedful train; with --revert, by transformers alone.
+    """
+
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SRC")]]
+    """Folder of a model, or a name on the Hugging Face hub."""
+    out: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
+    """Folder to write, which must be new or empty."""
+    mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()
+    """Such as mta, or mta:conv_every=1,norm=true, or several: selective@0-2 mta@3,4."""
+    where: tuple[RoleName, ...] = ()
+    """In which attention; by default wherever the mechanism is defined."""
+    revert: bool = False
+    """Take the mechanism out of a converted model."""
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if self.revert == bool(self.mechanism):
+            raise ValueError("give either --mechanism, or --revert to take it out")
+        if self.where and self.revert:
+            raise ValueError("where is for --mechanism: --revert takes everything out")
+
+
+def asked_for(training: Training) -> dict:
+    """What makes a run this run, as JSON: all but what is harmless to change."""
+    names = [field.name for field in fields(training) if field.name not in ("out", *HARMLESS)]
+    values = {name: getattr(training, name) for name in names}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -1,0 +1,191 @@
+"""The model that a training run begins with, and its tokenizer, by what the command line says."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from heedful.commands.models import (
+    ByteTokenizer,
+    configuration_of,
+    is_converted,
+    longest,
+    mechanisms_named,
+    open_tokenizer,
+    opening,
+)
+from heedful.commands.train.options import SIZES, Training
+from heedful.data import pieces
+from heedful.hf import conversion_of, convert, load
+from heedful.hf.convert import ConvertedModel
+from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
+
+_BOS, _EOS = "<bos>", "<eos>"
+_READ_FOR_VOCABULARY = 1 << 26  # characters that byte pairs are learned from
+_BPE, _BYTES = "bpe", "bytes"
+
+
+def has_weights(name: str) -> bool:
+    """Whether MODEL is a trained model, and not a size or a configuration."""
+    return name not in SIZES and not name.endswith(".json")
+
+
+def model_and_tokenizer(
+    asked: Training, length: int, kept: Path
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | ByteTokenizer]:
+    """The model, converted and in float32, and its tokenizer.
+
+    Arguments:
+        asked: what to train.
+        length: tokens of a row.
+        kept: a folder for a tokenizer that is trained here; one that is there is taken.
+
+    Raises:
+        ValueError: there is no such model or tokenizer, or it does not fit the mechanism, the rows
+            or the other.
+    """
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(asked.seed)
+    if has_weights(asked.model):
+        if asked.tokenizer == _BPE or asked.vocabulary is not None:
+            raise ValueError(
+                f"model {asked.model!r} has weights for the vocabulary that it was trained with; "
+                "leave out --vocabulary and --tokenizer bpe"
+            )
+        model = _with_weights(asked.model)
+        tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
+    else:
+        config = _config(asked.model)
+        tokenizer = _new_tokenizer(asked, asked.vocabulary or config.vocab_size, kept)
+        model = _from_scratch(config, asked, tokenizer, length)
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"model {asked.model!r} is a {type(model).__name__}, and heedful train trains models "
+            "that predict the next token"
+        )
+    room = longest(model)
+    if room is not None and length > room:
+        raise ValueError(f"length must be at most {room}, the model's positions, got {length}")
+    _give_mechanism(model, asked)
+    return model.float().train(), tokenizer
+
+
+def _give_mechanism(model: PreTrainedModel, asked: Training) -> None:
+    """Convert it; one that is converted already keeps what it has."""
+    named = mechanisms_named(asked.mechanism)
+    if isinstance(model, ConvertedModel):
+        own = conversion_of(model).mechanisms
+        if any(own.get(x) is None or layers not in (None, own[x]) for x, layers in named.items()):
+            raise ValueError(
+                f"model {asked.model!r} is converted already, to {', '.join(map(str, own))}; leave "
+                "--mechanism out, or take it out first: heedful convert MODEL OUT --revert"
+            )
+    elif None in named.values():  # alone: in all layers
+        convert(model, next(iter(named)), where=asked.where or None)
+    else:
+        convert(model, named or "standard", where=asked.where or None)
+
+
+def _new_tokenizer(asked: Training, room: int, kept: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model from scratch, of at most `room` tokens."""
+    if kept.is_dir():
+        return AutoTokenizer.from_pretrained(kept)
+    name = _BPE if asked.tokenizer is None else asked.tokenizer
+    if name == _BPE and room <= BYTES + 2:
+        raise ValueError(
+            f"vocabulary must be more than {BYTES + 2} (the bytes, BOS and EOS) for byte pairs, "
+            f"got {room}; use --tokenizer bytes"
+        )
+    if name == _BPE:
+        made = _with_ends(byte_pairs(_first(asked.data, _READ_FOR_VOCABULARY), room - 2))
+    else:
+        made = _with_ends(bytes_alone()) if name == _BYTES else _named(name)
+    if len(made) > room:
+        raise ValueError(
+            f"tokenizer {name!r} has {len(made)} tokens and the model room for {room}; set "
+            f"vocab_size in the configuration, or --vocabulary {len(made)} with a size"
+        )
+    made.save_pretrained(kept)
+    return made
+
+
+def _named(name: str):
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
+        problem = " ".join(str(error).split())[:200]
+        raise ValueError(f"tokenizer {name!r} cannot be read ({problem})") from None
+
+
+def _first(data: tuple[str, ...], characters: int) -> Iterator[str]:
+    read = 0
+    for piece in pieces(data):
+        yield piece.text
+        read += len(piece.text)
+        if read >= characters:
+            return
+
+
+def _with_ends(made) -> PreTrainedTokenizerFast:
+    """A tokenizer with BOS, which it puts before a text, and EOS."""
+    from tokenizers import processors
+
+    made.add_special_tokens([_BOS, _EOS])
+    bos = made.token_to_id(_BOS)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A", special_tokens=[(_BOS, bos)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=_BOS, eos_token=_EOS, pad_token=_EOS
+    )
+
+
+def _config(name: str) -> PreTrainedConfig:
+    if name in SIZES:
+        size = SIZES[name]
+        return LlamaConfig(
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.inner,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            tie_word_embeddings=size.tied,
+            rope_parameters={"rope_type": "default", "rope_theta": size.theta},
+        )
+    config = configuration_of(name)[0]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"model {name!r} is of type {config.model_type!r}, which has no model that predicts "
+            "the next token"
+        )
+    return config
+
+
+def _from_scratch(
+    config: PreTrainedConfig, asked: Training, tokenizer, length: int
+) -> PreTrainedModel:
+    if asked.model in SIZES:
+        config.vocab_size = asked.vocabulary or max(config.vocab_size, len(tokenizer))
+        config.max_position_embeddings = max(config.max_position_embeddings, length)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _with_weights(name: str) -> PreTrainedModel:
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
+    with opening("model", name):
+        if is_converted(folder):
+            return load(folder, budgets=False, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)

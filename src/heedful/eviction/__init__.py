@@ -1,0 +1,26 @@
+"""Eviction policies: which tokens leave a KV cache when its budget is full."""
+
+from heedful.eviction.policies import (
+    H2O,
+    POLICIES,
+    TOVA,
+    MostHidden,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    Window,
+)
+from heedful.eviction.policy import Eviction, Held
+
+__all__ = [
+    "H2O",
+    "POLICIES",
+    "TOVA",
+    "Eviction",
+    "Held",
+    "MostHidden",
+    "Random",
+    "SnapKV",
+    "StreamingLLM",
+    "Window",
+]

@@ -1,0 +1,146 @@
+"""The methods: which token a layer evicts when its budget is full.
+
+| method | evicts first | reads |
+|---|---|---|
+| `MostHidden` | what selective attention has masked most | F |
+| `StreamingLLM` | the oldest, but for the first tokens | positions |
+| `H2O` | what all queries together attend to least | attention of every query |
+| `TOVA` | what the newest query attends to least | attention of the newest query |
+| `SnapKV` | what the last queries of the prompt do not vote for | attention of 32 queries |
+| `Window` | the oldest | positions |
+| `Random` | by lot | nothing |
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from heedful.eviction.policy import Eviction, Held
+
+_PRIME = 2_147_483_647  # 2**31 - 1: products of two numbers below it fit an int64
+
+
+@dataclass(frozen=True)
+class MostHidden(Eviction):
+    """Evicts the token with the highest F.
+
+    F never falls, so a token that goes would have been at least as far hidden from every later
+    query. It needs selective attention.
+
+    Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
+    section 4.
+    """
+
+    reads_hidden = True
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """`-F`."""
+        return -held.hidden
+
+
+@dataclass(frozen=True)
+class StreamingLLM(Eviction):
+    """Keeps the first `sinks` tokens and the newest ones.
+
+    Positions go on counting; the published form counts them anew inside the cache.
+
+    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
+    arXiv 2309.17453, section 3.2.
+    """
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """The position."""
+        return held.positions.float()
+
+
+@dataclass(frozen=True)
+class H2O(Eviction):
+    """Evicts the token that all queries together have given the least attention.
+
+    The heads of a layer share their tokens here; the published form lets them differ. Reading all
+    queries' weights costs a second pass over the prompt.
+
+    Source: Zhang et al., "H2O: Heavy-Hitter Oracle", arXiv 2306.14048, section 4.
+    """
+
+    observes = None
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """The attention received so far."""
+        return held.attention if held.score is None else held.score + held.attention
+
+
+@dataclass(frozen=True)
+class TOVA(Eviction):
+    """Evicts the token that the newest query gives the least attention, mean over the heads.
+
+    Source: Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104, section 3.
+    """
+
+    observes = 1
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """The newest query's weight."""
+        return held.attention
+
+
+@dataclass(frozen=True)
+class SnapKV(Eviction):
+    """Keeps what the newest 32 queries attend to, smoothed over neighbours at the prompt's end.
+
+    It wants the whole prompt at once: until its end nothing is known of these votes, so prefill it
+    in one piece, whose memory counts. In later steps the votes go on with a memory of as many
+    queries; the published form evicts at the prompt's end only. The heads of a layer share their
+    tokens here; the published form lets them differ.
+
+    Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation",
+    arXiv 2404.14469, section 4.
+    """
+
+    observes: ClassVar[int] = 32
+    pool: ClassVar[int] = 7
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """Votes of the observed queries."""
+        if held.queries < 2:
+            past = 0 if held.score is None else held.score * (1 - held.queries / self.observes)
+            return past + held.attention
+        order = held.positions.argsort(1)
+        votes = held.attention.gather(1, order)[:, None]
+        smooth = torch.nn.functional.max_pool1d(votes, self.pool, 1, self.pool // 2)[:, 0]
+        return torch.empty_like(smooth).scatter_(1, order, smooth)
+
+
+@dataclass(frozen=True)
+class Window(Eviction):
+    """Keeps the newest tokens; with the `sinks` of the others it would be `StreamingLLM`."""
+
+    sinks: int = 0
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """The position."""
+        return held.positions.float()
+
+
+@dataclass(frozen=True)
+class Random(Eviction):
+    """Keeps tokens by lot; each draws its number once, so what is kept is a uniform sample.
+
+    Arguments:
+        seed: another seed draws other numbers.
+    """
+
+    seed: int = 0
+
+    def score(self, held: Held) -> Float[Tensor, "B n"]:
+        """A number from 0 to 1 that only the position and the seed decide."""
+        x = (held.positions * 48_271 + 1 + self.seed * 69_621) % _PRIME
+        for _ in range(3):
+            x = (x * 48_271 + (x >> 7) * 16_807) % _PRIME
+        return x / _PRIME
+
+
+POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random)

@@ -1,1 +1,0 @@
-"""What is run: training one model, and the side-by-side comparison."""

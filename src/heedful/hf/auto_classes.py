@@ -1,0 +1,62 @@
+"""What transformers' Auto classes need to open saved folders of converted models.
+
+`heedful.register()` tells them in this process, and so do `heedful.load` and `heedful.convert`.
+"""
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from heedful.hf.format import AUTO, MODEL_TYPE, REFUSED_ELSEWHERE
+from heedful.hf.versions import implementation_of
+
+
+class HeedfulConfig(PreTrainedConfig):
+    """What a saved `config.json` holds, for transformers' Auto classes.
+
+    Numbers, names and flags of the model's own configuration are there too, for tools that ask how
+    long a row may be or whether there is an encoder; the model gets its own one whole.
+    """
+
+    model_type = MODEL_TYPE
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options):
+        about = config_dict.get("heedful")
+        inner = about.get("base") if isinstance(about, dict) else None
+        plain = (int, float, str, type(None))
+        shown = {
+            name: value
+            for name, value in (inner if isinstance(inner, dict) else {}).items()
+            if isinstance(value, plain)
+        }
+        own = {name: x for name, x in config_dict.items() if name not in REFUSED_ELSEWHERE}
+        return super().from_dict(shown | own, **options)
+
+
+class HeedfulModel(PreTrainedModel):
+    """What transformers' Auto classes call to open a converted checkpoint."""
+
+    config_class = HeedfulConfig
+
+    @classmethod
+    def from_pretrained(cls, folder, *args, config=None, **options) -> PreTrainedModel:
+        """As `heedful.load`."""
+        # The Auto classes take it out of their options and put it into the configuration.
+        if config is not None and implementation_of(config) is not None:
+            options["attn_implementation"] = implementation_of(config)
+        from heedful.hf.load import load  # it converts, and a conversion tells the Auto classes
+
+        return load(folder, **options)
+
+
+def register() -> None:
+    """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing.
+
+    `heedful.load` and `heedful.convert` do it too. Call it in a process that hands the path of a
+    saved folder to a tool which knows the Auto classes alone.
+    """
+    AutoConfig.register(MODEL_TYPE, HeedfulConfig, exist_ok=True)
+    for name in AUTO:
+        getattr(transformers, name).register(HeedfulConfig, HeedfulModel, exist_ok=True)

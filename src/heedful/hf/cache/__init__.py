@@ -1,0 +1,1 @@
+"""The KV cache of a converted model: one attention layer's cache, in parts with one duty each."""

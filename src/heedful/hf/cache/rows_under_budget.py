@@ -1,0 +1,149 @@
+"""Whole rows as they would come out token by token under a budget.
+
+A forward pass of all tokens at once computes projections, MLPs and the vocabulary for the whole
+row; only attention goes token by token, through a real part of a cache, and that only from where
+the budget is full. It is several times faster than as many calls of the model, and gives the same
+numbers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from heedful.checks import is_whole
+from heedful.eviction import Eviction
+from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.slots import Meter
+from heedful.nn import Given, Layer, LayerOutput
+from heedful.nn.layer import NOTHING
+from heedful.ops import Visibility
+
+
+class Peaks:
+    """The most bytes that a cache would have held for one row, layer by layer."""
+
+    def __init__(self) -> None:
+        self._held: dict[Layer, float] = {}
+        self._copied: dict[Layer, float] = {}
+
+    def note(self, layer: Layer, meter: Meter, rows: int) -> None:
+        """What the layer's part of a cache took for so many rows."""
+        copied = (meter.peak - meter.most) / rows
+        self._held[layer] = max(meter.most / rows, self._held.get(layer, 0.0))
+        self._copied[layer] = max(copied, self._copied.get(layer, 0.0))
+
+    @property
+    def nbytes(self) -> float:
+        """What all layers hold together, and a copy that one of them makes."""
+        return sum(self._held.values()) + max(self._copied.values(), default=0.0)
+
+
+@contextmanager
+def evicting(
+    model: nn.Module, eviction: Eviction | None, whole: int = 1, step: int = 1
+) -> Iterator[Peaks]:
+    """Within it, calls without a cache compute what steps with a cache would.
+
+    For measuring: no gradients are recorded, and no state or memory is reported.
+
+    Arguments:
+        model: a converted model, in eval mode.
+        eviction: what the cache lets go; `None` computes whole rows as usual.
+        whole: how many tokens of a row, at least one, come in one call at first: a prompt.
+        step: how many tokens come in each call after that.
+
+    Returns:
+        The layers' peaks of memory, which grow with the calls; of `None` there are none.
+
+    Raises:
+        ValueError: the model is not converted, or the policy cannot serve it.
+    """
+    modules, peaks = attention_modules(model), Peaks()
+    if not modules:
+        raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+    for name, value in (("whole", whole), ("step", step)):
+        if not is_whole(value, 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    if eviction is None:
+        yield peaks
+        return
+    budgets = eviction.budgets(len(modules))
+    routes = []
+    for module, tokens in zip(modules, budgets, strict=True):
+        if tokens is not None:
+            LayerCache(module.heedful, None, eviction, tokens)  # raises if it cannot be served
+            routes.append(_Route(module.heedful, eviction, tokens, whole, step, peaks))
+    if any("forward" in vars(route.layer) for route in routes):
+        raise ValueError("model is evicting already; leave the outer `evicting` first")
+    try:
+        for route in routes:
+            route.layer.forward = route
+        with torch.no_grad():
+            yield peaks
+    finally:
+        for route in routes:
+            vars(route.layer).pop("forward", None)
+
+
+class _Route:
+    """In place of a layer's forward: the row in pieces, through a part of a cache."""
+
+    def __init__(
+        self, layer: Layer, eviction: Eviction, tokens: int, whole: int, step: int, peaks: Peaks
+    ) -> None:
+        self.peaks = peaks
+        self.layer, self.eviction, self.tokens = layer, eviction, tokens
+        self.whole, self.step, self.inside = whole, step, False
+
+    def __call__(
+        self,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B Hk T D"],
+        v: Float[Tensor, "B Hk T D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        given: Given = NOTHING,
+    ) -> LayerOutput:
+        if self.inside:  # called by the part of the cache
+            forward = type(self.layer).forward
+            return forward(self.layer, q, k, v, visibility=visibility, scale=scale, given=given)
+        total = q.shape[2]
+        if k.shape[2] != total:
+            raise ValueError(
+                "evicting computes whole rows: call the model with use_cache=False and without "
+                "a cache"
+            )
+        visibility = Visibility() if visibility is None else visibility
+        held = LayerCache(self.layer, visibility.window, self.eviction, self.tokens)
+        outputs, start, self.inside = [], 0, True
+        try:
+            while start < total:
+                stop = min(total, start + (self.step if start else self._first(held.window)))
+                keys, values = held.update(k[:, :, start:stop], v[:, :, start:stop])
+                out = held.attend(
+                    self.layer, q[:, :, start:stop], keys, values,
+                    visibility=visibility.part(0, stop), scale=scale,
+                    given=given.before(total - stop, stop - start),
+                )  # fmt: skip
+                outputs.append(out)
+                start = stop
+        finally:
+            self.inside = False
+        self.peaks.note(self.layer, held.meter, len(q))
+        return LayerOutput(torch.cat(outputs, dim=2))
+
+    def _first(self, window: int | None) -> int:
+        """How many tokens come at once: also all pieces in which nothing is let go.
+
+        Not where a window lets tokens go, nor where the policy asks what a call was: the prompt,
+        or one step (SnapKV's votes).
+        """
+        asks = self.eviction.keep_prompt or self.eviction.observes not in (0, 1, None)
+        if window is not None or asks:
+            return self.whole
+        return self.whole + max(0, self.tokens - 1 - self.whole) // self.step * self.step

@@ -1,0 +1,170 @@
+"""Load converted models that `save_pretrained` wrote."""
+
+import json
+import os
+from pathlib import Path
+
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from heedful.hf import budgets as beside
+from heedful.hf.auto_classes import register
+from heedful.hf.convert import Conversion, convert
+from heedful.hf.format import FORMAT, MODEL_TYPE
+from heedful.hf.versions import ignoring
+from heedful.nn import from_json
+from heedful.ops.impl import Impl
+
+
+def load(
+    folder: str | os.PathLike,
+    *,
+    impl: Impl = "auto",
+    budgets: bool = True,
+    verify: bool | None = None,
+    **options,
+) -> PreTrainedModel:
+    """Load a converted model that `save_pretrained` wrote.
+
+    Arguments:
+        folder: the checkpoint's folder.
+        impl: which implementation of the operators runs, as for `convert`.
+        budgets: take what `heedful budget` found, if the folder has a `budgets.json`: new caches of
+            the model then evict. `heedful.new_cache(model, eviction=False)` keeps everything.
+        verify: prove that the conversion changes nothing but the attention, as for `convert`.
+        options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
+
+    Returns:
+        The converted model in eval mode, as `from_pretrained` gives it. `heedful.revert(model)`
+        takes the mechanism out.
+
+    Raises:
+        ValueError: no such checkpoint, an incompatible version, damaged parameters, or budgets of
+            another model.
+    """
+    for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
+        if options.get(name):
+            raise ValueError(f"{name} is not an option of heedful.load; leave it out")
+    register()
+    folder = Path(folder)
+    about = saved_conversion(folder)
+    inner = about["base"]
+    tensors = _read_parameters(folder)
+    named = [name for name in inner.get("architectures") or [] if isinstance(name, str)]
+    config = AutoConfig.for_model(**inner | {"architectures": named})
+    family = _family(inner, config)
+    # The mechanism's parameters are expected here, so transformers need not report them.
+    model, found = ignoring(family, r"\.heedful\.").from_pretrained(
+        folder, config=config, output_loading_info=True, **options
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
+    model.__class__ = family
+    model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
+    _restore(model, about["mechanisms"], tensors, impl, verify)
+    if budgets:
+        beside.take_budgets(folder, model)
+    return model
+
+
+def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class that a saved configuration names, else the causal model of its type."""
+    for name in inner.get("architectures") or []:
+        named = getattr(transformers, str(name), None)
+        if isinstance(named, type) and issubclass(named, PreTrainedModel):
+            return named
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"the checkpoint names no model class of this transformers (architectures="
+            f"{inner.get('architectures')}, model_type={inner.get('model_type')!r})"
+        )
+    return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _restore(
+    model: PreTrainedModel,
+    mechanisms: list[dict],
+    tensors: dict,
+    impl: Impl,
+    verify: bool | None = None,
+) -> Conversion:
+    """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
+    plan, where = {}, {}
+    for part in mechanisms:
+        config = from_json(part["mechanism"])
+        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
+    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
+    own = conversion.parameters()
+    problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
+    problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
+    for name in set(own) & set(tensors):
+        if own[name].shape != tensors[name].shape:
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)}")
+        elif not bool(tensors[name].isfinite().all()):
+            problems.append(f"{name} holds NaN or infinity")
+    if problems:
+        known = ", ".join(map(str, conversion.mechanisms))
+        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
+    for name, parameter in own.items():
+        parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
+    return conversion
+
+
+def _read_parameters(folder: Path) -> dict[str, Tensor]:
+    """The mechanism's parameters."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); copy or save it again") from None
+    return tensors
+
+
+def saved_conversion(folder: Path) -> dict:
+    """What a folder's `config.json` says of the conversion, checked: mechanisms and the base."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"folder must be a checkpoint with a config.json, got {folder}")
+    try:
+        saved = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} must hold a JSON object; the checkpoint is damaged")
+    if saved.get("model_type") != MODEL_TYPE:
+        raise ValueError(
+            f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load "
+            "it with AutoModelForCausalLM.from_pretrained, then heedful.convert it"
+        )
+    about = saved.get("heedful")
+    version = about.get("format") if isinstance(about, dict) else None
+    if version == 1:  # one mechanism for all of its layers
+        one = {name: about.get(name) for name in ("mechanism", "layers")}
+        about = {"format": FORMAT, "mechanisms": [one], "base": about.get("base")}
+        version = FORMAT
+    if version != FORMAT:
+        raise ValueError(
+            f"{folder} was written in checkpoint format {version}, this version of heedful reads "
+            f"{FORMAT}; load it with the version that wrote it"
+        )
+    parts = about.get("mechanisms")
+    whole = isinstance(parts, list) and parts and all(isinstance(part, dict) for part in parts)
+    for key, kind, default in (
+        ("mechanism", dict, None),
+        ("layers", list, None),
+        ("where", list, []),
+    ):
+        if not whole or not all(isinstance(part.get(key, default), kind) for part in parts):
+            raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
+    if not isinstance(about.get("base"), dict):
+        raise ValueError(f"{path} has no valid 'base'; the checkpoint is damaged")
+    if about["base"].get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{path} holds a model of type {about['base'].get('model_type')!r}, which this "
+            "transformers does not know; the checkpoint is damaged or needs a newer transformers"
+        )
+    return about

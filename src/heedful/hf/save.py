@@ -1,0 +1,138 @@
+"""Save converted models.
+
+A checkpoint is transformers' own folder with two differences: the weights hold the mechanism's
+parameters beside the model's, and `config.json` says `"model_type": "heedful"` with the model's own
+configuration deep inside it. So the Auto classes fail by name where they do not know the mechanism,
+and a family's own class fails by what it reads beside it. Neither drops the mechanism. What the
+Auto classes need to open it is in `heedful.hf.auto_classes`.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from heedful.hf import budgets as beside
+from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
+from heedful.nn import Role, to_json
+
+_MODELS = dict(
+    zip(
+        AUTO,
+        (
+            transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+            transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            transformers.MODEL_FOR_MASKED_LM_MAPPING,
+        ),
+        strict=True,
+    )
+)
+
+
+def save_converted(
+    model: PreTrainedModel,
+    base: type,
+    save: Callable,
+    folder: str | os.PathLike,
+    options: dict,
+) -> None:
+    """Write a converted model of the family's class `base`, by that class's `save`.
+
+    Files appear in `folder` only once all are written.
+    """
+    conversion = model._heedful
+    if options.get("push_to_hub"):
+        raise ValueError("push_to_hub is not supported: save to a folder, then upload the folder")
+    if options.get("variant"):
+        raise ValueError("variant is not supported: save to a folder of its own")
+    folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"save_directory must be a folder, got the file {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as made:
+        converted = use_cache_settings(model), model.config.architectures
+        set_use_cache(model, conversion._before["use_cache"])
+        try:
+            save(made, **options)
+        finally:
+            set_use_cache(model, converted[0])
+            model.config.architectures = converted[1]
+        written = Path(made) / "config.json"
+        if written.exists():  # only the main process of a distributed run writes
+            inner = json.loads(written.read_text())
+            inner["architectures"] = [base.__name__]
+            auto = _auto_class(base, model.config)
+            outer = {
+                # transformers serve looks up this name in transformers and has no other way in.
+                "architectures": [auto or "HeedfulModel"],
+                "model_type": MODEL_TYPE,
+                "auto_map": auto_map(auto),
+                **REFUSED_ELSEWHERE,
+                "heedful": {
+                    "format": FORMAT,
+                    "mechanisms": [
+                        {"mechanism": to_json(mechanism), "layers": list(layers)}
+                        | _where(conversion.where[mechanism])
+                        for mechanism, layers in conversion.mechanisms.items()
+                    ],
+                    "base": inner,
+                },
+            }
+            written.write_text(json.dumps(outer, indent=2) + "\n")
+            (Path(made) / SHIM).write_text(SHIM_TEXT)
+        if written.exists():
+            _carry_budgets(model, folder, Path(made), changed="state_dict" in options)
+        # config.json first: from then on no stock loader can take the folder for a stock model.
+        files = sorted(Path(made).iterdir(), key=lambda path: path.name != "config.json")
+        for path in files:
+            if (target := folder / path.name).is_dir():
+                shutil.rmtree(target)
+            os.replace(path, target)
+        if files:  # weights of an earlier save, in more or fewer files, would be loaded instead
+            for path in _weights(folder) - {folder / path.name for path in files}:
+                path.unlink()
+
+
+def _where(roles: tuple[Role, ...]) -> dict:
+    """In which attention a mechanism stands; a decoder's self-attention goes without saying."""
+    return {} if roles == ("decoder",) else {"where": list(roles)}
+
+
+def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bool) -> None:
+    """Budgets go with the weights that they were searched for, and with no others."""
+    own = None if changed or model._heedful.eviction is None else model._heedful._budgets
+    if own is not None and beside.is_of(json.loads(own)["model"], model):
+        (made / beside.NAME).write_text(own)
+        return
+    old = folder / beside.NAME
+    if old.is_file() and (changed or not beside.belongs(old, model)):
+        old.unlink()
+
+
+def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
+    """Whether the model caches by default, in each of its configurations that says so."""
+    holders = {name: getattr(model, name, None) for name in ("config", "generation_config")}
+    return {name: x.use_cache for name, x in holders.items() if hasattr(x, "use_cache")}
+
+
+def set_use_cache(model: PreTrainedModel, settings: dict[str, bool | None]) -> None:
+    """Set what `use_cache_settings` told."""
+    for name, value in settings.items():
+        getattr(model, name).use_cache = value
+
+
+def _weights(folder: Path) -> set[Path]:
+    shard = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+    return {path for path in folder.iterdir() if shard.fullmatch(path.name)}
+
+
+def _auto_class(family: type, config: PreTrainedConfig) -> str | None:
+    """The name of the Auto class that makes this class of such a configuration, if one here."""
+    known = (name for name, models in _MODELS.items() if models.get(type(config), None) is family)
+    return next(known, None)

@@ -1,0 +1,1 @@
+"""What people train converted models with: losses and the Trainer."""

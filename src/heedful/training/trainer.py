@@ -1,0 +1,133 @@
+"""transformers' Trainer for converted models: what it adds to the loss, and how it saves."""
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+
+from heedful.hf import conversion_of
+from heedful.hf.versions import TrainerSteps
+from heedful.nn import Layer
+from heedful.training.losses import GroupingLoss, MemoryLoss
+
+
+def parameter_groups(
+    model: PreTrainedModel,
+    learning_rate: float,
+    *,
+    mechanism_rate: float = 1.0,
+    weight_decay: float = 0.0,
+) -> list[dict]:
+    """A converted model's parameters in the groups that an optimiser of torch takes.
+
+    The mechanism's own parameters have a learning rate of theirs and no weight decay, which would
+    pull a kernel to zero instead of to the identity; nor have vectors, such as norms and biases.
+
+    Arguments:
+        model: converted; frozen parameters are left out.
+        learning_rate: of the model's weights.
+        mechanism_rate: factor on it for the mechanism's parameters.
+        weight_decay: of the model's matrices.
+    """
+    own = {id(p) for p in conversion_of(model).parameters().values()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    others = [p for p in trained if id(p) not in own]
+    groups = [
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if id(p) in own], "weight_decay": 0.0},
+    ]
+    rates = (1.0, 1.0, mechanism_rate)
+    groups = [group | {"lr": learning_rate * x} for group, x in zip(groups, rates, strict=True)]
+    return [group for group in groups if group["params"]]
+
+
+class LayerTrainer(TrainerSteps, Trainer):
+    """transformers' Trainer, with what a converted model's layers report added to the loss.
+
+    The memory loss (`heedful.MemoryLoss`) where it is asked for, and where groups are learned
+    their loss (`heedful.GroupingLoss`), also when a step's batch comes in several parts or on
+    several devices. Optimiser, data and arguments are Trainer's.
+
+    Arguments:
+        memory_loss: factor of the memory loss; 0 is none.
+        args, kwargs: as Trainer's.
+
+    Raises:
+        ValueError: a memory loss is asked of a model without a layer that reports memory.
+    """
+
+    def __init__(self, *args, memory_loss: float = 0.0, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.memory_factor = memory_loss
+        self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
+        if memory_loss:
+            MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
+
+    def train(self, *args, **kwargs):
+        """As Trainer's; the hooks of the added losses stand in the model meanwhile."""
+        if self.memory_factor:
+            self._added.append((self.memory_factor, MemoryLoss(self.model)))
+        if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
+            self._added.append((1.0, GroupingLoss(self.model)))
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for _, added in self._added:
+                added.remove()
+            self._added = []
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        # A loss that is divided by the tokens of the whole step is summed over the step's parts.
+        summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        part = self.current_gradient_accumulation_steps
+        self.noted(loss.detach() / (1 if summed else part))
+        for factor, added in self._added if model.training else ():
+            loss = loss + factor * added() / (part if summed else 1)
+        return (loss, outputs) if return_outputs else loss
+
+    def noted(self, loss: Tensor) -> None:
+        """Told of every part of a step, what it adds to the loss without what layers report."""
+
+    def warn_of_missing(self, load_result) -> None:
+        """As Trainer's, but tied weights are there, though saved under one of their names."""
+        weights = dict(self.model.named_parameters(remove_duplicate=False))
+        missing = set(load_result.missing_keys)
+        loaded = {id(p) for name, p in weights.items() if name not in missing}
+        left = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super().warn_of_missing(load_result._replace(missing_keys=left))
+
+    def write_checkpoint(self, *args, **kwargs) -> None:
+        try:
+            super().write_checkpoint(*args, **kwargs)
+        except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
+            where = self.args.output_dir
+            raise OSError(f"the run's state cannot be saved in {where}: {error}") from error
+
+
+class InOrder(LayerTrainer):
+    """Takes the training rows in their order, which a resumed run finds again.
+
+    Trainer's own mean losses forget what a run that goes on had summed up before, so `parts` keeps
+    what every part of a step added to the loss; a callback takes them.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.parts: list[Tensor] = []
+        for callback in list(self.callback_handler.callbacks):
+            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
+                self.remove_callback(callback)
+
+    def noted(self, loss: Tensor) -> None:
+        self.parts.append(loss)
+
+    def sampler_of_rows(self) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
