@@ -30,7 +30,7 @@ from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
 
 GREY = "#e9e9e9"
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
 NAMES = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
 
@@ -184,7 +184,8 @@ def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False
 
 
 def _results(name: str) -> list[dict]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    (path,) = BENCHMARKS.glob(f"*/results/{name}")
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _mean(values: list[float]) -> float:

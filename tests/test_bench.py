@@ -1,19 +1,16 @@
 """`heedful bench`: what it times is right, and what it cannot time it says."""
 
-import importlib
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu import training_step, where_time_goes
 from heedful.cli import main
 from heedful.commands.bench.cases import OURS, PASSES, call, draw
 from heedful.commands.bench.measure import Bench, bench, cases_here, check
 from heedful.ops import selective_attention
-
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def test_bench_writes_records_and_a_table(tmp_path, capsys):
@@ -165,16 +162,10 @@ def test_bench_refuses_wrong_options(options, message):
         Bench(**options)
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
-
-
-def test_where_the_time_of_a_small_call_goes(script, tmp_path, capsys):
+def test_where_the_time_of_a_small_call_goes(tmp_path, capsys):
     out = tmp_path / "parts.jsonl"
     arguments = ["--mechanisms", "mta", "--impl", "tiled", "--tokens", "70", "--dtype", "float32"]
-    assert script("where_time_goes").main([*arguments, "--out", str(out)]) == 0
+    assert where_time_goes.main([*arguments, "--out", str(out)]) == 0
     (record,) = map(json.loads, out.read_text().splitlines())
     times = [part["ms"] for part in record["parts"]]
     assert times == sorted(times, reverse=True) and sum(times) == pytest.approx(record["total_ms"])
@@ -185,12 +176,11 @@ def test_where_the_time_of_a_small_call_goes(script, tmp_path, capsys):
     assert "aten::bmm" in capsys.readouterr().out
 
 
-def test_training_steps_of_a_small_model(script, tmp_path, capsys):
-    module = script("training_step")
+def test_training_steps_of_a_small_model(tmp_path, capsys):
     out = tmp_path / "steps.jsonl"
     sizes = "--layers 3 --hidden 32 --heads 4 --feed-forward 48 --vocabulary 50 --batch 2"
     arguments = [*sizes.split(), "--tokens", "40", "--steps", "2", "--device", "cpu"]
-    assert module.main([*arguments, "--out", str(out)]) == 0
+    assert training_step.main([*arguments, "--out", str(out)]) == 0
     standard, mta = (json.loads(line) for line in out.read_text().splitlines())
     extra = 3 * (2 * 4 * 4 + 8 + 8 + 1) + 1 * 2 * 4 * 66  # mixing, norm, gate; one convolved layer
     assert mta["parameters"] == standard["parameters"] + extra

@@ -2,7 +2,6 @@
 on the way is on record."""
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,22 +11,23 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu.alternatives import ALTERNATIVES
 from heedful.commands.bench import session
 from heedful.commands.bench.session import SessionCase, read, watch, work
 
 ROOT = Path(__file__).parent.parent
-BENCHMARKS = ROOT / "benchmarks"
 
 ALL_STAGES = """
 import sys, time
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-import gpu_session
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu.sizes import SMALL
 gpu_session.use("cpu")
-out = Path(sys.argv[2])
+out = Path(sys.argv[1])
 for stage in (1, 2, 3, 5, 6, 2):
     before = len(gpu_session.read(out))
-    assert gpu_session.worker(stage, gpu_session.SMALL, out, time.time() + 540) == 0
+    assert gpu_session.worker(stage, SMALL, out, time.time() + 540) == 0
 assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 was there"
 """
 
@@ -38,10 +38,21 @@ def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
     out = tmp_path / "records.jsonl"
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    script = str(BENCHMARKS / "gpu_session.py")
-    command = [script, "--stage", "4", "--small", "--device", "cpu", "--out", str(out)]
-    for words in (["-c", ALL_STAGES, str(BENCHMARKS), str(out)], command):
-        done = subprocess.run([sys.executable, *words], env=clean, capture_output=True, text=True)
+    command = [
+        "-m",
+        "benchmarks.gpu.session",
+        "--stage",
+        "4",
+        "--small",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    for words in (["-c", ALL_STAGES, str(out)], command):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=clean, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     records = read(out)
     for stage in range(1, 7):
@@ -76,16 +87,7 @@ def check_numbers(records: list[dict]) -> None:
     assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
 
 
-@pytest.fixture(scope="module")
-def program():
-    spec = importlib.util.spec_from_file_location("gpu_session", BENCHMARKS / "gpu_session.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_session"] = module  # its dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_outcomes_of_tests_are_read_with_and_without_workers(program):
+def test_outcomes_of_tests_are_read_with_and_without_workers():
     said = (
         "tests/ops/a.py::test_one[x y] PASSED   [ 50%]\n"
         "tests/ops/a.py::test_two FAILED        [100%]\n"
@@ -93,7 +95,7 @@ def test_outcomes_of_tests_are_read_with_and_without_workers(program):
         "[gw0] [100%] ERROR tests/ops/b.py::test_four\n"
         "FAILED tests/ops/a.py::test_two - assert 0\ntests/ops/b.py::test_five "
     )
-    assert program.outcomes(said) == {
+    assert gpu_session.outcomes(said) == {
         "tests/ops/a.py::test_one[x y]": "PASSED",
         "tests/ops/a.py::test_two": "FAILED",
         "tests/ops/b.py::test_three[z]": "PASSED",
@@ -101,19 +103,17 @@ def test_outcomes_of_tests_are_read_with_and_without_workers(program):
     }
 
 
-def test_what_alternatives_replace_is_there(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    table = importlib.import_module("alternatives").ALTERNATIVES
-    places = {place for alternative in table for place, _ in alternative.changes}
-    assert len(places) == 8 and len(set(table)) == len(table)
+def test_what_alternatives_replace_is_there():
+    places = {place for alternative in ALTERNATIVES for place, _ in alternative.changes}
+    assert len(places) == 8 and len(set(ALTERNATIVES)) == len(ALTERNATIVES)
     for place in places:
         module, _, name = place.rpartition(".")
         assert hasattr(importlib.import_module(module), name), place
 
 
-def test_a_gpu_is_asked_for_in_vain(program, capsys):
+def test_a_gpu_is_asked_for_in_vain(capsys):
     with pytest.raises(SystemExit, match="torch sees no GPU here"):
-        program.main(["--stage", "1", "--device", "cuda"])
+        gpu_session.main(["--stage", "1", "--device", "cuda"])
 
 
 def cases(seconds: float = 0.0) -> list[SessionCase]:

@@ -20,6 +20,8 @@ import pytest
 import torch
 
 import heedful
+from benchmarks import tables
+from benchmarks.parts import origin
 from heedful import cli
 from heedful.commands.bench import measure as bench
 from heedful.commands.compare import run as compare
@@ -34,10 +36,11 @@ from heedful.records.environment import TESTED
 from test_generate import small, tokenizer_of_words
 
 ROOT = Path(__file__).parent.parent
+STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SLOW = ("compiled.py", "fsdp.py")
 FOLDERS = ("runs/study", "runs/text-", "runs/training/")  # of models that other commands made
-EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md")
+EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
 
 
 def name(page: Path) -> str:
@@ -227,9 +230,11 @@ def test_other_commands_name_scripts_that_exist():
     for page in EVERY_PAGE:
         for block in blocks(page):
             if block.kind == "sh":
-                for script in re.findall(r"^python (\S+)", block.text, re.MULTILINE):
-                    here = script in scripts(page)
-                    assert here or (ROOT / script).is_file(), f"{name(page)}: {script}"
+                for module, script in re.findall(
+                    r"^python (?:-m (benchmarks\S+)|(\S+\.py))", block.text, re.MULTILINE
+                ):
+                    path = ROOT / (script or f"{module.replace('.', '/')}.py")
+                    assert script in scripts(page) or path.is_file(), f"{name(page)}: {path}"
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
@@ -247,16 +252,11 @@ def test_links_lead_somewhere(page):
 
 
 def test_tables_are_those_of_the_results():
-    script = ROOT / "benchmarks" / "tables.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}run python benchmarks/tables.py"
+    assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
 
 
-def test_what_made_a_table_is_told_whole(monkeypatch):
+def test_what_made_a_table_is_told_whole():
     """One command in its line, several in a list that no empty line ends."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table_parts import origin
-
     first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
              "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip
     where = "at commit 12ab on M with 1 thread, torch 2.13.0, 2026-11-24."

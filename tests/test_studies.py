@@ -17,21 +17,18 @@ from heedful.records.budgeted import read_budgeted
 from heedful.tasks import TASKS, Recall
 from heedful.tasks.samples import Recipe
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
-
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Call a script's `main` as its command would, in an empty folder and with small rows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(FOLDER))
     small = Recall(length=96, names=4, pool=4, references=2, instructions=1, questions=2)
     monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 3, 2, 2e-3, (), held_out=4))
     monkeypatch.setitem(TASKS, "recall", type("Short", (), {"default": lambda data=(): small}))
 
     def call(name: str, *arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *map(str, arguments)])
-        __import__(name).main()
+        monkeypatch.setattr(sys, "argv", [f"benchmarks.{name}", *map(str, arguments)])
+        importlib.import_module(f"benchmarks.{name}").main()
 
     return call
 
@@ -42,9 +39,9 @@ def lines(path: str) -> list[dict]:
 
 def test_a_grid_of_groupings_goes_on_where_it_was(run):
     names = ["full attention", "window alone", "cif, weighted", "fixed, mean"]
-    run("grouped", "recall", "--seeds", 1, "--only", *names[:2], "--out", "grid.jsonl")
+    run("grouped.run", "recall", "--seeds", 1, "--only", *names[:2], "--out", "grid.jsonl")
     before = lines("grid.jsonl")
-    run("grouped", "recall", "--seeds", 1, "--only", *names, "--out", "grid.jsonl")
+    run("grouped.run", "recall", "--seeds", 1, "--only", *names, "--out", "grid.jsonl")
     found = {line["name"]: line for line in lines("grid.jsonl")}
     assert lines("grid.jsonl")[:2] == before and list(found) == names
     full, window, _, fixed = found.values()
@@ -59,16 +56,16 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
 
 def test_wrong_words_of_the_scores_under_small_caches(run):
     with pytest.raises(SystemExit, match="models must be NAME=FOLDER, got 'folder'"):
-        run("small_caches", "folder", "--out", "scored.jsonl")
+        run("small_caches.run", "folder", "--out", "scored.jsonl")
     with pytest.raises(SystemExit, match=r"--policies must be of MostHidden.*got \['TOVO'\]"):
-        run("small_caches", "a=folder", "--policies", "TOVO", "--out", "scored.jsonl")
+        run("small_caches.run", "a=folder", "--policies", "TOVO", "--out", "scored.jsonl")
     assert not Path("scored.jsonl").exists()
 
 
 @pytest.mark.parametrize("word", ["-3", "0", "2.5", "many"])
 def test_a_number_of_nothing_is_refused(run, word, capsys):
     with pytest.raises(SystemExit):
-        run("grouped", "recall", "--steps", word, "--out", "grid.jsonl")
+        run("grouped.run", "recall", "--steps", word, "--out", "grid.jsonl")
     said = f"argument --steps: must be a whole number of at least 1, got {word!r}"
     assert said in capsys.readouterr().err
 
@@ -76,42 +73,42 @@ def test_a_number_of_nothing_is_refused(run, word, capsys):
 @pytest.mark.parametrize("option", ["--only", "--letters", "--answers"])
 def test_a_choice_of_nothing_is_refused(run, option, capsys):
     with pytest.raises(SystemExit):
-        run("toy_table", option, "--out", "found.jsonl")
+        run("toy.run", option, "--out", "found.jsonl")
     assert f"argument {option}: expected at least one argument" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["toy_table", "grouped", "training"])
+@pytest.mark.parametrize("name", ["toy.run", "grouped.run", "training.run"])
 def test_damaged_results_are_named(run, name):
     Path("found.jsonl").write_text('{"letters": 5\n{"letters": 5}\n')
-    asked = {"grouped": ("recall",), "training": ("--data", "none", "--held-out", "none")}
+    asked = {"grouped.run": ("recall",), "training.run": ("--data", "none", "--held-out", "none")}
     with pytest.raises(SystemExit, match=r"found.jsonl, line 1: not a result .*mend or delete"):
         run(name, *asked.get(name, ()), "--out", "found.jsonl")
 
 
 def test_a_grid_can_begin_with_a_trained_model(run):
-    run("grouped", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
+    run("grouped.run", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
     with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
-        run("grouped", "recall", "--start", "runs/none", "--out", "grid.jsonl")
+        run("grouped.run", "recall", "--start", "runs/none", "--out", "grid.jsonl")
     with pytest.raises(SystemExit, match=r"--only must be of full attention.*got fixd"):
-        run("grouped", "recall", "--only", "fixd", "--out", "grid.jsonl")
+        run("grouped.run", "recall", "--only", "fixd", "--out", "grid.jsonl")
 
 
 @pytest.mark.parametrize(
     ("said", "asked"),
     [
-        ("does not exist; give a file", ("grouped", "text", "--data", "none")),
-        ("must be a checkpoint", ("small_caches", "a=.")),
-        ("must be a checkpoint", ("retrofit", ".", "--to", "taught")),
-        ("must be a checkpoint", ("searched", ".")),
-        ("File exists", ("toy_table",)),
+        ("does not exist; give a file", ("grouped.run", "text", "--data", "none")),
+        ("must be a checkpoint", ("small_caches.run", "a=.")),
+        ("must be a checkpoint", ("small_caches.teach", ".", "--to", "taught")),
+        ("must be a checkpoint", ("small_caches.searched", ".")),
+        ("File exists", ("toy.run",)),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
 def test_a_script_ends_with_what_was_wrong(run, said, asked):
     """The folder is empty but for a file where one of results should come to lie in a folder."""
     Path("runs").touch()
-    out = "runs/found.jsonl" if asked == ("toy_table",) else "found.jsonl"
-    to = () if asked[0] == "retrofit" else ("--out", out)
+    out = "runs/found.jsonl" if asked == ("toy.run",) else "found.jsonl"
+    to = () if asked[0] == "small_caches.teach" else ("--out", out)
     with pytest.raises(SystemExit, match=said):
         run(*asked, *to)
 
@@ -119,21 +116,21 @@ def test_a_script_ends_with_what_was_wrong(run, said, asked):
 def test_training_side_by_side_says_what_is_missing(run):
     asked = ("--data", "none", "--held-out", "nothing", "--out", "runs/training.jsonl")
     with pytest.raises(SystemExit, match="--speeds must be a file of training_overhead"):
-        run("training", *asked, "--speeds", "none.jsonl")
+        run("training.run", *asked, "--speeds", "none.jsonl")
     speeds = [{"kind": kind, "times_plain": 1.0} for kind in ("plain", "standard", "mta")]
     Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
     with pytest.raises(SystemExit, match="--speeds must know selective; measure"):
-        run("training", *asked, "--speeds", "speeds.jsonl", "--only", "standard", "selective")
+        run("training.run", *asked, "--speeds", "speeds.jsonl", "--only", "standard", "selective")
     assert not Path("runs").exists()
     with pytest.raises(SystemExit, match="'none', which does not exist; give a file"):
-        run("training", *asked)
+        run("training.run", *asked)
     assert not Path("runs/training.jsonl").exists()
 
 
-@pytest.mark.parametrize("script", ["training", "training_overhead"])
+@pytest.mark.parametrize("script", ["run", "overhead"])
 def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, script):
     """To what one unit less of its MLPs would take away."""
-    script = importlib.import_module(script)
+    script = importlib.import_module(f"benchmarks.training.{script}")
 
     def parameters(name: str, config: dict) -> int:
         model = AutoModelForCausalLM.from_config(LlamaConfig.from_dict(config))
@@ -149,7 +146,7 @@ def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, sc
 
 def test_what_is_trained_side_by_side(run, tmp_path):
     """Rates first, then all of a seed; equal time is fewer steps of what is slow."""
-    import training
+    from benchmarks.training import run as training
 
     def planned(*options: tuple) -> list[tuple]:
         asked = argparse.Namespace(
@@ -187,15 +184,15 @@ def test_what_is_trained_side_by_side(run, tmp_path):
 
 def test_steps_in_turn_are_refused_where_they_tell_nothing(run):
     with pytest.raises(SystemExit, match="--pairs must be at least 7, got 6"):
-        run("training_overhead", "--pairs", 6, "--out", "found.jsonl")
+        run("training.overhead", "--pairs", 6, "--out", "found.jsonl")
     with pytest.raises(SystemExit, match="--only is for rounds"):
-        run("training_overhead", "--pairs", 9, "--only", "mta", "--out", "found.jsonl")
+        run("training.overhead", "--pairs", 9, "--only", "mta", "--out", "found.jsonl")
     assert not Path("found.jsonl").exists()
 
 
 def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
     """Each step of the one has two of the other around it."""
-    import training_overhead
+    from benchmarks.training import overhead as training_overhead
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     monkeypatch.setattr(training_overhead, "CONFIG", training_overhead.CONFIG | sizes)
@@ -217,9 +214,8 @@ def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
 
 
 def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import training
-    import training_tables
+    from benchmarks.training import run as training
+    from benchmarks.training import table as training_tables
 
     known = ablations()
     *forms, (control, alone) = training.FORMS.items()
@@ -239,7 +235,7 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
     with torch.no_grad():
         model.model.layers[1].self_attn.heedful.conv[1, -2, 4] = 0.5  # on the diagonal
     model.save_pretrained("mta")
-    run("learned", "mta", "--out", "learned.jsonl")
+    run("training.learned", "mta", "--out", "learned.jsonl")
     found = lines("learned.jsonl")
     said = {(x["layer"], x["kind"], x["number"]): x["pattern"] for x in found}
     assert said.pop((1, "conv", 1)) == "diagonal"
@@ -251,7 +247,7 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
     assert found[3]["values"][-2][4] == 0.5
     from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0).save_pretrained("selective")
     with pytest.raises(SystemExit, match="'selective' has no kernels and no mixing matrices"):
-        run("learned", "selective", "--out", "none.jsonl")
+        run("training.learned", "selective", "--out", "none.jsonl")
     assert not Path("none.jsonl").exists()
 
 
@@ -273,8 +269,8 @@ def trained(run) -> Path:
 def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
     """Standard attention begins with a selective model's weights, and learns to hide after it."""
     asked = ("--task", "recall", "--steps", 2, "--batch", 2)
-    run("retrofit", trained, *asked, "--mechanism", "standard", "--to", "standard")
-    run("retrofit", "standard", *asked, "--mechanism-rate", 20, "--to", "hiding")
+    run("small_caches.teach", trained, *asked, "--mechanism", "standard", "--to", "standard")
+    run("small_caches.teach", "standard", *asked, "--mechanism-rate", 20, "--to", "hiding")
     said = json.loads(Path("hiding/taught.json").read_text())
     standard, hiding = (heedful.load(x, budgets=False) for x in ("standard", "hiding"))
     # An extra selector hides nothing before it has learnt: the score is that of its start.
@@ -282,25 +278,25 @@ def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
     kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, hiding)]
     assert kinds == ["StandardAttention", "SelectiveAttention"]
     with pytest.raises(SystemExit, match="--to must be a new folder, but hiding is there"):
-        run("retrofit", "standard", *asked, "--to", "hiding")
+        run("small_caches.teach", "standard", *asked, "--to", "hiding")
 
     scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
-    run("small_caches", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
     found = read_budgeted(Path("scored.jsonl"))
     assert {x.policy for x in found if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
     searched = [x for x in found if x.policy.startswith("searched")]
     assert [x.mechanism for x in searched] == ["b"]  # what hides nothing has no such search
     budgets = [int(x) for x in searched[0].policy.split()[1].split("/")]
     assert all(13 <= x <= 96 for x in budgets) and searched[0].tokens == round(sum(budgets) / 2)
-    run("small_caches", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
+    run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
     assert len(read_budgeted(Path("scored.jsonl"))) == len(found)
 
 
 def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
     """The weights are those of the start: nothing is learnt in a step of no size."""
     grid = ("--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
-    run("grouped", "recall", "--start", trained, "--steps", 1, *grid)
-    run("grouped", "recall", "--steps", 1, *grid)
+    run("grouped.run", "recall", "--start", trained, "--steps", 1, *grid)
+    run("grouped.run", "recall", "--steps", 1, *grid)
     begun, fresh = lines("grid.jsonl")
     assert begun["start"] == "selective" and fresh["start"] is None
     assert begun["loss_by_position"] != fresh["loss_by_position"]
@@ -308,24 +304,24 @@ def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
 
 @pytest.mark.slow
 def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch):
-    import toy_table
+    from benchmarks.toy import run as toy_table
 
     steps = dict.fromkeys(toy_table.STEPS, 2)
     monkeypatch.setattr(toy_table, "STEPS", steps | {(8, "all"): 3})
     monkeypatch.setattr(toy_table, "HELD_OUT", 32)
     asked = ("--seeds", 1, "--blocks", 3, "--out", "toy.jsonl")
-    run("toy_table", *asked, "--only", "standard")
-    run("toy_table", *asked)
+    run("toy.run", *asked, "--only", "standard")
+    run("toy.run", *asked)
     found = lines("toy.jsonl")
     assert [x["name"] for x in found] == ["standard"] * 6 + ["mta"] * 6
     columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
     assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
-    run("toy_table", *asked[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
+    run("toy.run", *asked[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
     other = ("--seeds", 1, "--blocks", 2, "--out", "other.jsonl", "--only", "standard")
-    run("toy_table", *other, "--letters", 5)  # what has other rows is not done yet
+    run("toy.run", *other, "--letters", 5)  # what has other rows is not done yet
     assert [x["blocks"] for x in lines("other.jsonl")] == [3, 3, 3, 2, 2, 2]
-    import reproductions
+    from benchmarks.toy import table as reproductions
 
     assert [x["steps"] for x in found[:6]] == [2, 2, 2, 3, 2, 2]
     table = reproductions.toy(Path("toy.jsonl"))
@@ -338,7 +334,7 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch)
 
 @pytest.mark.slow
 def test_training_side_by_side_goes_on_from_the_model_of_a_long_run(run, monkeypatch):
-    import training
+    from benchmarks.training import run as training
 
     monkeypatch.setattr(
         training, "CONFIG",
@@ -352,11 +348,11 @@ def test_training_side_by_side_goes_on_from_the_model_of_a_long_run(run, monkeyp
     Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
     asked = ("--data", "read.txt", "--held-out", "held.txt", "--out", "runs/found.jsonl")
     asked += ("--steps", 8, "--batch", 1, "--length", 32, "--only", "standard", "mta")
-    run("training", *asked, "--seeds", 1, "--speeds", "speeds.jsonl")
-    run("training", *asked, "--long", 12, "--continual", 6)
+    run("training.run", *asked, "--seeds", 1, "--speeds", "speeds.jsonl")
+    run("training.run", *asked, "--long", 12, "--continual", 6)
     base = Path("runs/found/long-standard-0-12-0.001/training.json")
     begun = base.stat().st_mtime_ns
-    run("training", *asked, "--long", 12)
+    run("training.run", *asked, "--long", 12)
     found = lines("runs/found.jsonl")
     assert [(x["kind"], x["name"], x["steps"], len(x["curve"])) for x in found] == [
         ("rate", "standard", 2, 1), ("rate", "mta", 2, 1),

@@ -40,10 +40,11 @@ def environment(command: list[str] | None = None) -> dict:
 
 
 def _command() -> list[str]:
-    """That of this process: a script by its name and folder, else the command line's."""
-    script = Path(sys.argv[0])
+    """That of this process: a module's or a script's, else the command line's."""
+    script, spec = Path(sys.argv[0]), getattr(sys.modules["__main__"], "__spec__", None)
     if script.suffix == ".py" and script.name != "__main__.py":
-        return ["python", f"{script.parent.name}/{script.name}", *sys.argv[1:]]
+        name = f"{script.parent.name}/{script.name}"
+        return ["python", *(["-m", spec.name] if spec else [name]), *sys.argv[1:]]
     return ["heedful", *sys.argv[1:]]
 
 

@@ -1,0 +1,1 @@
+"""The studies behind the numbers of the documentation, one folder each."""

@@ -1,0 +1,360 @@
+"""What one session on a GPU is to find out, in six stages of at most ten minutes each.
+
+1. versions, memory bandwidth, matrix products, and the laws of the operators on the real kernels;
+2. the operators beside SDPA, as models call them: bf16, batch 4, 16 heads of 128, transposed views;
+3. alternatives: other launches, forms, torch.compile, CUDA graphs; and where the time goes;
+4. the fastest of stage 2 at 8k to 32k tokens, with peak memory;
+5. training steps of the 880M model of the multi-token paper;
+6. one new token with up to 32k keys.
+
+    python -m benchmarks.gpu.session --stage 2 --out runs/gpu.jsonl
+
+Every case is one line of the file as soon as it is done; a case that is in the file is left out, so
+that the same command goes on where the last one ended. `--small` tries a stage on any machine, the
+Triton kernels in their interpreter.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+
+from benchmarks.gpu.sizes import FULL, SMALL, Sizes
+from benchmarks.parts import ROOT
+from heedful.commands.bench.options import Bench
+from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, work
+
+STAGE_SECONDS = 540.0
+MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+STEPPED = ("unconverted", "mta-published", "selective")
+
+
+def stages(out: Path) -> dict[int, Callable[[Sizes], Iterator[SessionCase]]]:
+    """The cases of every stage; `out` holds what earlier ones found."""
+    return {
+        1: ceilings,
+        2: beside_sdpa,
+        3: alternatives,
+        4: partial(winners, out),
+        5: training_steps,
+        6: decoding,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a stage in a worker process that may die, and return its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, choices=range(1, 7), required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu-session.jsonl"),
+                        help="JSON lines, appended to; default %(default)s")  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
+    parser.add_argument("--small", action="store_true", help="sizes for a try on any machine")
+    parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of the stage")
+    parser.add_argument("--commit", help="the commit, where the sources are not in a repository")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # tells a worker that it is
+    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if options.until is not None:
+        sizes = SMALL if options.small else FULL
+        return worker(options.stage, sizes, options.out, options.until, options.commit)
+    use(options.device)
+    until = str(time.time() + options.seconds)
+    return watch(
+        [sys.executable, "-m", "benchmarks.gpu.session", *arguments, "--until", until], options.out
+    )
+
+
+def use(device: str | None) -> None:
+    """Choose the device for this process and those that it starts, before torch is imported."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    if device == "cuda":
+        sys.exit("--device cuda: torch sees no GPU here; --device cpu --small tries the stages")
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported
+
+
+def worker(stage: int, sizes: Sizes, out: Path, until: float, commit: str | None = None) -> int:
+    """Measure the cases of a stage in this process."""
+    from heedful.records.environment import environment
+
+    command = f"python -m benchmarks.gpu.session --stage {stage}{' --small' * (sizes is SMALL)}"
+    about = environment(command.split())
+    about["commit"] = about["commit"] or commit
+    return 0 if work(stage, stages(out)[stage](sizes), out, until, about) else BROKEN
+
+
+# Stage 1
+
+
+def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
+    """What this machine and its libraries are, and whether the kernels are right here."""
+    from heedful.commands.bench.cases import device
+
+    here = {"device": device()}
+    yield SessionCase("versions", here, versions)
+    yield SessionCase("copy", here | {"bytes": sizes.copied}, partial(copied, sizes.copied))
+    n, bench = sizes.product, sizes.bench
+    shapes = {
+        "square": ((n, n), (n, n)),
+        "logits": ((bench.batch * bench.heads, n // 2, bench.dim),
+                   (bench.batch * bench.heads, bench.dim, n // 2)),
+    }  # fmt: skip
+    for name, (a, b) in shapes.items():
+        for dtype in ("bfloat16", "float32"):
+            config = here | {"shapes": [a, b], "dtype": dtype}
+            yield SessionCase(f"product {name} {dtype}", config, partial(product, a, b, dtype))
+    yield SessionCase("laws", here | {"tests": sizes.tests}, partial(laws, sizes.tests))
+
+
+def versions(left: float) -> dict:
+    """Libraries, and the GPU as torch describes it."""
+    import torch
+
+    from heedful.records.environment import installed
+
+    names = ("torch", "triton", "numpy", "transformers", "jaxtyping", "beartype", "pytest",
+             "pytest-xdist", "peft", "accelerate")  # fmt: skip
+    found = {"packages": {name: installed(name) for name in names}}
+    found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    if torch.cuda.is_available():
+        about = torch.cuda.get_device_properties(0)
+        found |= {"capability": list(torch.cuda.get_device_capability()), "gpu": str(about)}
+    return found
+
+
+def copied(size: int, left: float) -> dict:
+    """Bytes read and written per second by a copy on the device."""
+    import torch
+
+    from heedful.commands.bench.cases import device
+    from heedful.commands.bench.clock import steady
+
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device())
+    target = torch.empty_like(source)
+    found = steady(lambda: target.copy_(source))
+    return found | {"gb_per_second": 2 * size / found["ms"] / 1e6}
+
+
+def product(a: tuple[int, ...], b: tuple[int, ...], dtype: str, left: float) -> dict:
+    """Floating-point operations per second of one matrix product; fp32 without TF32."""
+    import torch
+
+    from heedful.commands.bench.cases import device
+    from heedful.commands.bench.clock import steady
+
+    x, y = (torch.randn(s, dtype=getattr(torch, dtype), device=device()) for s in (a, b))
+    out = x @ y
+    found = steady(lambda: torch.matmul(x, y, out=out))
+    return found | {"tflops": 2 * out.numel() * x.shape[-1] / found["ms"] / 1e9}
+
+
+def laws(tests: tuple[str, ...], left: float) -> dict:
+    """How the operators' tests end on this device, and the names of those that fail."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line"]
+    command += ["-m", "not slow"]  # of the crosses everything: only the interpreter is slow there
+    command += [*tests, *(("--device", "cuda", "-n", "8") if cuda else ())]
+    # Its own settings of Triton and of the workers are for it to make.
+    hidden = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
+    clean = {name: value for name, value in os.environ.items() if name not in hidden}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), clean.get("PYTHONPATH", "")])
+    started = time.time()
+    with tempfile.TemporaryFile("w+") as written:
+        try:
+            options = {"cwd": ROOT, "env": clean, "stdout": written, "stderr": subprocess.STDOUT}
+            code = subprocess.run(command, timeout=max(left, 1.0), **options).returncode
+        except subprocess.TimeoutExpired:
+            code = None  # what ended in time is counted
+        written.seek(0)
+        said = written.read()
+    ended = outcomes(said)
+    failures = sorted(name for name, how in ended.items() if how in ("FAILED", "ERROR"))
+    passed = sum(how == "PASSED" for how in ended.values())
+    found = {"exit_code": code, "seconds": time.time() - started, "passed": passed}
+    return found | {"failed": len(failures), "failures": failures, "end": said[-1500:]}
+
+
+def outcomes(said: str) -> dict[str, str]:
+    """How each test ended, from what pytest says, with and without workers, also if cut off."""
+    words = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+    alone = re.findall(rf"^(tests/\S+::.*?) ({words})\b", said, re.MULTILINE)
+    by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({words}) (.*?) *$", said, re.MULTILINE)
+    return dict(alone) | {name: how for how, name in by_workers}
+
+
+# Stages 2, 4 and 6
+
+
+def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
+    """Every operator by its kernels and by plain torch, shortest rows first."""
+    for tokens in sizes.lengths:
+        for passed in ("forward", "forward+backward"):
+            yield from sdpa_cases(sizes, passed, tokens)
+            for mechanism in MECHANISMS:
+                for impl in ("fused", "tiled"):
+                    yield operator_case(sizes, mechanism, impl, passed, tokens)
+
+
+def winners(out: Path, sizes: Sizes) -> Iterator[SessionCase]:
+    """For every operator the faster implementation of stage 2, both if that did not tell."""
+    best = fastest(read(out), asdict(sizes.bench))
+    for tokens in sizes.long:
+        for passed in ("forward", "forward+backward"):
+            yield from sdpa_cases(sizes, passed, tokens)
+            for mechanism in MECHANISMS:
+                for impl in best.get(mechanism, ("fused", "tiled")):
+                    yield operator_case(sizes, mechanism, impl, passed, tokens)
+
+
+def fastest(records: list[dict], bench: dict) -> dict[str, tuple[str]]:
+    """The implementation with the least time of forward and backward, at the longest rows."""
+    found: dict[str, tuple] = {}
+    for record in records:
+        config = record["config"]
+        of_stage = record["stage"] == 2 and record["status"] == "measured"
+        if not of_stage or config["mechanism"] == "sdpa" or config["pass"] == "forward":
+            continue
+        if config["bench"] == plain(bench):
+            rank = (-config["tokens"], record["numbers"]["ms"], config["impl"])
+            found[config["mechanism"]] = min(rank, found.get(config["mechanism"], rank))
+    return {mechanism: (rank[-1],) for mechanism, rank in found.items()}
+
+
+def decoding(sizes: Sizes) -> Iterator[SessionCase]:
+    """One new token: its last queries against all keys."""
+    for tokens in sizes.decode:
+        yield from sdpa_cases(sizes, "decode", tokens)
+        for mechanism in MECHANISMS:
+            for impl in ("fused", "tiled", "reference"):
+                yield operator_case(sizes, mechanism, impl, "decode", tokens)
+
+
+def config_of(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> dict:
+    from heedful.commands.bench.cases import device
+
+    what = {"mechanism": mechanism, "impl": impl, "pass": passed, "tokens": tokens}
+    return what | {"device": device(), "bench": plain(asdict(sizes.bench))}
+
+
+def plain(bench: dict) -> dict:
+    """The sizes that a single case has, as JSON gives them back."""
+    return {name: bench[name] for name in ("batch", "heads", "dim", "dtype", "layout")}
+
+
+def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> SessionCase:
+    """One of our operators, held against fp64 first."""
+
+    def measure(left: float) -> dict:
+        from heedful.commands.bench.clock import steady
+        from heedful.commands.bench.measure import Case, runner
+
+        case = Case(mechanism, impl, passed)
+        checked(sizes, case)
+        run = runner(sizes.bench, case, tokens)
+        return steady(run, budget_ms=sizes.milliseconds)
+
+    name = f"{mechanism} {impl} {passed} {tokens}"
+    return SessionCase(name, config_of(sizes, mechanism, impl, passed, tokens), measure)
+
+
+@cache
+def checked(sizes: Sizes, case: tuple[str, str, str]) -> None:
+    """Raise unless the case is right at a small size; asked once per process."""
+    from heedful.commands.bench.measure import check
+
+    check(sizes.bench, [case], tokens=sizes.checked)
+
+
+def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
+    """torch's SDPA by each of its kernels, by name."""
+
+    def measure(backend: str, left: float) -> dict:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        from heedful.commands.bench.clock import steady
+        from heedful.commands.bench.measure import Case, runner
+
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            run = runner(sizes.bench, Case("sdpa", "torch", passed), tokens)
+            return steady(run, budget_ms=sizes.milliseconds)
+
+    for backend in sizes.sdpa:
+        config = config_of(sizes, "sdpa", backend, passed, tokens)
+        yield SessionCase(f"sdpa {backend} {passed} {tokens}", config, partial(measure, backend))
+
+
+# Stage 3
+
+
+def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
+    """Alternatives beside what is there, forward and backward; then the kernels of a call."""
+    from benchmarks.gpu.alternatives import ALTERNATIVES, brief, measure
+
+    passed = "forward+backward"
+    for tokens in sizes.alternative:
+        yield from sdpa_cases(sizes, passed, tokens)
+        for x in brief(ALTERNATIVES) if sizes.brief else ALTERNATIVES:
+            config = config_of(sizes, x.mechanism, x.impl, passed, tokens)
+            config |= {"alternative": x.about, "way": x.way, "compiler": sizes.compiler}
+            name = f"{x.mechanism} {x.impl} {x.about or 'as it is'} {tokens}"
+            yield SessionCase(name, config, partial(measure, sizes, x, tokens))
+        for mechanism in ("mta", "selective") if sizes.brief else MECHANISMS:
+            config = config_of(sizes, mechanism, "fused", passed, tokens)
+            parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
+            yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)
+
+
+def where_it_goes(bench: Bench, mechanism: str, tokens: int, left: float) -> dict:
+    """The kernels of one call with its backward, by share of its time."""
+    from benchmarks.gpu.where_time_goes import SHOWN, measure
+
+    one = {"mechanisms": (mechanism,), "impls": ("fused",), "lengths": (tokens,)}
+    found = measure(replace(bench, **one))
+    return found | {"parts": found["parts"][:SHOWN]}
+
+
+# Stage 5
+
+
+def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
+    """The unconverted model with each of SDPA's kernels, then converted ones."""
+    from benchmarks.gpu.training_step import Step
+    from heedful.commands.bench.cases import device
+
+    step = Step(**dict(sizes.step))
+    impls = {"unconverted": sizes.sdpa}
+    for mechanism in STEPPED:
+        for impl in impls.get(mechanism, ("fused", "tiled")):
+            config = asdict(step) | {"mechanism": mechanism, "impl": impl, "device": device()}
+            measure = partial(one_training, step, mechanism, impl)
+            yield SessionCase(f"{mechanism} {impl}", config, measure)
+
+
+def one_training(step, mechanism: str, impl: str, left: float) -> dict:
+    """Tokens per second and peak memory of a model's training steps."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from benchmarks.gpu.training_step import measure
+    from heedful.commands.bench.cases import device
+
+    pinned = mechanism == "unconverted"
+    with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():
+        return measure(step, mechanism, impl, device())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

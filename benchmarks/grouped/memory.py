@@ -1,0 +1,92 @@
+"""What one step of training takes with every grouping: peak memory and seconds of a processor.
+
+The models and rows are those of `benchmarks/grouped.py`, each measured in a process of its own with
+one thread: the growth of its peak over a forward and a backward pass, and the least processor time
+of three of them, which other work on the machine disturbs little.
+
+    python -m benchmarks.grouped.memory text recall translate --out runs/grouped-memory.jsonl
+
+What is in the file already is not measured again.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.grouped.run import PAIRS, ROWS, budget_of, mechanisms, paired_mechanisms
+from benchmarks.parts import ROOT, command, read_partial
+from heedful.commands.compare.scratch import Size, from_scratch
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+from heedful.tasks import TASKS
+from heedful.testing import peak_memory_mib
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tasks", nargs="+", choices=(*ROWS, *PAIRS))
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    known = {(line["task"], line["name"]) for line in read_partial(args.out)}
+    for kind in args.tasks:
+        for name in tqdm(names_of(kind), desc=kind):
+            if (kind, name) in known:
+                continue
+            step, seconds = Step(kind, name), []
+            for _ in range(3):
+                start = time.process_time()
+                step()
+                seconds.append(time.process_time() - start)
+            line = {
+                "task": kind, "name": name, "step_peak_mib": peak_memory_mib(program(kind, name)),
+                "step_cpu_seconds": min(seconds), "batch": step.batch,
+                "environment": environment(),
+            }  # fmt: skip
+            append_line(args.out, json.dumps(line))
+
+
+def names_of(kind: str) -> dict:
+    task = TASKS[kind].default()
+    return mechanisms(task) if kind in ROWS else paired_mechanisms(task, kind)
+
+
+class Step:
+    """A forward and a backward pass of a new model on the rows of a step."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        task = TASKS[kind].default()
+        recipe, budget = task.recipe, budget_of(task)
+        size = Size(recipe.hidden, recipe.layers, recipe.heads)
+        self.model = from_scratch(task, names_of(kind)[name], size, 0).train()
+        self.batch = budget.batch
+        self.inputs = task.batch(self.batch, 0, 0).inputs()
+
+    def __call__(self) -> None:
+        self.model(**self.inputs, use_cache=False).loss.backward()
+        self.model.zero_grad()
+
+
+def program(kind: str, name: str) -> str:
+    """A step, for a process of its own; a step before it has brought in all code."""
+    return f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from benchmarks.grouped.memory import Step
+torch.set_num_threads(1)
+run = Step({kind!r}, {name!r})
+few = {{name: x[:1] for name, x in run.inputs.items()}}
+run.model(**few, use_cache=False).loss.backward()
+run.model.zero_grad()
+"""
+
+
+if __name__ == "__main__":
+    main()

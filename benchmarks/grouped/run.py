@@ -1,0 +1,210 @@
+"""What grouping costs in quality: every grouping with every refinement beside its controls.
+
+Small models are trained, all with the same rows and the same number of summaries: one for every
+eight tokens, measured. Beside them stand full attention, a window of as many tokens as a grouped
+query sees one by one, and groups that are plain means and weigh as much as one token. Tasks with a
+source and a target have encoder-decoders and fewer mechanisms. What is not learnt from scratch at
+this size can begin with the weights of a model that has learnt it (`--start`).
+
+    python -m benchmarks.grouped.run text --seeds 3 --out runs/grouped-text.jsonl
+    python -m benchmarks.grouped.run recall --start runs/recall-standard --steps 400 --seeds 3 \
+        --out runs/grouped-recall.jsonl
+    python -m benchmarks.grouped.run translate --seeds 3 --out runs/grouped-pairs.jsonl
+
+A run that ended early goes on with the next model that is not in the file.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import heedful
+from benchmarks.parts import command, count, read_partial
+from heedful import Grouped
+from heedful.commands.compare.one_model import train
+from heedful.commands.compare.scratch import Budget, Size
+from heedful.nn import Mechanism, Selective, Standard, to_json
+from heedful.ops import Visibility
+from heedful.ops.grouped.neighbourhood import score_pairs
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+from heedful.tasks import TASKS, Task, token_losses
+from heedful.tasks.samples import IGNORE
+
+SIZE, WINDOW = 8, 16
+ROWS = ("text", "copy", "selective-copy", "recall")
+PAIRS = ("translate", "summarise", "spans")
+REFINES = ("mean", "weighted", "channel", "attention")
+
+
+def mechanisms(task: Task) -> dict[str, Mechanism]:
+    """By name, for a task of rows; sentences have four to sixteen tokens."""
+    sentence = {"closing": closing_of(task), "shortest": 5, "longest": 2 * SIZE}
+    shapes = {
+        "fixed": {},
+        "sliding": {"size": 2 * SIZE, "stride": SIZE},
+        "sentence": sentence,
+        "slots": {"stride": 4},
+    }
+    found: dict[str, Mechanism] = {
+        "full attention": Standard(),
+        # As many tokens as the mean query of fixed groups sees one by one.
+        "window alone": Standard(window=WINDOW + SIZE // 2),
+        "fixed, mean, no size": Grouped(size=SIZE, window=WINDOW, refine="mean", size_bias="none"),
+        "fixed, weighted, groups ask": Grouped(size=SIZE, window=WINDOW, queries="groups"),
+        "fixed, weighted, zoom 2": Grouped(size=SIZE, window=WINDOW, zoom=2),
+        "cif, weighted": Grouped("cif", size=SIZE, window=WINDOW, share=4),
+        "boundary, weighted": Grouped("boundary", size=SIZE, window=WINDOW, share=4),
+    }
+    for name, options in shapes.items():
+        for refine in REFINES:
+            options = {"size": SIZE, "window": WINDOW} | options
+            found[f"{name}, {refine}"] = Grouped(name, refine=refine, **options)
+    return found
+
+
+def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
+    """By name, for a source and a target; groups in every role, windows where a row asks itself."""
+    if kind == "spans":
+        return {"full attention": Standard(), "selective in the decoder": Selective()}
+    recipe = task.recipe.changes["grouped"]
+    size, window = recipe["size"], recipe["window"]
+    wide = {"size": 2 * size, "stride": size, "window": window}
+    return {
+        "full attention": Standard(),
+        "window alone": Standard(window=window + size // 2),
+        "fixed, mean, no size": Grouped(**recipe, refine="mean", size_bias="none"),
+        "sliding, channel": Grouped("sliding", refine="channel", **wide),
+        "cif, weighted": Grouped("cif", **recipe, share=task.recipe.layers),
+    }
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=(*ROWS, *PAIRS))
+    parser.add_argument("--data", nargs="+", default=())
+    parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
+    parser.add_argument("--seeds", type=count, default=3)
+    parser.add_argument("--steps", type=count)
+    parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    task = TASKS[args.task].default(tuple(args.data))
+    budget = replace(budget_of(task), steps=args.steps or task.recipe.steps)
+    found = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
+    if unknown := set(args.only or ()) - set(found):
+        raise SystemExit(f"--only must be of {', '.join(found)}, got {', '.join(sorted(unknown))}")
+    if args.start is not None and not args.start.is_dir():
+        raise SystemExit(f"--start must be a folder, got {args.start}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    start = args.start and args.start.name
+    known = {
+        (x["task"], x["name"], x["seed"], x["steps"], x.get("start"))
+        for x in read_partial(args.out)
+    }
+    for seed in range(args.seeds):
+        for name, mechanism in tqdm(found.items(), desc=f"seed {seed}"):
+            if args.only and name not in args.only:
+                continue
+            if (args.task, name, seed, budget.steps, start) not in known:
+                print(name, flush=True)
+                line = {"task": args.task, "name": name, "seed": seed, "start": start}
+                line |= one(task, mechanism, budget, line, args)
+                append_line(args.out, json.dumps(line))
+
+
+def budget_of(task: Task) -> Budget:
+    recipe = task.recipe
+    return Budget(
+        recipe.steps, recipe.batch, recipe.learning_rate, evaluations=2, held_out=recipe.held_out
+    )
+
+
+def one(task: Task, mechanism: Mechanism, budget: Budget, key: dict, args) -> dict:
+    """Train one model; what it scored, and what its attention took."""
+    name, seed = key["name"].replace(", ", "-").replace(" ", "-"), key["seed"]
+    folder = args.out.parent / f".{args.out.stem}-{args.task}-{name}-{seed}"
+    size = Size(task.recipe.hidden, task.recipe.layers, task.recipe.heads)
+    run = train(task, mechanism, size, budget, seed, folder, start=args.start)
+    line = {
+        "steps": budget.steps, "mechanism": to_json(mechanism), "metric": run.metric,
+        "final": run.final, "parameters": run.parameters, "seconds": run.seconds,
+        "peak_memory_mib": run.peak_memory_mib,
+    }  # fmt: skip
+    return line | taken(run.model.eval(), task) | {"environment": environment()}
+
+
+@torch.no_grad()
+def taken(model: torch.nn.Module, task: Task) -> dict:
+    """Groups, score pairs per head and row by role, bytes of a cache, and the loss by position.
+
+    Numbers of groups and pairs are those of each layer, means over the rows.
+    """
+    samples = task.held_out(16)
+    given = samples.inputs() if task.paired else {"input_ids": samples.input_ids}
+    layers = [m.heedful for m in model.modules() if hasattr(m, "heedful")]
+    called = []
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs: called.append((layer, args, kwargs)), with_kwargs=True
+        )
+        for layer in layers
+    ]
+    logits = model(**given, use_cache=False).logits.float()
+    for hook in hooks:
+        hook.remove()
+    rows = len(samples.input_ids)
+    groups, pairs = {}, {}
+    for layer, (q, k, *_), options in called:
+        role, visibility = layer.shape.role, options.get("visibility")
+        if isinstance(layer.config, Grouped):
+            made, _, _ = layer._made(q, k, visibility, options["given"])
+            groups.setdefault(role, []).append(made.there.expand(rows, -1).sum().item() / rows)
+            scored = score_pairs(
+                made, window=layer.config.window, visibility=layer._seen(visibility),
+                queries=q.shape[2], zoom=layer.config.zoom,
+                asking=layer.config.queries == "groups",
+            )  # fmt: skip
+        else:
+            visibility = visibility or Visibility()
+            if window := getattr(layer.config, "window", None):
+                visibility = replace(visibility, window=window)
+            scored = visibility.dense(q.shape[2], k.shape[2], q.device).flatten(1).sum(1)
+        pairs.setdefault(role, []).append(scored.expand(rows).sum().item() / rows)
+    cache = heedful.new_cache(model)
+    model(**given, cache=cache, use_cache=True)
+    if not task.paired:
+        model(input_ids=samples.input_ids[:, :1], cache=cache, use_cache=True)
+    return {
+        "groups": groups, "pairs": pairs, "cache_nbytes": cache.nbytes / rows,
+        "whole_nbytes": cache.whole_nbytes / rows,
+        "loss_by_position": [] if task.paired else by_position(logits, samples.labels),
+    }  # fmt: skip
+
+
+def by_position(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """The mean loss in each eighth of a row, in nats; nan where nothing is asked."""
+    losses, asked = token_losses(logits, labels)[:, :-1], labels[:, 1:] != IGNORE
+    return [
+        (losses[:, at].sum() / asked[:, at].sum()).item()
+        for at in torch.arange(losses.shape[1]).chunk(8)
+    ]
+
+
+def closing_of(task: Task) -> tuple[int, ...]:
+    """The tokens after which a group may end: of text a space and a line's end."""
+    found = []
+    for token in range(task.vocab_size):
+        shown = task.decode([token])
+        if (shown and not shown.strip()) or shown in (".", ",", ";", "!", "?"):
+            found.append(token)
+    return tuple(found) or (0,)
+
+
+if __name__ == "__main__":
+    main()

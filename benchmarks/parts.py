@@ -1,0 +1,98 @@
+"""What the studies share: their command lines, reading records, and the parts of a table."""
+
+import argparse
+import functools
+import html
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from heedful.records.files import read_each
+
+ROOT = Path(__file__).parent.parent
+
+
+def read(path: Path) -> list[dict]:
+    """The records of a complete file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table; the first column is of words."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+def spread(found: Sequence[float], share: bool = False, digits: int | None = None) -> str:
+    """Mean and standard deviation of the seeds; shares in percent."""
+    values, unit = [100 * x if share else x for x in found], " %" if share else ""
+    digits = (1 if share else 2) if digits is None else digits
+    more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{more}{unit}"
+
+
+def made(records: Sequence[dict]) -> str:
+    """Where records come from."""
+    return origin([record["environment"] for record in records])
+
+
+def origin(environments: Sequence[dict]) -> str:
+    """Command, commit, machine, versions and date of some results; many commands fold away."""
+
+    def several(values) -> str:
+        return ", ".join(dict.fromkeys(str(value) for value in values if value))
+
+    versions = (
+        f"{name} {version}"
+        for each in environments
+        for name, version in each.get("versions", {}).items()
+        if name in ("torch", "transformers")
+    )
+    dates = sorted(each["date"][:10] for each in environments)
+    days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    threads = sorted({each["threads"] for each in environments})
+    where = (
+        f"at commit {several(each.get('commit') or 'unknown' for each in environments)} on "
+        f"{several(each['machine'] for each in environments)} with "
+        f"{' or '.join(map(str, threads))} thread{'s' * (threads != [1])}, {several(versions)}, "
+        f"{days}."
+    )
+    commands = list(dict.fromkeys(each["command"] for each in environments))
+    if len(commands) == 1:
+        return f"*Made by `{commands[0]}` {where}*"
+    listed = html.escape("\n".join(commands), quote=False)
+    return (
+        f"<details><summary><i>Made by {len(commands)} commands {where}</i></summary>\n"
+        f"<pre>\n{listed}\n</pre>\n</details>"
+    )
+
+
+def count(word: str) -> int:
+    """A whole number of at least 1, as the `type` of an argument."""
+    if word.isdecimal() and int(word) >= 1:
+        return int(word)
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {word!r}")
+
+
+def command(main: Callable[[], None]) -> Callable[[], None]:
+    """A script's `main` that ends with the message of what was wrong, without a traceback."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except (ValueError, OSError) as error:
+            raise SystemExit(str(error)) from None
+
+    return run
+
+
+def read_partial(path: Path) -> list[dict]:
+    """The records that a run has written so far: none without a file, a cut-off line left out.
+
+    Raises:
+        ValueError: any other line is not JSON; names the file and the line.
+    """
+    found = read_each(path, json.loads, "a result") if path.exists() else []
+    return [line for _, line in found]

@@ -1,0 +1,138 @@
+"""Score trained models under small KV caches: every policy, uniform budgets and searched ones.
+
+The held-out rows are those of `heedful compare --budgets`, all that `--rows` asks for. With
+`--by-layer` budgets per layer are searched greedily under MostHidden, as `heedful budget` does for
+text: on other rows than those that are scored, until no layer can give up a token without losing
+more than that.
+
+    python -m benchmarks.small_caches.run selective=runs/recall-selective --task recall \
+        --budgets 0.5 0.25 --by-layer 0.01 --out runs/small-caches.jsonl
+
+What is in the file already is not scored again.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import heedful
+from benchmarks.parts import command, count
+from heedful.commands.budget.search import greedy
+from heedful.commands.compare.options import LEAST_TOKENS
+from heedful.commands.compare.scoring import score, score_rows
+from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.small_caches import POLICIES, named, plans, scored_as
+from heedful.eviction import Eviction, MostHidden
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.records.budgeted import UnderBudget, append_budgeted
+from heedful.records.environment import environment
+from heedful.tasks import TASKS, Task
+
+SEARCHED_ON = 2**20  # a training step that no run comes to: rows for the search
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
+    parser.add_argument("--task", choices=("text", "recall"), default="recall")
+    parser.add_argument("--data", nargs="+", default=())
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--length", type=count)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
+    parser.add_argument("--policies", nargs="+", help="names of policies; default all")
+    parser.add_argument("--rows", type=count, default=256, help="of held-out rows")
+    parser.add_argument("--batch", type=count, default=32, help="rows that are scored at once")
+    parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    policies = [policy.__name__ for policy in POLICIES]
+    if unknown := set(args.policies or ()) - set(policies):
+        raise SystemExit(f"--policies must be of {', '.join(policies)}, got {sorted(unknown)}")
+    task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for given in args.models:
+        name, _, folder = given.partition("=")
+        if not folder or not Path(folder).is_dir():
+            raise SystemExit(f"models must be NAME=FOLDER, got {given!r}")
+        model = heedful.load(folder, budgets=False).eval()
+        for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
+            policy = named(eviction, task.length)
+            if policy not in ("whole", *(args.policies or (policy,))):
+                continue
+            key = (args.task, name, 0, policy, min(eviction.tokens, task.length), task.length)
+            if key in known(args.out):
+                continue
+            line = scored_as(key[:3], task, eviction, scored(model, task, eviction, args))
+            note(args.out, line)
+        found = {(x[1], x[5]) for x in known(args.out) if x[3].startswith("searched")}
+        hides = all(m.heedful.keeps for m in attention_modules(model))
+        if args.by_layer is not None and hides and (name, task.length) not in found:
+            searched(model, task, name, args)
+
+
+def known(path: Path) -> set[tuple]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {(*line.key, line.length) for line in map(UnderBudget.from_json, lines)}
+
+
+def note(path: Path, line: UnderBudget) -> None:
+    append_budgeted(path, line)
+    print(f"{line.mechanism}, {line.policy} {line.tokens}: {line.final}, {line.peak_bytes:,.0f}")
+
+
+def scored(
+    model: PreTrainedModel, task: Task, eviction: Eviction, args: argparse.Namespace
+) -> tuple[dict[str, float], float, int]:
+    """Scores by split, peak bytes of one row, and how many rows were scored."""
+    budget, final, rows = Budget(batch=args.batch, held_out=args.rows), {}, 0
+    with torch.no_grad(), evicting(model, eviction) as peaks:
+        for split, other in task.under_budgets().items():
+            final[split] = score(model, other, budget)[task.metric]
+            rows = len(other.held_out(args.rows).input_ids)
+    return final, peaks.nbytes, rows
+
+
+def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Namespace) -> None:
+    """Budgets per layer under MostHidden on rows of their own, and what they are worth."""
+    start = (task.length,) * model.config.num_hidden_layers
+    splits, begun, tried = task.under_budgets(), time.perf_counter(), {}
+    rows = {split: other.batch(args.batch, 1, SEARCHED_ON) for split, other in splits.items()}
+
+    def loss(budgets: tuple[int, ...], accepted: tuple[int, ...]) -> float:
+        """The worst split's, above that of the whole cache; of perplexity a share of it."""
+        if budgets not in tried:
+            with torch.no_grad(), evicting(model, MostHidden(tokens=budgets)):
+                tried[budgets] = {
+                    split: score_rows(model, other, rows[split], args.batch)[task.metric]
+                    for split, other in splits.items()
+                }
+        whole = tried[start] if start in tried else tried[budgets]
+        found = tried[budgets]
+        if task.metric == "perplexity":
+            return max(found[split] / whole[split] - 1 for split in found)
+        return max(found[split] - whole[split] for split in found)
+
+    loss(start, start)
+    budgets = greedy(start, LEAST_TOKENS, task.length // 8, args.by_layer, loss)
+    eviction = replace(MostHidden(tokens=task.length), tokens=budgets)
+    final, peak, count = scored(model, task, eviction, args)
+    note(
+        args.out,
+        UnderBudget(
+            args.task, name, 0, f"searched {'/'.join(map(str, budgets))}",
+            round(sum(budgets) / len(budgets)), task.length, task.metric, final, peak, count,
+            environment(),
+        ),
+    )  # fmt: skip
+    print(f"{len(tried)} trials in {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Score a trained model on held-out rows under the budgets that `heedful budget` found for it.
+
+The search reads rows of the training part; what its budgets are worth is said by rows that neither
+training nor search has seen. One line more for the tables of `heedful compare --budgets`.
+
+    python -m benchmarks.small_caches.searched runs/study-text/models/text-selective-memory-loss-0 \
+        --data books --tokenizer bpe --length 768 --out runs/searched.jsonl
+"""
+
+import argparse
+from pathlib import Path
+
+import heedful
+from benchmarks.parts import command, count
+from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.small_caches import under_budget
+from heedful.hf.budgets import NAME, read_budgets
+from heedful.records.budgeted import UnderBudget, append_budgeted
+from heedful.records.environment import environment
+from heedful.tasks import Text
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
+    parser.add_argument("--data", nargs="+", default=())
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--length", type=count, default=256)
+    parser.add_argument("--name", default="selective + memory loss")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    model = heedful.load(args.model, budgets=False)
+    eviction = read_budgets(args.model / NAME, model)
+    task = Text.default(tuple(args.data)).cut(args.length, args.tokenizer)
+    budget = Budget(held_out=task.recipe.held_out)
+    final, peak, rows = under_budget(model, task, eviction, budget)
+    line = UnderBudget(
+        "text", args.name, 0, f"searched {'/'.join(map(str, eviction.tokens))}",
+        round(sum(eviction.tokens) / len(eviction.tokens)), task.length, task.metric, final, peak,
+        rows, environment(),
+    )  # fmt: skip
+    append_budgeted(args.out, line)
+    print(f"{line.policy}: {final}, {peak:,.0f} bytes")
+
+
+if __name__ == "__main__":
+    main()

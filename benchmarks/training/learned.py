@@ -1,0 +1,50 @@
+"""What a trained model's kernels and mixing matrices are: their numbers, and names for them.
+
+    python -m benchmarks.training.learned runs/training/long-mta-0-2000-0.002 \
+        --out runs/learned.jsonl
+
+One line for each kernel of a head and each mixing matrix of a group.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import heedful
+from benchmarks.parts import command
+from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
+from heedful.records.environment import environment
+from heedful.records.files import write_whole
+
+NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
+NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}
+
+
+@command
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="folder of a model with multi-token attention")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    model = heedful.load(args.model)
+    parameters = dict(model.named_parameters())
+    where, found = environment(), []
+    for layer in range(model.config.num_hidden_layers):
+        for kind, pattern in NAMES.items():
+            ending = f".{layer}.self_attn.heedful.{kind}"
+            for name in (name for name in parameters if name.endswith(ending)):
+                for number, values in enumerate(parameters[name].detach().double().numpy()):
+                    found.append(
+                        {"layer": layer, "kind": kind, "number": number}
+                        | {"pattern": pattern(values), "values": values.round(4).tolist()}
+                        | {"environment": where}
+                    )
+    if not found:
+        raise SystemExit(f"model {args.model!r} has no kernels and no mixing matrices")
+    write_whole(args.out, "".join(json.dumps(line) + "\n" for line in found))
+    for line in found:
+        print(line["layer"], line["kind"], line["number"], line["pattern"])
+
+
+if __name__ == "__main__":
+    main()
