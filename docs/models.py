@@ -33,7 +33,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import heedful
-from heedful.hf.convert import caches
+from heedful.hf.converted_model import caches
 from heedful.hf.versions import cache_argument, cache_of
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -156,8 +156,8 @@ def test_dynamic_quantization_leaves_the_mechanism_as_it_is(name):
     own = {n: p.clone() for n, p in model._heedful.parameters().items()}
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, torch.qint8)
     assert bool(logits(quantized, ids).isfinite().all())
-    doors = name in ("knocking-heads", "canon", "differential-v2")
+    hooks = name in ("knocking-heads", "canon", "differential-v2")
     for layer in quantized.model.layers:  # what stands in its place is changed once
-        assert len(layer.self_attn.v_proj._forward_hooks) == doors
+        assert len(layer.self_attn.v_proj._forward_hooks) == hooks
     for n, p in quantized._heedful.parameters().items():
         assert torch.equal(p, own[n]), n

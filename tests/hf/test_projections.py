@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DbrxConfig
 
 import heedful
-from heedful.hf.family.projections import DOORS
+from heedful.hf.family.projections import PROJECTION_HOOKS
 from heedful.nn import Canon, DifferentialV2, KnockingHeads
 
 ENCODERS = ("bart", "bert", "t5", "modernbert", "t5gemma")
@@ -60,7 +60,7 @@ def test_linear_knocking_heads_fold_into_every_familys_projections(family):
     stir(model, 0.3, only=".heedful.")
     folded = dict(plain.named_modules())
     for path, module in model.named_modules():
-        if not hasattr(module, DOORS):
+        if not hasattr(module, PROJECTION_HOOKS):
             continue
         shared = module.heedful.shared
         for part, tensors in parts_of(folded[path]).items():

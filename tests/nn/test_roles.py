@@ -63,7 +63,7 @@ def test_where_mechanisms_are_defined():
     expected = dict.fromkeys(CONFIGS, everywhere) | selective | {"local": {"decoder", "encoder"}}
     assert roles == expected
     assert Layer.roles == {"decoder"}
-    assert Layer.takes_bias is Layer.takes_softcap is Layer.takes_sinks is False
+    assert Layer.takes == frozenset()
 
 
 @every
@@ -98,7 +98,7 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
 @every
 def test_sinks_change_outputs_and_get_a_gradient(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
-    assert layer.takes_sinks
+    assert "sinks" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
     found = layer(q, k, v, visibility=SEEN[role], given=Given(sinks=leaf)).output
@@ -111,14 +111,14 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
 def test_grouped_attention_refuses_caps_and_sinks(name):
     layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
     given = Given(softcap=2.0) if name == "softcap" else Given(sinks=torch.zeros(4))
-    assert not layer.takes_softcap and not layer.takes_sinks
+    assert not layer.takes & {"softcap", "sinks"}
     with pytest.raises(ValueError, match=f"{name} must be None for grouped attention"):
         layer(q, k, v, given=given)
 
 
 def test_grouped_attention_refuses_dropout():
     layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
-    assert not layer.takes_dropout
+    assert "dropout" not in layer.takes
     with pytest.raises(ValueError, match="dropout must be 0 for grouped attention"):
         layer(q, k, v, given=Given(dropout=0.1))
 
@@ -126,7 +126,7 @@ def test_grouped_attention_refuses_dropout():
 @every
 def test_a_cap_changes_outputs(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
-    assert layer.takes_softcap
+    assert "softcap" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
     found = layer(q, k, v, visibility=SEEN[role], given=Given(softcap=0.5)).output
     assert not torch.allclose(found, plain)

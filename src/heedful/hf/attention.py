@@ -6,9 +6,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from heedful.hf.cache.crossing import CrossLayerCache, of_source
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import layer_cache
-from heedful.hf.family.mask import Seen, seen
+from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
-from heedful.hf.family.projections import DOORS, NAME, begin_call, end_call
+from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, end_call
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
@@ -19,16 +19,16 @@ ROTATION = "heedful_rotation"
 IMPLEMENTATION = "heedful_converted"
 """The attention implementation of a converted model; no checkpoint names it."""
 
-_UNKNOWN = (
-    "{} passes {} to its attention, which a converted model does not serve and will not drop; call "
-    "heedful.revert(model)"
-)
+_TERMS = {"position_bias": "bias", "softcap": "softcap", "s_aux": "sinks"}
+"""What families call the terms of `heedful.nn.layer.Term` that they pass to their attention."""
+
+_SERVED = {*_TERMS, "dropout", "output_attentions", "heedful_input", "heedful_source"}
 
 
 def register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, with its mask function; repeats do nothing."""
     AttentionInterface.register(IMPLEMENTATION, attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, seen)
+    AttentionMaskInterface.register(IMPLEMENTATION, attention_context)
 
 
 def attention(
@@ -36,95 +36,41 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Seen | None,
+    attention_mask: AttentionContext | None,
     *,
-    dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    output_attentions: bool | None = None,
-    position_bias: Tensor | None = None,
-    heedful_input: Tensor | None = None,
-    heedful_source: Tensor | None = None,
     heedful_cache: object | None = None,
-    **others: object,
+    **passed: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' attention functions.
 
     Queries and keys arrive rotated, keys and values straight from the cache and not repeated. A
     sliding window is in the mask, so `sliding_window=` says nothing new.
     """
-    if output_attentions:
-        raise ValueError(
-            "output_attentions=True is not supported: no map is ever whole in memory; "
-            "heedful.look(model, input_ids) gives the maps of a short row"
-        )
-    if unknown := [x for x, value in others.items() if value is not None and x not in HARMLESS]:
-        raise ValueError(_UNKNOWN.format(type(module).__name__, ", ".join(sorted(unknown))))
-    layer = getattr(module, NAME, None)
-    if layer is None:
-        raise ValueError(
-            f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
-            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
-            "heedful.load(folder) loads one"
-        )
-    if dropout and not layer.takes_dropout:
-        raise ValueError(
-            f"attention dropout must be 0 with {type(layer).__name__}, got {dropout}; set "
-            "config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
-            "dropout_rate) to 0 before building it, or call model.eval()"
-        )
+    layer, context = _layer_in(module), _context(attention_mask)
+    _check_passed(module, layer, passed)
     _check_shape(module, layer, query, key)
-    if softcap is not None and not layer.capped:
-        raise ValueError(_UNKNOWN.format(type(module).__name__, "softcap"))
-    if s_aux is not None and not layer.sunk:
-        raise ValueError(_UNKNOWN.format(type(module).__name__, "s_aux"))
-    if attention_mask is not None and not isinstance(attention_mask, Seen):
-        raise ValueError(
-            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
-            f"{tuple(attention_mask.shape)}; for packed documents pass position_ids that restart "
-            "at 0"
-        )
-    visibility, ids, positions, _, target, shared = attention_mask or (None,) * 6
-    given = Given(
-        input=heedful_input,
-        source=heedful_source,
-        token_ids=_needed(module, layer, "token_ids", ids),
-        positions=_needed(module, layer, "positions", positions),
-        cache=heedful_cache if "cache" in layer.needs else None,
-        bias=_bias(module, layer, position_bias),
-        softcap=softcap,
-        sinks=s_aux,
-        dropout=dropout,
-        shared=shared,
+    given = _given(module, layer, context, passed, heedful_cache)
+    attend = {"decoder": _attend_causally, "encoder": _attend_both_ways, "cross": _attend_to_source}
+    output = attend[layer.shape.role](
+        module, (query, key, value), context, heedful_cache, is_causal, scale=scaling, given=given
     )
-    if "rotation" in layer.needs and (rotation := getattr(module, ROTATION)) is not None:
-        if positions is None:
-            raise ValueError(
-                f"{type(module).__name__} was called with positions of several axes, as of images, "
-                "and groups of tokens have none; give the model text alone"
-            )
-        given = given._replace(positions=positions, rotation=rotation)
-    if layer.shape.role != "decoder":
-        visibility = _both_ways(module, attention_mask, key)
-        held = heedful_cache if isinstance(heedful_cache, CrossLayerCache) else None
-        options = {"scale": scaling, "given": given}
-        if held is not None:
-            out = held.attend(
-                layer, query, key, value, visibility=visibility, target=target, **options
-            )
-        else:
-            if layer.shape.role == "cross":
-                visibility = of_source(visibility, target, query.shape[2])
-            out = layer(query, key, value, visibility=visibility, **options).output
-        return out.transpose(1, 2).contiguous(), None
-    held = heedful_cache if isinstance(heedful_cache, LayerCache) else None
-    held = held if held is not None and held.arrived else None  # else it was given another's keys
-    if held is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_causally(
+    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
+    is_causal: bool | None, **options: object,
+) -> Tensor:  # fmt: skip
+    """Attention of a decoder's tokens to each other, and to those that its cache has."""
+    layer, visibility, (query, key, _) = getattr(module, NAME), context.visibility, qkv
+    # Without tokens of this call it was another layer's cache that gave the keys.
+    own = cache if isinstance(cache, LayerCache) and cache.arrived else None
+    if own is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
-            "and without its own part of a cache, and this mechanism needs more of earlier tokens "
+            "and without its own layer of a cache, and this mechanism needs more of earlier tokens "
             "than their keys; call the model with use_cache=False"
         )
     if is_causal is False and (visibility is None or visibility.causal):
@@ -132,61 +78,148 @@ def attention(
             f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
             "is_causal=False to the whole model"
         )
-    if held is not None:
-        visibility = Visibility() if visibility is None else visibility
-        out = held.attend(
-            layer, query, key, value, visibility=visibility, scale=scaling, given=given
-        )
-    else:
-        visibility = None if visibility is None else visibility.last(key.shape[2])
-        out = layer(query, key, value, visibility=visibility, scale=scaling, given=given).output
-    return out.transpose(1, 2).contiguous(), None
+    if own is not None:
+        return own.attend(layer, *qkv, visibility=visibility or Visibility(), **options)
+    visibility = None if visibility is None else visibility.last(key.shape[2])
+    return layer(*qkv, visibility=visibility, **options).output
 
 
-def _both_ways(module: nn.Module, seen: Seen | None, key: Tensor) -> Visibility:
+def _attend_to_source(
+    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
+    is_causal: bool | None, **options: object,
+) -> Tensor:  # fmt: skip
+    """Attention of a decoder's tokens to an encoder's."""
+    layer, visibility = getattr(module, NAME), _two_sided(module, context, qkv[1])
+    if isinstance(cache, CrossLayerCache):
+        return cache.attend(layer, *qkv, visibility=visibility, target=context.target, **options)
+    visibility = of_source(visibility, context.target, qkv[0].shape[2])
+    return layer(*qkv, visibility=visibility, **options).output
+
+
+def _attend_both_ways(
+    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
+    is_causal: bool | None, **options: object,
+) -> Tensor:  # fmt: skip
+    """Attention of an encoder's tokens to each other."""
+    visibility = _two_sided(module, context, qkv[1])
+    return getattr(module, NAME)(*qkv, visibility=visibility, **options).output
+
+
+def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Visibility:
     """Who sees whom in an encoder, or of a source: no mask shows everything."""
-    if seen is None:
+    role, visibility = getattr(module, NAME).shape.role, context.visibility
+    if visibility is None:
         return Visibility(causal=False)
-    role, visibility = getattr(module, NAME).shape.role, seen.visibility
     if visibility.causal:
         raise ValueError(
             f"{type(module).__name__} was called with a causal mask, and it was converted as "
             f"{role!r} attention, which sees later tokens; call heedful.revert(model) first"
         )
     batch, tokens = key.shape[0], key.shape[2]
-    rows = batch if visibility.padding is None else len(visibility.padding)
-    if seen.keys != tokens or rows not in (1, batch):
+    sequences = batch if visibility.padding is None else len(visibility.padding)
+    if context.keys != tokens or sequences not in (1, batch):
         name = "encoder_attention_mask (attention_mask of the whole model)"
         raise ValueError(
             f"{name if role == 'cross' else 'attention_mask'} must be [{batch}, {tokens}], one "
-            f"entry per token of the source, got {(rows, seen.keys)}"
+            f"entry per token of the source, got {(sequences, context.keys)}"
         )
     return visibility
 
 
-def _bias(module: nn.Module, layer: Layer, bias: Tensor | None) -> Tensor | None:
-    """What the family adds to the logits, if it does."""
-    if layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True):
-        return None  # T5 makes zeros there, for want of a table
-    if bias is not None and not layer.biased:
-        raise ValueError(_UNKNOWN.format(type(module).__name__, "position_bias"))
-    if bias is not None and not layer.takes_bias:
+def _layer_in(module: nn.Module) -> Layer:
+    layer = getattr(module, NAME, None)
+    if layer is None:
         raise ValueError(
-            f"{type(module).__name__} adds a position bias to its logits, which "
-            f"{type(layer).__name__} does not take; convert to another mechanism"
+            f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
+            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
+            "heedful.load(folder) loads one"
         )
-    return bias
+    return layer
+
+
+def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
+    if mask is None:
+        return AttentionContext()
+    if not isinstance(mask, AttentionContext):
+        raise ValueError(
+            f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
+            f"{tuple(mask.shape)}; for packed documents pass position_ids that restart at 0"
+        )
+    return mask
+
+
+def _check_passed(module: nn.Module, layer: Layer, passed: dict[str, object]) -> None:
+    """Raise unless all that the family passes to its attention is served."""
+    if passed.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True is not supported: no map is ever whole in memory; "
+            "heedful.look(model, input_ids) gives the maps of a short sequence"
+        )
+    values = {name for name, value in passed.items() if value is not None}
+    absent = {name for name, term in _TERMS.items() if term not in layer.host.terms}
+    if _has_no_cross_bias(module, layer):
+        absent.discard("position_bias")
+    if unknown := values & absent | values - _SERVED - HARMLESS:
+        raise ValueError(
+            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which "
+            "a converted model does not serve and will not drop; call heedful.revert(model)"
+        )
+    if passed.get("dropout") and "dropout" not in layer.takes:
+        raise ValueError(
+            f"attention dropout must be 0 with {type(layer).__name__}, got {passed['dropout']}; "
+            "set config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
+            "dropout_rate) to 0 before building it, or call model.eval()"
+        )
+
+
+def _has_no_cross_bias(module: nn.Module, layer: Layer) -> bool:
+    """Whether the family passes zeros for a bias: T5 does in cross-attention, for want of one."""
+    return layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True)
 
 
 def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:
     shape = layer.shape
     heads = query.shape[1] // layer.queries_per_head
-    found = (heads, key.shape[1] // layer.keys_per_head, query.shape[3])
-    if found != (shape.heads, shape.key_heads, shape.dim) and not layer.any_shape:
+    actual = (heads, key.shape[1] // layer.keys_per_head, query.shape[3])
+    if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_shape:
         raise ValueError(
-            f"{type(module).__name__} attends with {found[0]} heads, {found[1]} key heads and head "
-            f"dim {found[2]}, and its configuration says {shape}; this family does not fit"
+            f"{type(module).__name__} attends with {actual[0]} heads, {actual[1]} key heads and "
+            f"head dim {actual[2]}, and its configuration says {shape}; this family does not fit"
         )
+
+
+def _given(
+    module: nn.Module, layer: Layer, context: AttentionContext, passed: dict, cache: object
+) -> Given:
+    """What the layer gets beside queries, keys and values."""
+    bias = passed.get("position_bias")
+    if _has_no_cross_bias(module, layer):
+        bias = None
+    if bias is not None and "bias" not in layer.takes:
+        raise ValueError(
+            f"{type(module).__name__} adds a position bias to its logits, which "
+            f"{type(layer).__name__} does not take; convert to another mechanism"
+        )
+    given = Given(
+        input=passed.get("heedful_input"),
+        source=passed.get("heedful_source"),
+        token_ids=_needed(module, layer, "token_ids", context.token_ids),
+        positions=_needed(module, layer, "positions", context.positions),
+        cache=cache if "cache" in layer.needs else None,
+        bias=bias,
+        softcap=passed.get("softcap"),
+        sinks=passed.get("s_aux"),
+        dropout=passed.get("dropout") or 0.0,
+        shared=context.shared,
+    )
+    if "rotation" not in layer.needs or (rotation := getattr(module, ROTATION)) is None:
+        return given
+    if context.positions is None:
+        raise ValueError(
+            f"{type(module).__name__} was called with positions of several axes, as of images, "
+            "and groups of tokens have none; give the model text alone"
+        )
+    return given._replace(positions=context.positions, rotation=rotation)
 
 
 def _needed(module: nn.Module, layer: Layer, name: str, x: Tensor | None) -> Tensor | None:
@@ -220,10 +253,10 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if (cache := cache_among(kwargs)) is not None:
         own["heedful_cache"] = layer_cache(cache, module)
     if layer.needs & {"unprojected", "unrotated"}:
-        for door in getattr(module, DOORS):
-            door.follow()
-        mask = next((x for x in (*rest, *kwargs.values()) if isinstance(x, Seen)), None)
-        visibility = None if mask is None else mask.visibility
+        for hook in getattr(module, PROJECTION_HOOKS):
+            hook.follow()
+        contexts = (x for x in (*rest, *kwargs.values()) if isinstance(x, AttentionContext))
+        visibility = next(contexts, AttentionContext()).visibility
         call = begin_call(layer, visibility, own.get("heedful_cache"))
         if "unprojected" in layer.needs:
             tokens = call.tokens(layer, "input", hidden_states)

@@ -1,4 +1,4 @@
-"""What a conversion is asked for: which layers get which mechanism, and in which attention."""
+"""The plan of a conversion: which layers get which mechanism, and in which attention."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -8,123 +8,136 @@ from heedful.nn import Mechanism, Role, mechanism
 from heedful.nn.shape import ROLES
 
 
-class Part(NamedTuple):
-    """What one mechanism is asked for.
+class Assignment(NamedTuple):
+    """Where one mechanism is to be.
 
     layers: indices, of layers that have such attention.
-    roles: where it is to stand.
-    asked: whether these roles were named; else it stands in those where it is defined.
+    roles: in which attention of these layers.
+    explicit: whether the caller named the roles; else it is put where it is defined.
     """
 
     layers: tuple[int, ...]
     roles: tuple[Role, ...]
-    asked: bool
+    explicit: bool
 
 
 def make_plan(
-    given: Mechanism | str | Mapping,
+    mechanisms: Mechanism | str | Mapping,
     layers: Iterable[int] | None,
     where: Role | Iterable[Role] | Mapping | None,
-    found: Iterable[Attention],
+    attention: Iterable[Attention],
     model: str,
-) -> dict[Mechanism, Part]:
+) -> dict[Mechanism, Assignment]:
     """Which layers get which mechanism and where, checked; arguments as of `convert`.
 
-    `found` is the attention of the model, whose class is called `model`.
+    `attention` is that of the model, whose class is called `model`.
     """
-    known: dict[Role, set[int]] = {}
-    for one in found:
-        known.setdefault(one.role, set()).add(one.index)
-    if not isinstance(given, Mapping):
+    indices: dict[Role, set[int]] = {}
+    for module in attention:
+        indices.setdefault(module.role, set()).add(module.index)
+    if not isinstance(mechanisms, Mapping):
         if isinstance(where, Mapping):
             raise ValueError("where must be a role or several where mechanism is a single one")
-        config, (roles, asked) = _mechanism(given), _roles(where, known, model)
-        return {config: Part(_layers(layers, _union(known, roles)), roles, asked)}
+        config, (roles, explicit) = _mechanism(mechanisms), _roles(where, indices, model)
+        return {config: Assignment(_layers(layers, _union(indices, roles)), roles, explicit)}
     if layers is not None:
         raise ValueError("layers must be None where mechanism names the layers of each mechanism")
-    if not given:
+    if not mechanisms:
         raise ValueError("mechanism must name at least one mechanism with its layers, got {}")
-    roles_of = _where_each(where, given)
-    plan: dict[Mechanism, Part] = {}
-    for one, those in given.items():
-        config, (roles, asked) = _mechanism(one), _roles(roles_of[one], known, model)
-        chosen = _layers(those, _union(known, roles))
-        others = [part.layers for part in plan.values() if {*part.roles} & {*roles}]
+    roles_of = _where_each(where, mechanisms)
+    plan: dict[Mechanism, Assignment] = {}
+    for name, layers_of_it in mechanisms.items():
+        config, (roles, explicit) = _mechanism(name), _roles(roles_of[name], indices, model)
+        chosen = _layers(layers_of_it, _union(indices, roles))
+        others = [x.layers for x in plan.values() if {*x.roles} & {*roles}]
         if twice := sorted({i for taken in others for i in taken} & set(chosen)):
             raise ValueError(f"layers must have one mechanism each, got several for {twice}")
         if config in plan:
             raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
-        plan[config] = Part(chosen, roles, asked)
+        plan[config] = Assignment(chosen, roles, explicit)
     return plan
 
 
-def settled(
-    plan: dict[Mechanism, Part], roles: dict[Mechanism, set[Role]], model: str
+def mechanism_at(plan: dict[Mechanism, Assignment], attention: Attention) -> Mechanism | None:
+    """The mechanism that the plan has for an attention module: at most one."""
+    for config, assignment in plan.items():
+        if attention.role in assignment.roles and attention.index in assignment.layers:
+            return config
+    return None
+
+
+def settled_roles(
+    plan: dict[Mechanism, Assignment], defined: set[tuple[Mechanism | None, Role]], model: str
 ) -> dict[Mechanism, tuple[Role, ...]]:
-    """The roles in which mechanisms stand now, in order; raises where one stands nowhere."""
-    for config, part in plan.items():
+    """The roles in which mechanisms are now, in order; raises where one is nowhere.
+
+    `defined` has the mechanism and the role of every attention module.
+    """
+    roles = {config: tuple(x for x in ROLES if (config, x) in defined) for config in plan}
+    for config, assignment in plan.items():
         if not roles[config]:
             raise ValueError(
-                f"mechanism {config} is not defined in {' or '.join(part.roles)} attention, which "
-                f"is all that {model} has in these layers; take another mechanism"
+                f"mechanism {config} is not defined in {' or '.join(assignment.roles)} attention, "
+                f"which is all that {model} has in these layers; take another mechanism"
             )
-    return {config: tuple(x for x in ROLES if x in roles[config]) for config in plan}
+    return roles
 
 
 def _roles(
-    where: Role | Iterable[Role] | None, known: dict[Role, set[int]], model: str
+    where: Role | Iterable[Role] | None, indices: dict[Role, set[int]], model: str
 ) -> tuple[tuple[Role, ...], bool]:
-    """The roles that are meant, in order, and whether they were named."""
+    """The roles that `where` names, in order, and whether it names any."""
     if where is None:
-        return tuple(role for role in ROLES if role in known), False
+        return tuple(role for role in ROLES if role in indices), False
     several = isinstance(where, Iterable) and not isinstance(where, str)
     named = list(where) if several else [where]
     if not named or not all(isinstance(x, str) and x in ROLES for x in named):
         raise ValueError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
-    if missing := [role for role in named if role not in known]:
+    if missing := [role for role in named if role not in indices]:
         raise ValueError(
-            f"where={missing[0]!r}: {model} has no such attention, but {' and '.join(known)}"
+            f"where={missing[0]!r}: {model} has no such attention, but {' and '.join(indices)}"
         )
     return tuple(role for role in ROLES if role in named), True
 
 
-def _where_each(where: object, given: Mapping) -> dict:
-    """Places by mechanism, as it is named in `given`."""
+def _where_each(where: object, mechanisms: Mapping) -> dict:
+    """Roles by mechanism, as it is named in `mechanisms`."""
     if not isinstance(where, Mapping):
-        return dict.fromkeys(given, where)
-    named = {_mechanism(one): roles for one, roles in where.items()}
-    if named.keys() != {_mechanism(one) for one in given}:
+        return dict.fromkeys(mechanisms, where)
+    named = {_mechanism(name): roles for name, roles in where.items()}
+    if named.keys() != {_mechanism(name) for name in mechanisms}:
         raise ValueError(
-            f"where must name the roles of the same mechanisms, got {list(where)} for {list(given)}"
+            f"where must name the roles of the same mechanisms, got {list(where)} for "
+            f"{list(mechanisms)}"
         )
-    return {one: named[_mechanism(one)] for one in given}
+    return {name: named[_mechanism(name)] for name in mechanisms}
 
 
-def _union(known: dict[Role, set[int]], roles: Iterable[Role]) -> set[int]:
-    return set().union(*(known[role] for role in roles))
+def _union(indices: dict[Role, set[int]], roles: Iterable[Role]) -> set[int]:
+    return set().union(*(indices[role] for role in roles))
 
 
-def _mechanism(given: Mechanism | str) -> Mechanism:
-    if isinstance(given, str):
-        return mechanism(given)
-    if not isinstance(given, Mechanism):
+def _mechanism(config: Mechanism | str) -> Mechanism:
+    if isinstance(config, str):
+        return mechanism(config)
+    if not isinstance(config, Mechanism):
         raise ValueError(
             f"mechanism must be a name or a configuration such as heedful.MultiToken(), got "
-            f"{given!r}"
+            f"{config!r}"
         )
-    return given
+    return config
 
 
-def _layers(layers: Iterable[int] | None, known: set[int]) -> tuple[int, ...]:
+def _layers(layers: Iterable[int] | None, indices: set[int]) -> tuple[int, ...]:
     if layers is None:
-        return tuple(sorted(known))
+        return tuple(sorted(indices))
     whole = isinstance(layers, Iterable) and not isinstance(layers, str)
     layers = list(layers) if whole else layers
     if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
     chosen = sorted(set(layers))
-    if unknown := [index for index in chosen if index not in known]:
-        raise ValueError(f"layers must be among 0 to {max(known)}, got {unknown}")
+    if unknown := [index for index in chosen if index not in indices]:
+        raise ValueError(f"layers must be among 0 to {max(indices)}, got {unknown}")
     if not chosen:
         raise ValueError("layers must name at least one layer, got none; None converts all")
     return tuple(chosen)

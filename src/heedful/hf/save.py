@@ -57,7 +57,7 @@ def save_converted(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as made:
         converted = use_cache_settings(model), model.config.architectures
-        set_use_cache(model, conversion._before["use_cache"])
+        set_use_cache(model, conversion._stock.use_cache)
         try:
             save(made, **options)
         finally:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import check_choice, is_whole
-from heedful.nn.layer import ALONE, Part, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -93,7 +93,7 @@ class CanonAttention(StandardAttention):
         return _convolved(x, self.kernels["input"], tokens)
 
     def before_rotation(
-        self, part: Part, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
     ) -> Float[Tensor, "B T H D"]:
         """Canon-B."""
         past = None if tokens.past is None else tokens.past.flatten(2)

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from heedful.nn.layer import (
     ALONE,
     NOTHING,
+    TERMS,
     Given,
     Layer,
     LayerOutput,
     Maps,
-    Part,
+    Projection,
     Step,
     Tokens,
     check_given,
@@ -44,10 +45,7 @@ class DifferentialAttention(Layer):
     """Lambda vectors and norm of one differential layer."""
 
     roles = frozenset(ROLES)
-    takes_bias = True
-    takes_softcap = True
-    takes_sinks = True
-    takes_dropout = True
+    takes = TERMS
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -161,7 +159,7 @@ class DifferentialV2Attention(StandardAttention):
         self.lam.weight.zero_()
 
     def before_rotation(
-        self, part: Part, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
     ) -> Float[Tensor, "B T n*H D"]:
         """The model's queries, each with a second one beside it; keys and values as they are."""
         if part != "q":

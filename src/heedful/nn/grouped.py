@@ -151,7 +151,8 @@ class GroupedAttention(Layer):
         self.config = config
         self.roles = frozenset(_roles(config))
         # A decoder's cache has no bias for tokens that are away; in cross-attention there is none.
-        self.takes_bias = shape.role == "encoder" and config.queries == "tokens" and not config.zoom
+        if shape.role == "encoder" and config.queries == "tokens" and not config.zoom:
+            self.takes = frozenset({"bias"})
         shape = replace(shape, hidden=shape.source or shape.hidden)  # what groups are made of
         stride = config.stride
         if stride is None:

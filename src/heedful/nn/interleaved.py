@@ -7,7 +7,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import is_whole
-from heedful.nn.layer import ALONE, NOTHING, Given, LayerOutput, Maps, Part, Rotation, Tokens
+from heedful.nn.layer import (
+    ALONE,
+    NOTHING,
+    TERMS,
+    Given,
+    LayerOutput,
+    Maps,
+    Projection,
+    Rotation,
+    Tokens,
+)
 from heedful.nn.layer import parameter as empty_parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
@@ -56,7 +66,7 @@ class InterleavedHeadsAttention(StandardAttention):
     """The mixtures of one layer. Causal, and so of a decoder's self-attention alone."""
 
     any_shape = False
-    takes_bias = False
+    takes = TERMS - {"bias"}
 
     def __init__(self, config: InterleavedHeads, shape: HeadShape) -> None:
         super().__init__(Standard(config.window), shape)
@@ -79,7 +89,7 @@ class InterleavedHeadsAttention(StandardAttention):
         self.collapse.div_(self.config.pseudo)
 
     def before_rotation(
-        self, part: Part, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
     ) -> Float[Tensor, "B T n*H D"]:
         """The pseudo-heads, those of one head side by side."""
         mixing = self.mixing[part]

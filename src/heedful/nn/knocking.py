@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import check_choice
-from heedful.nn.layer import ALONE, Part, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -31,7 +31,7 @@ class KnockingHeads:
     Source: Zhou et al., "Knocking-Heads Attention", arXiv 2510.23052, sections 3.2 and 3.3.
     """
 
-    parts: tuple[Part, ...] = ("v",)
+    parts: tuple[Projection, ...] = ("v",)
     form: Literal["linear", "mlp"] = "linear"
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class KnockingHeadsAttention(StandardAttention):
             matrix.zero_() if name == "gate" else nn.init.eye_(matrix)
 
     def before_rotation(
-        self, part: Part, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
     ) -> Float[Tensor, "B T H D"]:
         """These features of every head through the matrix that all heads share."""
         if part not in self.config.parts:

@@ -1,6 +1,6 @@
 """The layer contract: what a mechanism's layer declares, is given, and returns."""
 
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +14,10 @@ from heedful.ops.impl import Impl
 Need = Literal[
     "input", "source", "token_ids", "positions", "cache", "unprojected", "unrotated", "rotation"
 ]  # fmt: skip
-Part = Literal["q", "k", "v"]
+Projection = Literal["q", "k", "v"]
+Term = Literal["bias", "softcap", "sinks", "dropout"]
+"""What a model's family may do to logits and weights, beside scale and mask."""
+TERMS: frozenset[Term] = frozenset(get_args(Term))
 
 
 class Rotation(Protocol):
@@ -62,13 +65,13 @@ class Given(NamedTuple):
     shared: what the layers of one forward pass keep for each other.
     bias: what the model's family adds to the logits that enter the softmax, `[1 or B, 1 or H, Tq,
         Tk]`: T5's relative position bias. Handed over without being asked for: a layer that does
-        not add it (`takes_bias`) cannot serve such a family.
+        not add it (`"bias" in takes`) cannot serve such a family.
     softcap: where the family caps its logits (Gemma 2), the largest size of one before the bias is
-        added. Handed over like the bias, to layers that cap (`takes_softcap`).
+        added. Handed over like the bias, to layers that cap (`"softcap" in takes`).
     sinks: where the family has them (GPT-OSS), a logit per query head in the softmax's sum alone,
-        `[H]`. Handed over like the bias, to layers that have sinks (`takes_sinks`).
+        `[H]`. Handed over like the bias, to layers that have sinks (`"sinks" in takes`).
     dropout: while a model trains with attention dropout, the share of weights to drop. Handed over
-        like the bias, to layers that drop (`takes_dropout`).
+        like the bias, to layers that drop (`"dropout" in takes`).
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -185,17 +188,27 @@ class Step(NamedTuple):
     logits: bool
 
 
+class Host(NamedTuple):
+    """What the integration says of the attention module that a layer is in.
+
+    terms: what the module's family does to its logits and weights.
+    own_cache: whether the module has a layer of a cache to itself.
+    """
+
+    terms: frozenset[Term] = frozenset()
+    own_cache: bool = True
+
+
 class Layer(nn.Module):
     """What stands between queries, keys and values of one attention module.
 
-    A built layer is initialised: its constructor sets every parameter. Whatever holds it (the door
-    to transformers, a model of one's own) serves what the attributes declare and guesses nothing.
+    The constructor initialises every parameter. The caller (the integration with transformers, a
+    model of one's own) serves what the attributes declare and guesses nothing.
 
-    roles: where the mechanism is defined; in others the door refuses it.
-    takes_bias: whether `forward` adds `given.bias` to its logits.
-    takes_softcap: whether `forward` caps its logits at `given.softcap`.
-    takes_sinks: whether its softmax has `given.sinks`.
-    takes_dropout: whether `forward` drops a share `given.dropout` of its weights.
+    The mechanism declares, on its class or in its constructor:
+
+    roles: where the mechanism is defined; in others it is refused.
+    takes: which of the family's terms `forward` applies, from `given`.
     needs: what `forward` gets in `given`; `"unprojected"` asks for calls of `before_projection`,
         `"unrotated"` for those of `before_rotation`.
     past_inputs: how many earlier tokens' rows these two read, in causal self-attention.
@@ -204,26 +217,26 @@ class Layer(nn.Module):
     past_queries: how many earlier query rows the newest output depends on.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
         `LayerOutput`, and what `beside` gives.
-    keeps_first: whether the first token of a row must never leave a cache.
+    keeps_first: whether the first token of a sequence must never leave a cache.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
-    impl: which implementation runs; a choice for a machine, not of the mechanism.
     any_shape: whether other heads than those of `shape` will do as well.
-    own_cache: whether the module that holds it has a part of a cache to itself, as the door says.
-    biased: whether the family of the module that holds it adds a bias to the logits, as the door
-        says.
-    capped, sunk: whether that family caps its logits, or has sinks, as the door says.
     reports_memory: whether `forward` returns memory while `tau` is set.
-    tau: cap of the memory in `LayerOutput.memory`; a choice of the training, not of the mechanism.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
+
+    The integration sets once:
+
+    host: what the attention module around it does.
+    impl: which implementation runs; a choice for a machine, not of the mechanism.
+
+    Training sets:
+
+    tau: cap of the memory in `LayerOutput.memory`; `None` for no memory.
     """
 
     roles: frozenset[Role] = frozenset({"decoder"})
-    takes_bias: bool = False
-    takes_softcap: bool = False
-    takes_sinks: bool = False
-    takes_dropout: bool = False
+    takes: frozenset[Term] = frozenset()
     needs: frozenset[Need] = frozenset()
     past_inputs: int = 0
     queries_per_head: int = 1
@@ -233,16 +246,14 @@ class Layer(nn.Module):
     keeps_first: bool = False
     window: int | None = None
     input_factor: float = 1.0
-    impl: Impl = "auto"
     any_shape: bool = False
-    own_cache: bool = True
-    biased: bool = False
-    capped: bool = False
-    sunk: bool = False
     reports_memory: bool = False
-    tau: float | None = None
     summarises: bool = False
     learns_groups: bool = False
+
+    host: Host = Host()
+    impl: Impl = "auto"
+    tau: float | None = None
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -265,7 +276,7 @@ class Layer(nn.Module):
         return x
 
     def before_rotation(
-        self, part: Part, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
+        self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
     ) -> Float[Tensor, "B T n*H D"]:
         """Queries, keys or values as the projection gave them, before norms and rotation.
 

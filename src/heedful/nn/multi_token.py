@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import check_choice, is_whole
-from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Step, parameter
+from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps, Step, parameter
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.mta.reference import multi_token_attention_map
@@ -170,10 +170,7 @@ class MultiTokenAttention(Layer):
     """
 
     roles = frozenset(ROLES)
-    takes_bias = True
-    takes_softcap = True
-    takes_sinks = True
-    takes_dropout = True
+    takes = TERMS
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import check_choice, is_whole
-from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Step, check_given
+from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps, Step, check_given
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
@@ -57,10 +57,7 @@ class SelectiveAttention(Layer):
     Defined where there are earlier queries: in a decoder's self-attention alone.
     """
 
-    takes_bias = True
-    takes_softcap = True
-    takes_sinks = True
-    takes_dropout = True
+    takes = TERMS
     keeps = ("F",)
     reports_memory = True
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.checks import is_whole
-from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps
+from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps
 from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
@@ -83,10 +83,7 @@ class StandardAttention(Layer):
     """
 
     any_shape = True
-    takes_bias = True
-    takes_softcap = True
-    takes_sinks = True
-    takes_dropout = True
+    takes = TERMS
 
     def __init__(self, config: Standard, shape: HeadShape) -> None:
         super().__init__(shape)

@@ -26,7 +26,7 @@ from heedful.commands.models import (
 from heedful.commands.train.options import SIZES, Training
 from heedful.data import pieces
 from heedful.hf import conversion_of, convert, load
-from heedful.hf.convert import ConvertedModel
+from heedful.hf.converted_model import ConvertedModel
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"

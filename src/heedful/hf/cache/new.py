@@ -174,7 +174,7 @@ def _kind_for(module: nn.Module) -> type[LayerCache]:
     """The kind of cache that a module's mechanism goes on from."""
     if module.heedful.summarises:
         return SummaryCache
-    return BiasedLayerCache if module.heedful.biased else LayerCache
+    return BiasedLayerCache if "bias" in module.heedful.host.terms else LayerCache
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
@@ -228,7 +228,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | CrossLayerCach
     if isinstance(found, LayerCache):
         found.check_owner(layer)
         return found
-    if type(found) in _STOCK and found.get_seq_length() == 0 and layer.own_cache:
+    if type(found) in _STOCK and found.get_seq_length() == 0 and layer.host.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
         made = _kind_for(module)(layer, getattr(found, "sliding_window", None))

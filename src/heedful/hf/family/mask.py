@@ -1,11 +1,11 @@
 """What a family's mask function shows, turned into a `Visibility` and held against it.
 
 transformers asks a registered function once per forward pass for the mask of each kind of layer,
-and hands the answer to every attention layer. `seen` is that function. A mask function made of
-code and numbers alone shows the same in every pass, so that it is sampled once, on the CPU. One
-that holds tensors (of images, of packed documents) is sampled in every pass: which token sees the
-one before it gives documents and chunks, which sees the one after it gives images, and a few whole
-rows are compared with the `Visibility` that goes on in its place. What a `Visibility` cannot
+and hands the answer to every attention layer. `attention_context` is that function. A mask function
+made of code and numbers alone shows the same in every pass, so that it is sampled once, on the CPU.
+One that holds tensors (of images, of packed documents) is sampled in every pass: which token sees
+the one before it gives documents and chunks, which sees the one after it gives images, and a few
+whole rows are compared with the `Visibility` that goes on in its place. What a `Visibility` cannot
 express is refused.
 """
 
@@ -35,32 +35,38 @@ _ROWS = 8  # whole rows of the family's mask that are compared
 _TENSOR = "a tensor"  # stands for one in what a mask function is made of
 
 
-class Seen(NamedTuple):
-    """What the attention layers of one kind are handed in place of a mask.
+class AttentionContext(NamedTuple):
+    """What the attention layers of one kind get in place of a mask.
 
     It goes the way of the mask, through the family's own code, so that a layer that is computed
-    again in the backward pass gets the same. In `shared` layers keep things for each other.
+    again in the backward pass gets the same.
+
+    visibility: who sees whom; `None` where the family hands over no mask.
+    token_ids, positions: of the tokens of this call.
+    keys: how many keys the visibility is about.
+    target: which tokens so far of a decoder's sequence are not padding.
+    shared: where the layers of one forward pass keep things for each other.
     """
 
-    visibility: Visibility
-    token_ids: Int[Tensor, "B T"] | None
-    positions: Int[Tensor, "#B T"] | None
-    keys: int  # that it is about
-    target: Bool[Tensor, "B n"] | None = None  # real tokens of a decoder's row so far
+    visibility: Visibility | None = None
+    token_ids: Int[Tensor, "B T"] | None = None
+    positions: Int[Tensor, "#B T"] | None = None
+    keys: int = 0
+    target: Bool[Tensor, "B n"] | None = None
     shared: Shared | None = None
 
 
-def seen(*args: object, **kwargs: object) -> Seen:
+def attention_context(*args: object, **kwargs: object) -> AttentionContext:
     """The mask function that transformers calls: `visibility_for`, with ids and positions.
 
-    A decoder asks for the mask of its own row first, then for that of the source's, which says
+    A decoder asks for the mask of its own sequence first, then for that of the source's, which says
     nothing of the target's padding: it is noted in between.
     """
     visibility, now = visibility_for(*args, **kwargs), forward_pass()
     if visibility.causal:
         now.target = visibility.padding
     keys = kwargs["kv_length"] if "kv_length" in kwargs else args[2]
-    return Seen(visibility, now.token_ids, now.positions, keys, now.target, now.shared)
+    return AttentionContext(visibility, now.token_ids, now.positions, keys, now.target, now.shared)
 
 
 def visibility_for(

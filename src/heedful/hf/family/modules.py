@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.nn import HeadShape, Role
+from heedful.nn.layer import Term
 
 # What a family may pass to its attention function by name: without a say in the weights, or read.
 _PASSED = frozenset(
@@ -86,21 +87,16 @@ def role_of(module: nn.Module) -> Role:
     return "cross" if crosses or (decodes and takes) else "encoder"
 
 
-def adds_bias(module: nn.Module) -> bool:
-    """Whether a family's attention adds a bias of its own to the logits, as T5's."""
-    return "position_bias" in _passed(_own_class(type(module)))
-
-
-def caps_logits(module: nn.Module) -> bool:
-    """Whether a family's attention function caps its logits, as Gemma 2's."""
-    passes = "softcap" in _passed(_own_class(type(module)))
-    return passes and getattr(module, "attn_logit_softcapping", None) is not None
-
-
-def has_sinks(module: nn.Module) -> bool:
-    """Whether a family's attention function has sinks in its softmax, as GPT-OSS's."""
-    passes = "s_aux" in _passed(_own_class(type(module)))
-    return passes and isinstance(getattr(module, "sinks", None), nn.Parameter)
+def terms_of(module: nn.Module) -> frozenset[Term]:
+    """What a family's attention does to its logits: a bias as T5's, a cap as Gemma 2's, sinks."""
+    passed = _passed(_own_class(type(module)))
+    terms = {
+        "bias": "position_bias" in passed,
+        "softcap": "softcap" in passed
+        and getattr(module, "attn_logit_softcapping", None) is not None,
+        "sinks": "s_aux" in passed and isinstance(getattr(module, "sinks", None), nn.Parameter),
+    }
+    return frozenset(name for name, present in terms.items() if present)
 
 
 def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
@@ -199,12 +195,13 @@ def _obstacle(module: nn.Module, role: Role) -> str | None:
         return "it does not go through transformers' attention interface"
     if any(hasattr(module, name) for name in ("kv_lora_rank", "kv_a_proj_with_mqa")):
         return "it compresses keys and values (multi-head latent attention)"
-    if getattr(config, "attn_logit_softcapping", None) is not None and not caps_logits(module):
+    terms = terms_of(module)
+    if getattr(config, "attn_logit_softcapping", None) is not None and "softcap" not in terms:
         return (
             "its configuration soft-caps logits and it does not tell its attention function; set "
             "config.attn_logit_softcapping = None if the model can do without"
         )
-    if isinstance(getattr(module, "sinks", None), nn.Parameter) and not has_sinks(module):
+    if isinstance(getattr(module, "sinks", None), nn.Parameter) and "sinks" not in terms:
         return "it has attention sinks and does not tell its attention function"
     if not isinstance(module.layer_idx, int) and role != "encoder":
         return "its layer index is not set"

@@ -1,4 +1,4 @@
-"""The door before the rotation: a layer changes what goes into a family's projections and out.
+"""Hooks on projections: a layer changes what goes into a family's projections and out of them.
 
 A layer that declares it is called with the module's input, and with queries, keys and values as
 the projections give them; norms, rotation and cache remain the family's. Where one projection makes
@@ -18,16 +18,16 @@ from heedful.hf.cache.layer import LayerCache
 from heedful.hf.family.modules import SOURCES
 from heedful.hf.versions import attention_replaced
 from heedful.nn import HeadShape, Layer, Tokens
-from heedful.nn.layer import Part
+from heedful.nn.layer import Projection
 from heedful.ops import Visibility
 
 NAME = "heedful"
 """What a converted attention module calls its layer."""
 
-DOORS = "heedful_doors"
-"""What a converted attention module calls its doors, where its layer needs any."""
+PROJECTION_HOOKS = "heedful_projection_hooks"
+"""What a converted attention module calls the hooks on its projections."""
 
-PARTS: tuple[Part, ...] = ("q", "k", "v")
+PARTS: tuple[Projection, ...] = ("q", "k", "v")
 _APART = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
 _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
@@ -69,7 +69,7 @@ def end_call() -> None:
     _under_way.call = None
 
 
-class Changed(NamedTuple):
+class ProjectionEdit(NamedTuple):
     """A forward hook that lets a layer change what a projection gives.
 
     A class, so that models can be copied and pickled.
@@ -82,7 +82,7 @@ class Changed(NamedTuple):
     """
 
     attention: nn.Module
-    parts: tuple[Part, ...]
+    parts: tuple[Projection, ...]
     widths: tuple[int, ...]
     order: Int[Tensor, " C"] | None = None
     back: Int[Tensor, " C"] | None = None
@@ -101,14 +101,14 @@ class Changed(NamedTuple):
         return output if self.back is None else output.index_select(-1, self.back.to(output.device))
 
 
-class Door:
+class ProjectionHook:
     """One projection of an attention module, and the hook on it.
 
     name: what the attention module calls the projection.
     module: what stands there and has the hook.
     """
 
-    def __init__(self, name: str, hook: Changed) -> None:
+    def __init__(self, name: str, hook: ProjectionEdit) -> None:
         self.name, self.hook, self.module = name, hook, None
 
     def follow(self) -> None:
@@ -118,7 +118,7 @@ class Door:
             return
         self.close()
         for key, hook in list(module._forward_hooks.items()):  # torch.ao copies hooks as it swaps
-            if isinstance(hook, Changed) and hook.attention is self.hook.attention:
+            if isinstance(hook, ProjectionEdit) and hook.attention is self.hook.attention:
                 del module._forward_hooks[key]
         self.module, self.handle = module, module.register_forward_hook(self.hook)
 
@@ -129,7 +129,7 @@ class Door:
             self.module = None
 
 
-def doors(module: nn.Module, layer: Layer) -> list[Door]:
+def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
     """The projections of an attention module as a layer can change them; nothing is hooked yet.
 
     Raises:
@@ -153,7 +153,10 @@ def doors(module: nn.Module, layer: Layer) -> list[Door]:
         if several != (1, 1):
             _check_widened(module, names, shape, *several)
         each = zip(names, PARTS, widths, strict=True)
-        return [Door(name, Changed(module, (part,), (width,))) for name, part, width in each]
+        return [
+            ProjectionHook(name, ProjectionEdit(module, (part,), (width,)))
+            for name, part, width in each
+        ]
     fused = [name for name in _FUSED if isinstance(getattr(module, name, None), nn.Module)]
     if len(fused) != 1:
         raise _refused(
@@ -169,7 +172,7 @@ def doors(module: nn.Module, layer: Layer) -> list[Door]:
         )
     order = _order(module, fused[0], shape, widths)
     back = None if order is None else order.argsort()
-    return [Door(fused[0], Changed(module, PARTS, widths, order, back))]
+    return [ProjectionHook(fused[0], ProjectionEdit(module, PARTS, widths, order, back))]
 
 
 class _Reached(Exception):

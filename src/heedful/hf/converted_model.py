@@ -1,0 +1,163 @@
+"""The class of a converted model: generates with caches of heedful, saves the mechanism with it."""
+
+import copy
+import functools
+import warnings
+
+from transformers import Cache, PreTrainedModel
+from transformers.generation import GenerationMode
+
+from heedful.hf.adapters import warn_if_left_behind
+from heedful.hf.attention import IMPLEMENTATION, register_attention
+from heedful.hf.cache.new import (
+    EncoderDecoderKVCache,
+    attention_modules,
+    cache_places,
+    end_past_recording,
+    new_cache,
+    prepare,
+    stock_layers,
+)
+from heedful.hf.save import save_converted
+from heedful.hf.versions import (
+    OwnCacheInGenerate,
+    cache_among,
+    generate_options,
+    makes_dynamic_cache,
+    mark_as_given,
+)
+
+
+class ConvertedModel(OwnCacheInGenerate):
+    """Mixed into a family's model class: saves the mechanism, refuses to lose it silently."""
+
+    def generate(self, *args, **kwargs):
+        """As the family's; without a cache where the family keeps its tokens in one of its own."""
+        if not caches(self):
+            kwargs = without_cache(kwargs)
+        return super().generate(*args, **generate_options(kwargs))
+
+    def cache_for_generate(self, generation_config, cache: Cache | None, mode) -> Cache | None:
+        """A cache of heedful where transformers would make a dynamic one."""
+        kinds = (None, "dynamic", "offloaded")
+        implementation = generation_config.cache_implementation
+        ours = generation_config.use_cache is not False and caches(self, exactly=True)
+        if cache is not None and ours:
+            prepare(cache, self)
+            if mode != GenerationMode.ASSISTED_GENERATION and not generation_config.is_assistant:
+                end_past_recording(cache)
+            if isinstance(cache, EncoderDecoderKVCache) and implementation is None:
+                mark_as_given(cache)
+                return cache
+        elif ours and implementation in kinds:
+            new = new_cache(self, offloading=implementation == "offloaded")
+            if generation_config.is_assistant:
+                new.activate_past_recording()
+            return new
+        elif implementation not in kinds:
+            raise ValueError(
+                f"cache_implementation={implementation!r} is not served by a converted model: its "
+                "cache grows (static ones do not) and keeps more than keys and values (quantized "
+                "ones do not); leave it out, or 'offloaded'"
+            )
+        return None
+
+    def generate_batch(self, *args, **kwargs) -> None:
+        """Refused: continuous batching puts another attention and another cache in place."""
+        raise ValueError(
+            "generate_batch (continuous batching) has an attention and a cache of its own, which "
+            "would switch the mechanism off; call generate() with a padded batch, or "
+            "heedful.revert(model) first"
+        )
+
+    init_continuous_batching = generate_batch
+
+    def train(self, mode: bool = True):
+        """As torch's; warns where an adapter of PEFT would leave the mechanism behind."""
+        if mode and "_heedful" in self.__dict__:
+            warn_if_left_behind(self, list(self._heedful.parameters().values()))
+        return super().train(mode)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _empty, (family_of(self),), self.__getstate__()
+
+    def save_pretrained(self, save_directory, **options) -> None:
+        """Save in transformers' layout, with the mechanism in `config.json`; see `heedful.load`."""
+        save_converted(self, family_of(self), super().save_pretrained, save_directory, options)
+
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
+        """Refused: another implementation would switch the mechanism off."""
+        if attn_implementation != IMPLEMENTATION:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r} would switch the mechanism off "
+                "silently; call heedful.revert(model) first"
+            )
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+@functools.cache
+def converted_class(base: type) -> type:
+    """The class of converted models of a family."""
+    return type(f"Heedful{base.__name__}", (ConvertedModel, base), {"__module__": __name__})
+
+
+def family_of(model: ConvertedModel) -> type:
+    """The family's own class of a converted model, whatever was put in front of it since."""
+    order = type(model).__mro__
+    return order[order.index(OwnCacheInGenerate) + 1]
+
+
+def _empty(base: type) -> ConvertedModel:
+    """An empty model of a converted class, which exists in no file that pickle could import."""
+    register_attention()  # in a process that has converted nothing yet
+    cls = converted_class(base)
+    return cls.__new__(cls)
+
+
+def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
+    """Whether the model can go on from what earlier calls left.
+
+    With `exactly`, whether a cache of heedful can stand in for the family's own; without, also
+    whether the family's own holds all that the mechanism needs.
+    """
+    modules = attention_modules(model)
+    both = (*modules, *attention_modules(model, "cross"))
+    if not modules or (not exactly and all(module.heedful.plain_cache for module in both)):
+        return True
+    if not makes_dynamic_cache(model):
+        return False
+    try:
+        cache_places(modules, stock_layers(model))
+    except ValueError:
+        return False
+    return True
+
+
+def without_cache(options: dict) -> dict:
+    """Options of `generate` with `use_cache=False`; what cannot go without a cache is refused."""
+    cache = {"cache": cache_among(options)}
+    for name in ("cache", "assistant_model", "prompt_lookup_num_tokens"):
+        if (options | cache).get(name) is not None:
+            raise ValueError(
+                f"{name} needs a cache, and this family's own holds keys and values only, which is "
+                f"not enough for this mechanism; generate without {name}"
+            )
+    config = options.get("generation_config")
+    if getattr(config, "is_assistant", False):
+        raise ValueError(
+            "assistant_model must have a cache, and its family's own is not enough for its "
+            "mechanism; take a draft model with another mechanism"
+        )
+    if options.get("use_cache") or getattr(config, "use_cache", False):
+        warnings.warn(
+            "this family's cache is not enough for this mechanism, so generate goes on without "
+            "one, as with use_cache=False: the same tokens, the whole sequence read again for each",
+            stacklevel=3,
+        )
+    if config is None:
+        return options | {"use_cache": False}
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    return {name: x for name, x in options.items() if name != "use_cache"} | {
+        "generation_config": config
+    }
