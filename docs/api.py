@@ -12,7 +12,7 @@ from pathlib import Path
 
 import heedful
 from heedful import eviction
-from heedful.commands.train import rows as token_rows
+from heedful.training import sequences as token_rows
 from heedful.training import trainer
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -32,7 +32,7 @@ PARTS = {
     "Eviction": (eviction, " ".join(eviction.__all__)),
     "Training": (heedful, "MemoryLoss GroupingLoss"),
     "Training: rows and Trainer": (trainer, "parameter_groups LayerTrainer"),
-    "Training: text as rows": (token_rows, "encode TrainingRows HeldOutRows"),
+    "Training: text as rows": (token_rows, "encode TrainingSequences EvaluationSequences"),
 }
 INTRODUCTION = """# Reference
 

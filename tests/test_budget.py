@@ -16,7 +16,8 @@ from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.replay import Replay
 from heedful.commands.budget.search import LOG, Found, Log, greedy, search
-from heedful.commands.models import ByteTokenizer, rows_of
+from heedful.commands.models import rows_of
+from heedful.data import ByteTokenizer
 from heedful.eviction import TOVA, MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective

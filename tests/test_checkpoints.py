@@ -2,7 +2,7 @@
 
 import pytest
 
-from heedful.commands.train.checkpoints import Checkpoints, differences, saved_step
+from heedful.training.checkpoints import Checkpoints, differences, saved_step
 
 RUN = {"task": {"kind": "Parity", "bits": 6}, "seed": 0}
 

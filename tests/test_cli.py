@@ -27,7 +27,7 @@ from heedful.commands.budget import options as decoding
 from heedful.commands.compare import one_model as train
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare import setups
-from heedful.commands.models import spelled
+from heedful.commands.policies import spelled
 from heedful.eviction import POLICIES
 from heedful.nn import NAMES
 from heedful.tasks import TASKS

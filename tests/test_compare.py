@@ -20,7 +20,6 @@ import heedful.commands.compare.run as room
 from heedful.cli import main, write_page
 from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import overview
-from heedful.commands.compare.one_model import Stopped
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.run import kept
 from heedful.commands.compare.scratch import Size
@@ -28,6 +27,7 @@ from heedful.commands.compare.setups import chosen_setups, setups
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.records import files, read_records
 from heedful.tasks import TASKS
+from heedful.training.run import Stopped
 
 compare = partial(room.compare, show=write_page)  # as the command does
 

@@ -19,7 +19,8 @@ from heedful.commands.evaluate.items import by_position, encoded
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import ROWS, Evaluation
 from heedful.commands.evaluate.run import Store, ask, evaluate, prepare
-from heedful.commands.models import ByteTokenizer, open_model
+from heedful.commands.models import open_model
+from heedful.data import ByteTokenizer
 from heedful.eviction import StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.records.samples import read_samples

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import heedful
 from heedful.cli import main
-from heedful.commands.budget.options import EvictionName, Generation
-from heedful.commands.generate import CHUNK, Generated, generate
-from heedful.commands.models import ByteTokenizer, spelled
+from heedful.commands.generate.options import Generation
+from heedful.commands.generate.run import CHUNK, Generated, generate
+from heedful.commands.options import EvictionName
+from heedful.commands.policies import spelled
+from heedful.data import ByteTokenizer
 from heedful.eviction import POLICIES, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.nn import MultiToken
@@ -180,7 +182,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 def test_characters_of_several_bytes_are_told_whole():
     """And what comes is what was decoded, also where it ends within a character."""
-    from heedful.commands.generate import _Streamer
+    from heedful.commands.generate.run import _Streamer
 
     for cut in (0, 1):
         pieces: list[str] = []

@@ -34,7 +34,7 @@ from heedful.commands.inspect.options import Inspection
 from heedful.commands.inspect.page import MOST_PAGE, write_inspection
 from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful.commands.inspect.run import inside, spelled_tokens
-from heedful.commands.models import ByteTokenizer
+from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.new import new_cache

@@ -16,7 +16,6 @@ import heedful.commands.compare.run as room
 from heedful.cli import main, write_page
 from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import findings, further, summarise
-from heedful.commands.compare.one_model import Stopped
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.scoring import score, write
 from heedful.commands.compare.scratch import Budget, Size, from_scratch
@@ -26,6 +25,7 @@ from heedful.records import Record, read_records
 from heedful.tasks import Spans, Summarise, Translate
 from heedful.tasks.translate import bleu, text_error
 from heedful.training.losses import MemoryLoss
+from heedful.training.run import Stopped
 
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from heedful.commands.compare import figures
+from heedful.commands.compare.exhibits import WrittenExhibit, written_tables
 from heedful.commands.compare.figures import (
     HidingExhibit,
     KernelExhibit,
@@ -23,7 +24,6 @@ from heedful.commands.compare.figures import (
 )
 from heedful.commands.compare.findings import configurations, findings, summarise, table
 from heedful.commands.compare.page import write_report
-from heedful.commands.compare.written import WrittenExhibit, written_tables
 from heedful.records import Record, append_record, read_records
 
 

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from heedful.commands.models import ByteTokenizer
-from heedful.commands.train.rows import (
+from heedful.commands.train.start import _with_ends
+from heedful.data import ByteTokenizer
+from heedful.tasks.vocabulary import byte_pairs, bytes_alone
+from heedful.training.sequences import (
     IGNORE,
-    HeldOutRows,
+    EvaluationSequences,
     TokenFile,
-    TrainingRows,
+    TrainingSequences,
     encode,
     shuffled,
 )
-from heedful.commands.train.start import _with_ends
-from heedful.tasks.vocabulary import byte_pairs, bytes_alone
 
 
 def lines(path, texts):
@@ -47,7 +47,7 @@ def test_an_epoch_predicts_every_token_of_the_text_once(tmp_path):
     assert ids.tolist() == stream
     assert np.flatnonzero(first).tolist() == [i for i, token in enumerate(stream) if token == bos]
     assert made.train.text_bytes == sum(len(text) for text in texts)
-    rows = TrainingRows(made.train, 16, 1, seed=3)
+    rows = TrainingSequences(made.train, 16, 1, seed=3)
     epoch = [rows[i] for i in range(rows.in_epoch)]
     predicted = sorted(i for row in epoch for i in row["labels"][1:].tolist())
     whole = stream[1 : rows.in_epoch * 15 + 1]
@@ -65,7 +65,7 @@ def test_positions_start_anew_in_each_document(tmp_path):
     raw = np.array([5, 6, 7, 8, 9, 10], np.uint32)
     raw[[0, 2]] |= 1 << 31
     raw.tofile(path)
-    row = TrainingRows(TokenFile(path, 6, 6), 6, 1, 0)[0]
+    row = TrainingSequences(TokenFile(path, 6, 6), 6, 1, 0)[0]
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 10]
     assert row["position_ids"].tolist() == [0, 1, 0, 1, 2, 3]
     assert row["labels"].tolist() == [IGNORE, 6, IGNORE, 8, 9, 10]
@@ -74,7 +74,7 @@ def test_positions_start_anew_in_each_document(tmp_path):
 def test_held_out_rows_ask_for_each_token_once_and_are_filled_up(tmp_path):
     path = tmp_path / "made"
     np.arange(100, 123, dtype=np.uint32).tofile(path)
-    rows = HeldOutRows(TokenFile(path, 23, 23), 8, multiple=3)
+    rows = EvaluationSequences(TokenFile(path, 23, 23), 8, multiple=3)
     assert len(rows) == 6
     asked = torch.cat([rows[i]["labels"][1:] for i in range(len(rows))])
     assert asked[asked != IGNORE].tolist() == list(range(101, 123))

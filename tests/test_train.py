@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from heedful import MemoryLoss
-from heedful.commands.compare.one_model import Diverged, Stopped, train
+from heedful.commands.compare.one_model import Diverged, train
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Budget, Size, from_scratch
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
+from heedful.training.run import Stopped
 from heedful.training.trainer import parameter_groups
 
 TASK = Parity(bits=6)

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import heedful
-from heedful.commands.compare.one_model import Stopped
 from heedful.commands.train.options import RECIPES, SIZES, Training
-from heedful.commands.train.rows import TrainingRows, encode
 from heedful.commands.train.run import train_text
+from heedful.training.run import Stopped
+from heedful.training.sequences import TrainingSequences, encode
 from heedful.training.trainer import LayerTrainer, parameter_groups
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(1500))
@@ -169,8 +169,8 @@ def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(asked, monkey
         LayerTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * float("nan")
     )
     monkeypatch.setattr(
-        "heedful.training.trainer.InOrder.noted",
-        lambda self, loss: self.parts.append(loss * float("nan")),
+        "heedful.training.run.RunTrainer.note_loss",
+        lambda self, loss: self.step_losses.append(loss * float("nan")),
     )
     with pytest.raises(ValueError, match=r"checkpoint-4 is the last good checkpoint"):
         quietly(asked)
@@ -311,7 +311,7 @@ def test_the_pieces_work_in_a_trainer_and_in_a_loop_of_one_s_own(asked, tmp_path
     quietly(replace(asked, schedule="constant", warmup=0))
     tokenizer = AutoTokenizer.from_pretrained("run")
     text = encode(asked.data, (), tokenizer, tmp_path / "text", length=32, most_tokens=12 * 4 * 31)
-    rows = TrainingRows(text.train, 32, 12 * 4, seed=0)
+    rows = TrainingSequences(text.train, 32, 12 * 4, seed=0)
 
     def start():
         torch.manual_seed(0)
@@ -451,8 +451,8 @@ def test_memory_does_not_grow_with_the_text(asked):
                 file.write(f"{i} the quick brown fox jumps over the lazy dog " * 20 + "\n")
         code = (
             "import resource, sys\n"
-            "from heedful.commands.train.run import encode\n"
-            "from heedful.commands.models import ByteTokenizer\n"
+            "from heedful.data import ByteTokenizer\n"
+            "from heedful.training.sequences import encode\n"
             "from pathlib import Path\n"
             "made = encode(['big.txt'], (), ByteTokenizer(), Path('made'), length=64, "
             "most_tokens=10**9)\n"

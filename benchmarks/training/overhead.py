@@ -31,11 +31,11 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from benchmarks.parts import ROOT, command, count
 from benchmarks.training.run import MECHANISMS as COMPARED
 from heedful.commands.train.options import Training
-from heedful.commands.train.rows import TrainingRows, encode
 from heedful.commands.train.run import train_text
 from heedful.commands.train.start import model_and_tokenizer
 from heedful.records.environment import environment
 from heedful.records.files import append_line
+from heedful.training.sequences import TrainingSequences, encode
 
 MECHANISMS = COMPARED | {"grouped": ("grouped",)}
 CONFIG = {
@@ -100,7 +100,7 @@ def _plain(asked: Training, folder: Path, clock: Clock) -> None:
         report_to="none", save_strategy="no", logging_strategy="no", use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
-    rows = TrainingRows(text.train, LENGTH, asked.steps * BATCH, 0)
+    rows = TrainingSequences(text.train, LENGTH, asked.steps * BATCH, 0)
     Trainer(model, arguments, train_dataset=rows, callbacks=[clock]).train()
 
 

@@ -14,11 +14,13 @@ import tyro
 
 from heedful import __version__
 from heedful.commands.bench.options import Bench
-from heedful.commands.budget.options import BudgetSearch, Generation
+from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.compare.options import Comparison
+from heedful.commands.convert.options import FolderConversion
 from heedful.commands.evaluate.options import Evaluation
+from heedful.commands.generate.options import Generation
 from heedful.commands.inspect.options import Inspection
-from heedful.commands.train.options import FolderConversion, Training
+from heedful.commands.train.options import Training
 
 if TYPE_CHECKING:
     from heedful.commands.compare.run import Finished
@@ -231,8 +233,8 @@ def _run(command: _Command) -> int:
 
 def _train(command: TrainCommand) -> int:
     asked = _as(Training, command)
-    from heedful.commands.compare.one_model import Stopped
     from heedful.commands.train.run import formatted, train_text
+    from heedful.training.run import Stopped
 
     _path(asked.out)
     _quiet()
@@ -250,7 +252,7 @@ def _train(command: TrainCommand) -> int:
 
 def _convert(command: ConvertCommand) -> int:
     asked = _as(FolderConversion, command)
-    from heedful.commands.models import convert_folder
+    from heedful.commands.convert.run import convert_folder
 
     _quiet()
     print(convert_folder(asked))
@@ -259,7 +261,7 @@ def _convert(command: ConvertCommand) -> int:
 
 def _generate(command: GenerateCommand) -> int:
     asked = _as(Generation, command)
-    from heedful.commands.generate import generate
+    from heedful.commands.generate.run import generate
 
     _quiet()
 
@@ -364,8 +366,8 @@ def _compare(command: CompareCommand) -> int:
     from transformers.utils import logging
 
     from heedful.commands.compare.findings import overview
-    from heedful.commands.compare.one_model import Stopped
     from heedful.commands.compare.run import compare, kept
+    from heedful.training.run import Stopped
 
     logging.disable_progress_bar()  # of saving and loading; the runs have their own
 
@@ -406,10 +408,9 @@ def write_page(finished: "Finished") -> None:
 
     It stands here because the rooms that run and that show know nothing of each other.
     """
-    from heedful.commands.compare.exhibits import exhibits_of
+    from heedful.commands.compare.exhibits import WrittenExhibit, exhibits_of
     from heedful.commands.compare.page import write_report
     from heedful.commands.compare.small_cache_tables import HeldExhibit
-    from heedful.commands.compare.written import WrittenExhibit
 
     exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
     held = [HeldExhibit(*one) for one in finished.held]

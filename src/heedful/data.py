@@ -455,3 +455,19 @@ def _dataset(path: str, parts: list[str], *, streaming: bool):
             f"paths names {path!r}, which datasets could not load: {error}; check name, "
             "configuration and split (hf:NAME::SPLIT for the default configuration) and the network"
         ) from error
+
+
+class ByteTokenizer:
+    """Every byte is a token, as in the models that `heedful compare` trains on text."""
+
+    chat_template = None
+    eos_token_id = None
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return bytes(int(token) for token in tokens if token < 256).decode(errors="replace")

@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,34 +21,15 @@ from transformers import (
 )
 
 from heedful.checks import check_choice
-from heedful.commands.train.options import FolderConversion
-from heedful.data import corpus
-from heedful.eviction import POLICIES, Eviction
-from heedful.hf import conversion_of, convert, load, revert
+from heedful.data import ByteTokenizer, corpus
+from heedful.hf import convert, load
 from heedful.hf.budgets import take_budgets
-from heedful.hf.cache.new import attention_modules
 from heedful.hf.load import saved_conversion
 from heedful.nn import Mechanism, from_json, mechanism
 
 BYTES = "bytes"
 
 _MOST_BYTES = 512  # tokens of a model of bytes: 256, a few of its own, and rounded up
-
-
-class ByteTokenizer:
-    """Every byte is a token, as in the models that `heedful compare` trains on text."""
-
-    chat_template = None
-    eos_token_id = None
-
-    def __len__(self) -> int:
-        return 256
-
-    def encode(self, text: str, **_: object) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int], **_: object) -> str:
-        return bytes(int(token) for token in tokens if token < 256).decode(errors="replace")
 
 
 def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTrainedModel:
@@ -209,75 +188,10 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
     return tokenizer
 
 
-def convert_folder(asked: FolderConversion) -> str:
-    """Write a model's folder anew, with a mechanism or without the one it has; says what it wrote.
-
-    The folder appears whole or not at all.
-
-    Raises:
-        ValueError: there is no such model, it does not fit the mechanism, or `out` is in use.
-    """
-    out, source = Path(asked.out), Path(asked.source)
-    if not asked.out or out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got {asked.out!r}; name another")
-    converted = is_converted(source)
-    if converted != asked.revert:
-        state, way = "is no converted model", "there is nothing to take out"
-        if converted:
-            state, way = "is converted already", "take its mechanism out first, with --revert"
-        raise ValueError(f"source {asked.source!r} {state}; {way}")
-    named = mechanisms_named(asked.mechanism)
-    with opening("source", asked.source):
-        model = load(source, budgets=False) if converted else stock_model(asked.source)
-    if asked.revert:
-        about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
-        revert(model)
-    else:
-        plan = next(iter(named)) if None in named.values() else named
-        conversion = convert(model, plan, where=asked.where or None)
-        own = sum(p.numel() for p in conversion.parameters().values())
-        parts = conversion.mechanisms.items()
-        layers = ", ".join(f"{config} in {len(where)} layers" for config, where in parts)
-        about = f"{layers}; {own:,} parameters of its own"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as made:
-        whole = Path(made) / "model"
-        model.save_pretrained(whole)
-        with suppress(Exception):  # a model without a tokenizer is a model
-            AutoTokenizer.from_pretrained(asked.source).save_pretrained(whole)
-        if out.is_dir():
-            out.rmdir()
-        os.replace(whole, out)
-    return f"{about}\nmodel: {out}"
-
-
 def longest(model: nn.Module) -> int | None:
     """How many tokens the model has positions for, as its configuration says."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None)
-
-
-def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
-    """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
-
-    Arguments:
-        name: such as `streaming-llm`.
-        model: for which the policy is.
-        tokens: the budget.
-        options: for the policy.
-    """
-    if name == "auto":
-        hides = all(module.heedful.keeps for module in attention_modules(model))
-        name = "most-hidden" if hides else "streaming-llm"
-    found = {spelled(policy.__name__): policy for policy in POLICIES}[name]
-    return found(tokens=tokens, **options)
-
-
-def spelled(name: str) -> str:
-    """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
-    known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
-    words = "".join("-" + c.lower() if c.isupper() else c for c in name)
-    return known.get(name, words.lstrip("-"))
 
 
 def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | None]:
@@ -354,3 +268,11 @@ def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.T
             "text, or fewer or shorter rows"
         )
     return torch.tensor(ids[: rows * length]).view(rows, length)
+
+
+def read_text(path: Path) -> str:
+    """A text file, which must be UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None

@@ -1,5 +1,7 @@
 """The frame of every page: one HTML file with its style and colours, and nothing to load."""
 
+import base64
+import html
 from string import Template
 
 PAGE = Template("""<!DOCTYPE html>
@@ -100,3 +102,17 @@ $body
 $script</body>
 </html>
 """)
+
+
+def picture(svg: bytes, text: str, kind: str = "") -> str:
+    """A drawing and its caption; `kind` is `as-it-is` where that speaks of light and dark."""
+    data, text = base64.b64encode(svg).decode(), html.escape(text)
+    return (
+        f"<figure><img class='{kind}' alt='{text}' src='data:image/svg+xml;base64,{data}'>"
+        f"<figcaption>{text}</figcaption></figure>"
+    )
+
+
+def side_by_side(pictures: list[str]) -> str:
+    """Pictures beside each other, as many as there is room for."""
+    return f"<div class='pictures'>{''.join(pictures)}</div>" if pictures else ""

@@ -1,6 +1,5 @@
 """transformers' Trainer for converted models: what it adds to the loss, and how it saves."""
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
@@ -88,13 +87,13 @@ class LayerTrainer(TrainerSteps, Trainer):
         # A loss that is divided by the tokens of the whole step is summed over the step's parts.
         summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         part = self.current_gradient_accumulation_steps
-        self.noted(loss.detach() / (1 if summed else part))
+        self.note_loss(loss.detach() / (1 if summed else part))
         for factor, added in self._added if model.training else ():
             loss = loss + factor * added() / (part if summed else 1)
         return (loss, outputs) if return_outputs else loss
 
-    def noted(self, loss: Tensor) -> None:
-        """Told of every part of a step, what it adds to the loss without what layers report."""
+    def note_loss(self, loss: Tensor) -> None:
+        """Called with what every part of a step adds to the loss, without what layers report."""
 
     def warn_of_missing(self, load_result) -> None:
         """As Trainer's, but tied weights are there, though saved under one of their names."""
@@ -110,24 +109,3 @@ class LayerTrainer(TrainerSteps, Trainer):
         except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
             where = self.args.output_dir
             raise OSError(f"the run's state cannot be saved in {where}: {error}") from error
-
-
-class InOrder(LayerTrainer):
-    """Takes the training rows in their order, which a resumed run finds again.
-
-    Trainer's own mean losses forget what a run that goes on had summed up before, so `parts` keeps
-    what every part of a step added to the loss; a callback takes them.
-    """
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.parts: list[Tensor] = []
-        for callback in list(self.callback_handler.callbacks):
-            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
-                self.remove_callback(callback)
-
-    def noted(self, loss: Tensor) -> None:
-        self.parts.append(loss)
-
-    def sampler_of_rows(self) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(self.train_dataset)

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.replay import Replay
-from heedful.commands.models import longest, open_model, open_tokenizer, policy_named, rows_of
-from heedful.commands.train.checkpoints import differences
+from heedful.commands.models import longest, open_model, open_tokenizer, rows_of
+from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
 from heedful.eviction.gather import check_policy
 from heedful.hf.budgets import NAME, fingerprint, write_budgets
@@ -31,6 +31,7 @@ from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.records.environment import environment
 from heedful.records.files import append_line, only_writer, write_whole
+from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1

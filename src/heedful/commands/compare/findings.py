@@ -1,6 +1,5 @@
 """Runs summed up over seeds: in numbers, as a table and in words."""
 
-import html
 import json
 import math
 import statistics
@@ -8,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from heedful.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
+from heedful.records.tables import format_table
 
 BASELINE = "standard"
 """The mechanism that every other one is held against."""
@@ -188,7 +188,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
     """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
-    return _laid_out(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
+    return format_table(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
 
 
 def further(
@@ -210,7 +210,7 @@ def further(
             body.append((task, mechanism, *(_spread_of(name, own) for name in names)))
         if names:
             head = ("task", "mechanism", *(_headed(name) for name in names))
-            tables.append(_laid_out(head, body, format, words=2))
+            tables.append(format_table(head, body, format, words=2))
     return tables
 
 
@@ -227,47 +227,6 @@ def _spread_of(metric: str, runs: Sequence[Record]) -> str:
     if len(values) > 1:
         mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
     return f"{mean} {unit}".strip()
-
-
-def _laid_out(head: Sequence[str], body: list[Sequence[str]], format: str, words: int) -> str:
-    """A table whose first columns are words and the others numbers."""
-    if format == "html":
-
-        def whole(text: str) -> str:
-            # A narrow screen may break between the value and its seeds, not inside either.
-            for part in (" ± ", " %", " seed"):
-                text = text.replace(part, part.replace(" ", "\u00a0"))
-            return text
-
-        def line(texts: Sequence[str], tag: str) -> str:
-            marks = ["", *[" class='n'" if i >= words else "" for i in range(1, len(texts))]]
-            inner = (
-                f"<{tag}{mark}>{html.escape(whole(text))}</{tag}>"
-                for text, mark in zip(texts, marks, strict=True)
-            )
-            return f"<tr>{''.join(inner)}</tr>"
-
-        lines = "\n".join(line(texts, "td") for texts in body)
-        return f"<table>\n<thead>{line(head, 'th')}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
-    if format not in ("text", "markdown"):
-        raise ValueError(f"format must be 'text', 'markdown' or 'html', got {format!r}")
-    if format == "markdown":
-        body = [tuple(text.replace("|", "\\|") for text in texts) for texts in body]
-    columns = list(zip(head, *body, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-
-    def aligned(texts: Sequence[str]) -> list[str]:
-        return [
-            text.ljust(width) if i < words else text.rjust(width)
-            for i, (text, width) in enumerate(zip(texts, widths, strict=True))
-        ]
-
-    if format == "markdown":
-        rule = ["-" * w if i < words else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-        lines = [aligned(head), rule, *map(aligned, body)]
-        return "\n".join(f"| {' | '.join(texts)} |" for texts in lines)
-    lines = [aligned(head), ["-" * w for w in widths], *map(aligned, body)]
-    return "\n".join("  ".join(texts).rstrip() for texts in lines)
 
 
 def overview(records: Iterable[Record]) -> str:

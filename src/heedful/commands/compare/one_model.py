@@ -3,16 +3,15 @@
 import dataclasses
 import hashlib
 import math
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from heedful.checks import check_choice
 from heedful.commands.compare.options import Device, check_memory_loss
 from heedful.commands.compare.scoring import final_scores, score
 from heedful.commands.compare.scratch import (
@@ -23,12 +22,15 @@ from heedful.commands.compare.scratch import (
     from_scratch,
     from_trained,
 )
-from heedful.commands.train.checkpoints import Checkpoints
 from heedful.hf.budgets import fingerprint
 from heedful.tasks import Task
 from heedful.testing import process_peak_mib
+from heedful.training.checkpoints import Checkpoints
 from heedful.training.losses import MemoryLoss
-from heedful.training.trainer import InOrder, parameter_groups
+from heedful.training.run import RunTrainer, Schedule, Watch, check_device
+from heedful.training.trainer import parameter_groups
+
+_JUDGED = "eval_score"  # in the log
 
 
 class Run(NamedTuple):
@@ -43,10 +45,6 @@ class Run(NamedTuple):
     tokens_per_second: float
     seconds: float
     peak_memory_mib: float
-
-
-class Stopped(Exception):
-    """Training was asked to stop; what is needed to go on lies in the run's folder."""
 
 
 class Diverged(ValueError):
@@ -66,7 +64,7 @@ class Diverged(ValueError):
 
 
 Progress = Callable[[int, float | None], None]
-"""Told after each step: how many are done, and the newest held-out value if there is one."""
+"""Called after each step with their number, and the score where the step has an evaluation."""
 
 
 def train(
@@ -100,12 +98,12 @@ def train(
         memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
             are told without it. That of learned groups (`heedful.GroupingLoss`) is always added.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
-        progress: told after each step.
-        should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
+        progress: called after each step.
+        should_stop: called after each step; once true, the state is saved and `Stopped` raised.
         save_seconds: the state is saved this often, so that a killed run loses no more.
 
     Raises:
-        Stopped: `should_stop` said so.
+        heedful.training.run.Stopped: `should_stop` said so.
         Diverged: the model diverged; it is a `ValueError` and carries what was measured.
         ValueError: the folder holds something else than this run's state, or an argument does not
             fit.
@@ -123,23 +121,22 @@ def train(
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
     identity |= {} if start is None else {"start": fingerprint(model)}
     checkpoints = Checkpoints(Path(folder), identity)
-    checkpoint = checkpoints.newest()
-    watch = _Watch(task, budget, checkpoints, progress, should_stop, save_seconds)
-    trainer = InOrder(
+    schedule = _schedule(task, budget, save_seconds)
+    watch = Watch(schedule, checkpoints, should_stop)
+    told = [] if progress is None else [_ProgressCallback(progress, schedule)]
+    trainer = RunTrainer(
         model=model,
         args=_arguments(budget, seed, folder, device),
         train_dataset=rows,
         data_collator=lambda batch: batch,
-        optimizers=(_optimizer(model, budget), None),
-        callbacks=[watch],
+        optimizer=partial(_optimizer, budget),
+        evaluation=partial(_evaluation, task, budget),
+        callbacks=[*told, watch],
         memory_loss=memory_loss,
     )
-    watch.parts = trainer.parts
     _reset_peak(model.device)
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    watch.train(trainer)
     step = trainer.state.global_step
-    if step < budget.steps and not watch.diverged:
-        raise Stopped
     metric, final = final_scores(model, task, budget)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
     diverged = watch.diverged or not all(map(math.isfinite, numbers))
@@ -147,10 +144,10 @@ def train(
         model=model,
         metric=metric,
         final=dict.fromkeys(final, math.nan) if diverged else final,
-        curve=[(row["step"], row["held_out"]) for row in watch.history if "held_out" in row],
-        loss_curve=[(row["step"], row["mean"]) for row in watch.history if "mean" in row],
+        curve=watch.entries(_JUDGED),
+        loss_curve=watch.entries("loss"),
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=step * budget.batch * task.row_tokens / watch.step_seconds,
+        tokens_per_second=watch.tokens_per_second(),
         seconds=watch.seconds(),
         peak_memory_mib=_peak_mib(model.device),
     )
@@ -158,13 +155,6 @@ def train(
     if diverged:
         raise Diverged(step, run)
     return run
-
-
-def check_device(device: str) -> None:
-    """Raise unless training can run there."""
-    check_choice("device", device, get_args(Device))
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
 
 
 def _run_identity(
@@ -186,7 +176,7 @@ def _run_identity(
 
 
 class _Rows(torch.utils.data.Dataset):
-    """The training rows of a run, drawn a batch at a time when they are asked for."""
+    """The training rows of a run, drawn a batch at a time."""
 
     def __init__(self, task: Task, budget: Budget, seed: int) -> None:
         self.task, self.budget, self.seed = task, budget, seed
@@ -195,7 +185,7 @@ class _Rows(torch.utils.data.Dataset):
         return self.budget.steps * self.budget.batch
 
     def __getitems__(self, indices: list[int]) -> dict:
-        """The rows of one step: `InOrder` asks in order, a batch at a time."""
+        """The rows of one step: `RunTrainer` takes them in order, a batch at a time."""
         step, first = divmod(indices[0], self.budget.batch)
         if first or len(indices) != self.budget.batch:
             raise IndexError(f"rows {indices[0]} to {indices[-1]} are not those of one step")
@@ -205,81 +195,38 @@ class _Rows(torch.utils.data.Dataset):
         return self.task.batch(self.budget.batch, self.seed, step).inputs()
 
 
-class _Watch(TrainerCallback):
-    """Scores held-out rows, keeps losses and time, saves now and then, and stops when asked."""
+class _ProgressCallback(TrainerCallback):
+    """Calls a `Progress` once per step; after its evaluation, where it has one."""
 
-    def __init__(
-        self,
-        task: Task,
-        budget: Budget,
-        checkpoints: Checkpoints,
-        progress: Progress | None,
-        should_stop: Callable[[], bool],
-        save_seconds: float,
-    ) -> None:
-        self.task, self.budget, self.checkpoints = task, budget, checkpoints
-        self.progress, self.should_stop, self.save_seconds = progress, should_stop, save_seconds
-        self.every = max(1, budget.steps // budget.evaluations)
-        self.mean_of = max(1, budget.steps // 50)
-        self.history: list[dict] = []
-        self.losses: list[float] = []
-        self.parts: list[Tensor] = []
-        self.diverged = False
-        self.step_seconds = self._earlier = 0.0
-        self._began = self._saved = self._since = time.perf_counter()
+    def __init__(self, progress: Progress, schedule: Schedule) -> None:
+        self.progress, self.schedule = progress, schedule
 
-    def seconds(self) -> float:
-        """Since the run began, without what lay between an interruption and going on."""
-        return self._earlier + time.perf_counter() - self._began
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if not self.schedule.evaluates(state.global_step):
+            self.progress(state.global_step, None)
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        # Trainer saves and restores its own history, so ours travels in it.
-        self.history = [row for row in state.log_history if "mean" in row or "held_out" in row]
-        saved = [row for row in state.log_history if "losses" in row]
-        if saved:
-            self.losses = saved[-1]["losses"]
-            self.step_seconds, self._earlier = saved[-1]["step_seconds"], saved[-1]["seconds"]
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._since = time.perf_counter()
-
-    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
-        now = time.perf_counter()
-        self.step_seconds += now - self._since
-        step, last = state.global_step, state.global_step == self.budget.steps
-        self.losses.append(sum(part.item() for part in self.parts))
-        self.parts.clear()
-        self.diverged = not math.isfinite(self.losses[-1])
-        if step % self.mean_of == 0:
-            self.history.append({"step": step, "mean": sum(self.losses) / len(self.losses)})
-            self.losses = []
-        value = None
-        if step % self.every == 0 or last:
-            scores = score(model, self.task.evaluations()[_judged(self.task)], self.budget)
-            value = scores[self.task.metric]
-            self.history.append({"step": step, "held_out": value})
-        if self.progress is not None:
-            self.progress(step, value)
-        if self.diverged:
-            control.should_training_stop = True
-        elif self.should_stop() and not last:
-            control.should_save = control.should_training_stop = True
-        elif now - self._saved >= self.save_seconds and not last:
-            control.should_save = True
-        if control.should_save:
-            self._saved = now
-            times = {"step_seconds": self.step_seconds, "seconds": self.seconds()}
-            state.log_history = [*self.history, {"step": step, "losses": self.losses} | times]
-
-    def on_save(self, args, state, control, **kwargs) -> None:
-        self.checkpoints.seal(state.global_step)
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
+        self.progress(state.global_step, metrics[_JUDGED])
 
 
-def _judged(task: Task) -> str:
-    return next(iter(task.evaluations()))
+def _schedule(task: Task, budget: Budget, save_seconds: float) -> Schedule:
+    return Schedule(
+        steps=budget.steps,
+        log_every=max(1, budget.steps // 50),
+        evaluate_every=max(1, budget.steps // budget.evaluations),
+        check_every=1,
+        save_seconds=save_seconds,
+        step_tokens=budget.batch * task.row_tokens,
+    )
 
 
-def _optimizer(model: PreTrainedModel, budget: Budget) -> torch.optim.Optimizer:
+def _evaluation(task: Task, budget: Budget, trainer: RunTrainer) -> dict[str, float]:
+    """The task's metric on its first evaluation set."""
+    judged = next(iter(task.evaluations().values()))
+    return {_JUDGED: score(trainer.model, judged, budget)[task.metric]}
+
+
+def _optimizer(budget: Budget, model: nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, budget.learning_rate, mechanism_rate=budget.mechanism_rate)
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
@@ -296,7 +243,7 @@ def _arguments(budget: Budget, seed: int, folder: Path, device: str) -> Training
         seed=seed,
         data_seed=seed,
         logging_strategy="no",
-        save_strategy="no",  # `_Watch` says when
+        save_strategy="no",  # `Watch` says when
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],

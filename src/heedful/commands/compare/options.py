@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heedful.checks import check_literals, check_whole
+from heedful.commands.options import Device, check_memory_loss
 
 TaskName = Literal[
     "blocks", "assignment", "copy", "parity", "text", "recall", "magic-numbers",
@@ -14,7 +15,6 @@ MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
     "grouped", "differential-v2", "knocking-heads", "canon", "interleaved-heads", "local-global",
 ]  # fmt: skip
-Device = Literal["auto", "cpu", "cuda"]
 
 TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")
 """What reads texts, and what reads pairs of them."""
@@ -107,10 +107,3 @@ class Comparison:
             )
         check_whole("seeds", self.seeds, 1)
         check_memory_loss(self.memory_loss)
-
-
-def check_memory_loss(factor: float) -> None:
-    """Raise unless the memory loss can have this factor."""
-    number = isinstance(factor, int | float) and not isinstance(factor, bool)
-    if not number or not 0 <= factor < math.inf:
-        raise ValueError(f"memory_loss must be a number of at least 0 (none), got {factor!r}")

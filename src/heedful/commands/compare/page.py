@@ -1,6 +1,5 @@
 """One self-contained HTML page about a comparison: what was found, at what cost, in pictures."""
 
-import base64
 import html
 import json
 import math
@@ -12,6 +11,7 @@ import numpy as np
 
 from heedful.commands.compare import figures
 from heedful.commands.compare import small_cache_tables as budgets
+from heedful.commands.compare.exhibits import WrittenExhibit, written_tables
 from heedful.commands.compare.figures import (
     Exhibit,
     HidingExhibit,
@@ -36,12 +36,11 @@ from heedful.commands.compare.findings import (
     table,
 )
 from heedful.commands.compare.small_cache_tables import HeldExhibit
-from heedful.commands.compare.written import WrittenExhibit, written_tables
 from heedful.commands.inspect.patterns import kernel_pattern
 from heedful.records import METRICS, Record
 from heedful.records.budgeted import UnderBudget
 from heedful.records.files import write_whole
-from heedful.records.page import PAGE
+from heedful.records.page import PAGE, picture, side_by_side
 
 _ORDER = (HidingExhibit, MapExhibit, KernelExhibit, MixExhibit)
 _STRONGEST = 12  # hidings listed below a sample
@@ -195,8 +194,8 @@ def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> s
         lines = "" if len({r.seed for r in runs}) == 1 else " Thin: seeds; thick: mean."
         for title, figure in drawn:
             if figure is not None:
-                pictures.append(_picture(figure, f"{task}: {title}.{lines}"))
-    return _side_by_side(pictures)
+                pictures.append(picture(figures.svg(figure), f"{task}: {title}.{lines}"))
+    return side_by_side(pictures)
 
 
 def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
@@ -205,14 +204,17 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
         figure = figures.splits([r for r in records if r.task == task], colour)
         if figure is not None:
             text = f"{task}: evaluation splits at the end of training. Bars: means; dots: seeds."
-            pictures.append(_picture(figure, text))
-    return _side_by_side(pictures)
+            pictures.append(picture(figures.svg(figure), text))
+    return side_by_side(pictures)
 
 
 def _small_caches(scored: Sequence[UnderBudget], held: Sequence[HeldExhibit]) -> str:
-    drawn = [_picture(*made) for made in budgets.pictures(scored)]
-    seen = [_picture(*budgets.held_picture(exhibit), "as-it-is") for exhibit in held]
-    return _side_by_side(drawn) + budgets.tables(scored) + _side_by_side(seen)
+    drawn = [picture(figures.svg(figure), text) for figure, text in budgets.pictures(scored)]
+    cached = [
+        picture(figures.svg(figure), text, "as-it-is")
+        for figure, text in map(budgets.held_picture, held)
+    ]
+    return side_by_side(drawn) + budgets.tables(scored) + side_by_side(cached)
 
 
 def _cost(rows: list[Row], colour: dict) -> str:
@@ -256,7 +258,7 @@ def _gallery(exhibits: list[Exhibit], everything: list[Exhibit]) -> str:
     drawn = [_drawn(e, everything) for e in exhibits if not isinstance(e, HidingExhibit)]
     note = "<p class='note'>One sample each: illustrations, not measurements.</p>"
     samples = any(isinstance(e, HidingExhibit | MapExhibit) for e in exhibits)
-    return note * samples + hidden + _side_by_side(drawn)
+    return note * samples + hidden + side_by_side(drawn)
 
 
 def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
@@ -267,13 +269,13 @@ def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Ex
             text += " Colours by the square root of the weight, so that small ones show."
         if exhibit.rows is not None:
             text += " Chosen queries only."
-        return _picture(figures.attention_map(exhibit), text)
+        return picture(figures.svg(figures.attention_map(exhibit)), text)
     side = {"pre": "before", "post": "after"}.get(exhibit.kind)
     if side is None:
         raise ValueError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
     if isinstance(exhibit, MixExhibit):
         text = f"{where}: head mixing {side} the softmax."
-        return _picture(figures.mixing(exhibit), text)
+        return picture(figures.svg(figures.mixing(exhibit)), text)
     same = [
         np.abs(array("kernels", e.kernels, None, None, None)).max()
         for e in everything
@@ -287,7 +289,7 @@ def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Ex
         "query, the same key; positive: later keys. Largest distance of an entry from the "
         f"identity kernel: {np.abs(weight - identity).max():.2g}. Patterns: {_patterns(weight)}."
     )
-    return _picture(figures.kernels(exhibit, float(max(same)) or 1.0), text)
+    return picture(figures.svg(figures.kernels(exhibit, float(max(same)) or 1.0)), text)
 
 
 def _patterns(kernels: np.ndarray) -> str:
@@ -361,17 +363,3 @@ def _how(records: list[Record], config: Mapping) -> str:
         "<th class='n'>seed</th><th class='n'>final</th><th class='n'>seconds</th><th>date</th>"
         f"</tr></thead><tbody>{runs}</tbody></table></div></details>"
     )
-
-
-def _picture(figure, text: str, kind: str = "") -> str:
-    """A figure and its caption; `as-it-is` where that speaks of light and dark."""
-    data = base64.b64encode(figures.svg(figure)).decode()
-    text = html.escape(text)
-    return (
-        f"<figure><img class='{kind}' alt='{text}' src='data:image/svg+xml;base64,{data}'>"
-        f"<figcaption>{text}</figcaption></figure>"
-    )
-
-
-def _side_by_side(pictures: list[str]) -> str:
-    return f"<div class='pictures'>{''.join(pictures)}</div>" if pictures else ""

@@ -14,13 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from heedful.commands.compare.one_model import Diverged, Stopped, check_device, train
+from heedful.commands.compare.one_model import Diverged, train
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.scoring import write
 from heedful.commands.compare.scratch import described, from_scratch
 from heedful.commands.compare.setups import Setup, chosen_setups
 from heedful.commands.compare.small_caches import named, plans, scored_as, under_budget
-from heedful.commands.train.checkpoints import differences, saved_step
 from heedful.eviction import MostHidden
 from heedful.hf import load
 from heedful.hf.look import LayerLook, held_over_time, look
@@ -28,6 +27,8 @@ from heedful.records import Record, append_record, read_numbered
 from heedful.records.budgeted import UnderBudget, append_budgeted, read_budgeted
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
+from heedful.training.checkpoints import differences, saved_step
+from heedful.training.run import Stopped, check_device
 
 _PICTURED = 320  # tokens of a row whose way through a cache is drawn
 _WRITTEN = 4  # held-out sources of which it is shown what a model writes

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from heedful.commands.generate import prompt_chunk
+from heedful.commands.generate.run import prompt_chunk
 from heedful.eviction import Eviction
 from heedful.hf.cache.new import new_cache
 from heedful.hf.cache.rows_under_budget import evicting

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from heedful.commands.evaluate.items import Texts, reply_room
 from heedful.commands.evaluate.options import LM_EVAL, Evaluation
-from heedful.commands.models import ByteTokenizer, longest
+from heedful.commands.models import longest
+from heedful.data import ByteTokenizer
 from heedful.records.files import write_lines, write_whole
 from heedful.tasks.last_words import Passage
 

@@ -11,7 +11,7 @@ import torch
 from heedful.commands.compare.setups import setups
 from heedful.commands.evaluate.answers import Likelihood
 from heedful.commands.evaluate.options import READ, ROWS, WRITTEN, Evaluation
-from heedful.commands.models import ByteTokenizer
+from heedful.data import ByteTokenizer
 from heedful.tasks import Task, babilong, needles
 from heedful.tasks.babilong import BabiLong, only_label
 from heedful.tasks.background import Background, Count, Question, background_sentences

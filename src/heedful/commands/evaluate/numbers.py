@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from heedful.commands.compare.findings import _laid_out
 from heedful.records.samples import Sample
+from heedful.records.tables import format_table
 
 RESAMPLES = 2000
 LEAST = 5  # samples that a bootstrap is drawn from; fewer tell nothing of how they scatter
@@ -272,7 +272,7 @@ def evaluated_table(
         if others:
             cells += ["", ""] if line.entry == lines[0].entry else _difference(line)
         body.append((*cells, str(line.samples)))
-    return _laid_out(head, body, format, words=3)
+    return format_table(head, body, format, words=3)
 
 
 def _written(line: Line, found: Interval, sign: str = "") -> list[str]:
@@ -314,4 +314,4 @@ def harness_table(
                 )  # fmt: skip
     head = ("task", "measure", "model", "value", "standard error", "samples")
     body.sort(key=lambda row: row[:2])
-    return _laid_out(head, body, format, words=3) if body else ""
+    return format_table(head, body, format, words=3) if body else ""

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.budget.options import EvictionName
+from heedful.commands.options import EvictionName
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from heedful.commands.compare import figures
-from heedful.commands.compare.page import _picture, _side_by_side
 from heedful.commands.evaluate.numbers import (
     RULE,
     evaluated_table,
@@ -19,7 +18,7 @@ from heedful.commands.evaluate.numbers import (
     wilson,
 )
 from heedful.records.files import write_whole
-from heedful.records.page import PAGE
+from heedful.records.page import PAGE, picture, side_by_side
 from heedful.records.samples import Sample
 
 if TYPE_CHECKING:
@@ -106,8 +105,8 @@ def _heat_maps(samples: Sequence[Sample], task: str) -> str:
             f"{min(counts)} samples in each cell, whose 95 % intervals are up to "
             f"{100 * (high - low) / 2:.0f} points to each side."
         )
-        pictures.append(_picture(heat_map(those, down, panel), text))
-    return _side_by_side(pictures)
+        pictures.append(picture(figures.svg(heat_map(those, down, panel)), text))
+    return side_by_side(pictures)
 
 
 def _by_cell(samples: Sequence[Sample]) -> dict[str, list[float]]:
@@ -186,8 +185,8 @@ def _positions(samples: Sequence[Sample]) -> str:
             f"{domain}: perplexity of tokens with so many tokens before them in the window, all "
             "windows together. A line that goes on falling uses what is far."
         )
-        pictures.append(_picture(position_curves(those), text))
-    return _side_by_side(pictures)
+        pictures.append(picture(figures.svg(position_curves(those)), text))
+    return side_by_side(pictures)
 
 
 def by_position(samples: Sequence[Sample]) -> dict[int, float]:

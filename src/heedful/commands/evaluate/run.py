@@ -16,11 +16,10 @@ from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import (
     configuration_of,
     open_model,
-    policy_named,
-    spelled,
     stock_class,
     tokenizer_named,
 )
+from heedful.commands.policies import policy_named, spelled
 from heedful.eviction import Eviction
 from heedful.hf.budgets import NAME, fingerprint
 from heedful.hf.cache.new import new_cache

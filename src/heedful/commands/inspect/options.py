@@ -1,4 +1,4 @@
-"""What `heedful inspect` is asked for; no torch, for the command line."""
+"""The options of `heedful inspect`; imports nothing heavy."""
 
 import os
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.budget.options import EvictionName
+from heedful.commands.options import EvictionName, check_eviction
 
 MOST_TOKENS = 2048  # maps are dense while they are made: 16 MiB per head and step at this length
 
@@ -63,7 +63,4 @@ class Inspection:
         for index in self.layers:
             check_whole("layers", index, 0)
         check_whole("seed", self.seed, 0)
-        if self.eviction not in ("auto", "none") and self.budget is None:
-            raise ValueError(f"eviction={self.eviction!r} needs a budget: add --budget N")
-        if self.eviction == "none" and self.budget is not None:
-            raise ValueError("eviction='none' keeps everything: leave the budget out")
+        check_eviction(self.eviction, self.budget)

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heedful.commands.generate import eviction_asked, read_text, takes_budgets
 from heedful.commands.inspect.options import MOST_TOKENS, Inspection
-from heedful.commands.models import longest, open_model, open_tokenizer
+from heedful.commands.models import longest, open_model, open_tokenizer, read_text
+from heedful.commands.policies import policy_of, reads_budgets
 from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
@@ -53,7 +53,7 @@ def inside(asked: Inspection) -> Inside:
     text = asked.text if asked.file is None else read_text(Path(asked.file))
     if not text:
         raise ValueError("text must have at least one character, got an empty one")
-    model = open_model(asked.model, asked.device, budgets=takes_budgets(asked))
+    model = open_model(asked.model, asked.device, budgets=reads_budgets(asked))
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"model {asked.model!r} is an encoder-decoder ({model.config.model_type}), whose "
@@ -129,7 +129,7 @@ def _policy(asked: Inspection, model: PreTrainedModel, causal: bool) -> Eviction
             f"budget is for decoders, and {asked.model!r} is an encoder, which keeps nothing "
             "between calls; leave it out"
         )
-    found = eviction_asked(asked, model)
+    found = policy_of(asked, model)
     if found is None:
         found = getattr(getattr(model, "_heedful", None), "eviction", None)
     return found or None

@@ -9,9 +9,8 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.compare.options import Device, check_memory_loss
+from heedful.commands.options import Device, RoleName, check_memory_loss
 
-RoleName = Literal["decoder", "encoder", "cross"]
 Schedule = Literal["cosine", "linear", "constant"]
 RecipeName = Literal["auto", "scratch", "adapt", "mta", "mta-long", "selective"]
 
@@ -209,33 +208,6 @@ HARMLESS = ("save_minutes", "report_to", "device", "fsdp", "accumulate", "checkp
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class FolderConversion:
-    """Convert a model's folder to a mechanism, or take the mechanism out of it again.
-
-    The new folder has the weights, the tokenizer and the configuration, and is opened by
-    heedful.load, heedful generate and heedful train; with --revert, by transformers alone.
-    """
-
-    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SRC")]]
-    """Folder of a model, or a name on the Hugging Face hub."""
-    out: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
-    """Folder to write, which must be new or empty."""
-    mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()
-    """Such as mta, or mta:conv_every=1,norm=true, or several: selective@0-2 mta@3,4."""
-    where: tuple[RoleName, ...] = ()
-    """In which attention; by default wherever the mechanism is defined."""
-    revert: bool = False
-    """Take the mechanism out of a converted model."""
-
-    def __post_init__(self) -> None:
-        check_literals(self)
-        if self.revert == bool(self.mechanism):
-            raise ValueError("give either --mechanism, or --revert to take it out")
-        if self.where and self.revert:
-            raise ValueError("where is for --mechanism: --revert takes everything out")
 
 
 def asked_for(training: Training) -> dict:

@@ -7,7 +7,6 @@ while the run lasts, `unfinished/` in it holds the encoded text, the vocabulary 
 import json
 import math
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,22 +19,26 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from heedful.commands.compare.one_model import Stopped, check_device
-from heedful.commands.train.checkpoints import Checkpoints, differences
 from heedful.commands.train.options import HARMLESS, Recipe, Training, asked_for
-from heedful.commands.train.rows import Encoded, HeldOutRows, TrainingRows, encode
-from heedful.commands.train.sharded import TextTrainer
 from heedful.commands.train.start import has_weights, model_and_tokenizer
 from heedful.hf import conversion_of, load, revert
 from heedful.hf.versions import checkpointing_options
 from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
+from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.losses import MemoryLoss
+from heedful.training.run import RunTrainer, Schedule, Watch, check_device
+from heedful.training.sequences import (
+    IGNORE,
+    EncodedText,
+    EvaluationSequences,
+    TrainingSequences,
+    encode,
+)
 from heedful.training.trainer import parameter_groups
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
-_BESIDE = "heedful.json"  # in a checkpoint: what Trainer does not keep
 
 
 class Trained(NamedTuple):
@@ -114,7 +117,7 @@ def _check_reports(names: tuple[str, ...]) -> None:
 class _Run(NamedTuple):
     model: PreTrainedModel
     tokenizer: object
-    text: Encoded
+    text: EncodedText
     checkpoints: Checkpoints
 
 
@@ -207,32 +210,37 @@ def _train(
     *,
     show: bool,
 ) -> Trained:
-    model, checkpoints = run.model, run.checkpoints
-    watch = _Watch(asked, recipe, out, checkpoints, should_stop, show=show)
-    rows = TrainingRows(run.text.train, recipe.length, recipe.steps * recipe.batch, asked.seed)
+    schedule = Schedule(
+        steps=recipe.steps,
+        log_every=max(1, recipe.steps // 100),
+        evaluate_every=-(-recipe.steps // asked.evaluations),
+        check_every=max(1, recipe.steps // 100),
+        save_seconds=60 * asked.save_minutes,
+        step_tokens=recipe.batch * recipe.length,
+    )
+    watch, display = (
+        Watch(schedule, run.checkpoints, should_stop),
+        _Display(recipe.steps, out, show=show),
+    )
+    sequences = recipe.steps * recipe.batch
     together = arguments.world_size * arguments.per_device_eval_batch_size
-    trainer = TextTrainer(
-        model=model,
+    trainer = RunTrainer(
+        model=run.model,
         args=arguments,
-        train_dataset=rows,
-        eval_dataset=HeldOutRows(run.text.held_out, recipe.length, together),
+        train_dataset=TrainingSequences(run.text.train, recipe.length, sequences, asked.seed),
+        eval_dataset=EvaluationSequences(run.text.held_out, recipe.length, together),
         data_collator=torch.utils.data.default_collate,
         optimizer=partial(_optimizer, recipe),
-        callbacks=[watch],
+        evaluation=partial(_evaluation, run.text.held_out.text_bytes),
+        callbacks=[watch, display],
         memory_loss=asked.memory_loss,
-        text_bytes=run.text.held_out.text_bytes,
     )
-    watch.trainer = trainer
-    checkpoint = checkpoints.newest()
-    watch.go_on_from(checkpoint)
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        watch.train(trainer)
     finally:
-        watch.close()
+        display.bar.close()
     if watch.diverged:
-        _refuse_divergence(asked, trainer.state.global_step, checkpoints)
-    if trainer.state.global_step < recipe.steps:
-        raise Stopped
+        _refuse_divergence(asked, trainer.state.global_step, run.checkpoints)
     return _finish(asked, recipe, out, trainer, watch, run)
 
 
@@ -257,19 +265,18 @@ def _refuse_divergence(asked: Training, step: int, checkpoints: Checkpoints) -> 
 
 
 def _finish(
-    asked: Training, recipe: Recipe, out: Path, trainer: "TextTrainer", watch: "_Watch", run: _Run
+    asked: Training, recipe: Recipe, out: Path, trainer: RunTrainer, watch: Watch, run: _Run
 ) -> Trained:
     """Write the model and what came out, then remove what an unfinished run needs."""
     model = run.model
-    last = watch.newest("eval_loss")
     ended = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": recipe.steps,
         "tokens": recipe.steps * recipe.batch * recipe.length,
         "seconds": watch.seconds(),
         "tokens_per_second": watch.tokens_per_second(),
-        "loss": last["eval_loss"],
-        "bits_per_byte": last["eval_bits_per_byte"],
+        "loss": watch.entries("eval_loss")[-1][1],
+        "bits_per_byte": watch.entries("eval_bits_per_byte")[-1][1],
     }
     weights = trainer.whole_weights()
     if trainer.args.process_index == 0:
@@ -287,125 +294,52 @@ def _finish(
     return Trained(out, **ended)
 
 
-class _Watch(TrainerCallback):
-    """Says when to evaluate, save and stop, tells how it goes, and keeps what Trainer forgets."""
+class _Display(TrainerCallback):
+    """A bar on the terminal, and the log of the run in its folder."""
 
-    trainer: TextTrainer
-
-    def __init__(
-        self,
-        asked: Training,
-        recipe: Recipe,
-        out: Path,
-        checkpoints: Checkpoints,
-        should_stop: Callable[[], bool],
-        *,
-        show: bool,
-    ) -> None:
-        self.recipe, self.out, self.checkpoints = recipe, out, checkpoints
-        self.should_stop, self.save_seconds = should_stop, 60 * asked.save_minutes
-        self.told_every = max(1, recipe.steps // 100)
-        self.scored_every = -(-recipe.steps // asked.evaluations)
-        self.bar = tqdm(total=recipe.steps, unit="step", disable=not show, dynamic_ncols=True)
-        self.diverged = False
-        self.losses: list[torch.Tensor] = []
-        self.step_seconds = self._earlier = 0.0
-        self._began = self._saved = self._since = time.perf_counter()
-
-    def go_on_from(self, checkpoint: Path | None) -> None:
-        if checkpoint is not None:
-            kept = json.loads((checkpoint / _BESIDE).read_text())
-            self.losses = [torch.tensor(x) for x in kept["losses"]]
-            self.step_seconds, self._earlier = kept["step_seconds"], kept["seconds"]
-
-    def seconds(self) -> float:
-        """Since the run began, without what lay between an interruption and going on."""
-        return self._earlier + time.perf_counter() - self._began
-
-    def tokens_per_second(self) -> float:
-        done = self.trainer.state.global_step * self.recipe.batch * self.recipe.length
-        return done / max(self.step_seconds, 1e-9)
-
-    def newest(self, key: str) -> dict:
-        return next(row for row in reversed(self.trainer.state.log_history) if key in row)
-
-    def close(self) -> None:
-        self.bar.close()
+    def __init__(self, steps: int, out: Path, *, show: bool) -> None:
+        self.out, self._newest = out, {}
+        self.bar = tqdm(total=steps, unit="step", disable=not show, dynamic_ncols=True)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.bar.update(state.global_step)
 
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        self._since = time.perf_counter()
-
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        now = time.perf_counter()
-        self.step_seconds += now - self._since
         self.bar.update()
-        self.losses.append(torch.stack(self.trainer.parts).sum())
-        self.trainer.parts.clear()
-        step, last = state.global_step, state.global_step == self.recipe.steps
-        stop, due = self._agreed(self.should_stop(), now - self._saved >= self.save_seconds)
-        tell = step % self.told_every == 0 or last
-        save = (stop or due) and not last
-        score = step % self.scored_every == 0 or last
-        if tell or save or score:
-            (self.diverged,) = self._agreed(not self._finite(save or last))
-        if self.diverged:
-            control.should_training_stop = True
-            return
-        if tell:
-            self._tell()
-        control.should_evaluate, control.should_save = score, save
-        control.should_training_stop = last or (stop and save)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
-        self._shown(bits_per_byte=f"{metrics['eval_bits_per_byte']:.4f}")
-        self._write_log()
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        formats = {"loss": ".4f", "tokens_per_second": ",.0f", "eval_bits_per_byte": ".4f"}
+        logged = {
+            x.removeprefix("eval_"): f"{logs[x]:{f}}" for x, f in formats.items() if x in logs
+        }
+        self._newest |= logged
+        self.bar.set_postfix(self._newest)
+
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self._write_log(args, state)
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        args.distributed_state.wait_for_everyone()
+        self._write_log(args, state)
+
+    def _write_log(self, args, state) -> None:
         if args.process_index == 0:
-            path = self.checkpoints.folder / f"checkpoint-{state.global_step}"
-            kept = {"losses": [x.item() for x in self.losses], "step_seconds": self.step_seconds}
-            write_whole(path / _BESIDE, json.dumps(kept | {"seconds": self.seconds()}))
-            self.checkpoints.seal(state.global_step)
-            self._write_log()
-        args.distributed_state.wait_for_everyone()
-        self._saved = time.perf_counter()
+            write_lines(self.out / _LOG, state.log_history)
 
-    def _agreed(self, *flags: bool) -> list[bool]:
-        """Whether any process says so, as all must do the same."""
-        if self.trainer.args.world_size == 1:
-            return list(flags)
-        mine = torch.tensor([flags], dtype=torch.int32, device=self.trainer.args.device)
-        return self.trainer.accelerator.gather(mine).amax(0).bool().tolist()
 
-    def _finite(self, weights_too: bool) -> bool:
-        found = [torch.stack([x.float().cpu() for x in self.losses]).sum()] if self.losses else []
-        if weights_too:
-            for p in self.trainer.model.parameters():
-                local = p.to_local() if hasattr(p, "to_local") else p
-                found.append(local.detach().sum().float().cpu())
-        return all(math.isfinite(x) for x in found)
-
-    def _tell(self) -> None:
-        mean = torch.stack([x.float().cpu() for x in self.losses]).mean()
-        device = self.trainer.args.device
-        loss = self.trainer.accelerator.reduce(mean.to(device), "mean").item()
-        self.losses = []
-        speed = self.tokens_per_second()
-        rate = self.trainer.lr_scheduler.get_last_lr()[0]
-        self.trainer.log({"loss": loss, "learning_rate": rate, "tokens_per_second": speed})
-        self._shown(loss=f"{loss:.4f}", tokens_per_second=f"{speed:,.0f}")
-
-    def _shown(self, **values: str) -> None:
-        self._postfix = getattr(self, "_postfix", {}) | values
-        self.bar.set_postfix(self._postfix)
-
-    def _write_log(self) -> None:
-        if self.trainer.args.process_index == 0:
-            write_lines(self.out / _LOG, self.trainer.state.log_history)
+def _evaluation(text_bytes: int, trainer: RunTrainer) -> dict[str, float]:
+    """Nats per token and bits per byte, over all processes."""
+    model = trainer.model_wrapped
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)
+    for batch in trainer.get_eval_dataloader():
+        batch = trainer.on_device(batch)
+        with trainer.compute_loss_context_manager():
+            mean = model(**batch, use_cache=False).loss
+        predicted = (batch["labels"][:, 1:] != IGNORE).sum()
+        if predicted:
+            total += torch.stack([mean.double() * predicted, predicted.double()])
+    nats, tokens = trainer.accelerator.reduce(total, "sum").tolist()
+    return {"eval_loss": nats / tokens, "eval_bits_per_byte": nats / (math.log(2) * text_bytes)}
 
 
 def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArguments:
@@ -429,7 +363,7 @@ def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArgumen
         torch_compile=asked.compile,
         seed=asked.seed,
         data_seed=asked.seed,
-        logging_strategy="no",  # `_Watch` says when
+        logging_strategy="no",  # `Watch` says when
         save_strategy="no",
         save_total_limit=2,
         remove_unused_columns=False,

@@ -15,7 +15,6 @@ from transformers import (
 )
 
 from heedful.commands.models import (
-    ByteTokenizer,
     configuration_of,
     is_converted,
     longest,
@@ -24,7 +23,7 @@ from heedful.commands.models import (
     opening,
 )
 from heedful.commands.train.options import SIZES, Training
-from heedful.data import pieces
+from heedful.data import ByteTokenizer, pieces
 from heedful.hf import conversion_of, convert, load
 from heedful.hf.converted_model import ConvertedModel
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone

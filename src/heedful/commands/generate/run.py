@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from heedful.commands.budget.options import Generation
-from heedful.commands.inspect.options import Inspection
-from heedful.commands.models import longest, open_model, open_tokenizer, policy_named, spelled
-from heedful.eviction import Eviction, SnapKV
-from heedful.hf.budgets import read_budgets
+from heedful.commands.generate.options import Generation
+from heedful.commands.models import longest, open_model, open_tokenizer, read_text
+from heedful.commands.policies import policy_of, reads_budgets
+from heedful.eviction import SnapKV
 from heedful.hf.cache.new import KVCache, new_cache
 from heedful.hf.versions import generate_argument
 
@@ -60,12 +58,12 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
         ValueError: something that is asked for cannot be read, or does not fit the model.
     """
     text = asked.prompt if asked.file is None else read_text(Path(asked.file))
-    model = open_model(asked.model, asked.device, budgets=takes_budgets(asked))
+    model = open_model(asked.model, asked.device, budgets=reads_budgets(asked))
     tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
     ids = _prompt(text, tokenizer, asked.chat)
     paired = model.config.is_encoder_decoder
     _check_fits(ids.shape[1], asked, longest(model), paired)
-    cache = new_cache(model, eviction_asked(asked, model))
+    cache = new_cache(model, policy_of(asked, model))
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(asked.seed)
     found = model.generate(
@@ -92,37 +90,6 @@ def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
         peak_nbytes=cache.peak_nbytes,
         whole_nbytes=cache.whole_nbytes,
     )
-
-
-def takes_budgets(asked: Generation | Inspection) -> bool:
-    """Whether what stands beside the model decides."""
-    return asked.budget is None and asked.eviction != "none"
-
-
-def eviction_asked(
-    asked: Generation | Inspection, model: PreTrainedModel
-) -> Eviction | bool | None:
-    """The policy that is asked for; `None` is the model's own, `False` none."""
-    if asked.eviction == "none":
-        return False
-    if asked.budget is None:
-        return None
-    if asked.budget.isdecimal():
-        options = {"seed": asked.seed} if asked.eviction == "random" else {}
-        return policy_named(asked.eviction, model, int(asked.budget), **options)
-    path = Path(asked.budget)
-    if not path.is_file():
-        raise ValueError(
-            f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
-            f"{asked.budget!r}"
-        )
-    found = read_budgets(path, model)
-    if asked.eviction not in ("auto", spelled(type(found).__name__)):
-        raise ValueError(
-            f"eviction={asked.eviction!r} is not what {path} was searched for, "
-            f"{spelled(type(found).__name__)}; leave --eviction out, or give a number of tokens"
-        )
-    return found
 
 
 def prompt_chunk(cache: KVCache) -> int | None:
@@ -164,14 +131,6 @@ def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
     if not ids:
         raise ValueError("prompt has no tokens; give at least one word")
     return torch.tensor([ids])
-
-
-def read_text(path: Path) -> str:
-    """A text file, which must be UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None
 
 
 class _Streamer(BaseStreamer):

@@ -1,4 +1,4 @@
-"""Text of any size as rows of tokens: encoded once into a file, read a row at a time."""
+"""Text of any size as sequences of tokens: encoded once into a file, read one at a time."""
 
 import json
 from collections import deque
@@ -42,7 +42,7 @@ class TokenFile(NamedTuple):
         return (raw & (_FIRST - 1)).astype(np.int64), raw >= _FIRST
 
 
-class Encoded(NamedTuple):
+class EncodedText(NamedTuple):
     """What a text was encoded to: tokens to train on and tokens held out."""
 
     train: TokenFile
@@ -58,7 +58,7 @@ def encode(
     length: int,
     most_tokens: int,
     show: bool = False,
-) -> Encoded:
+) -> EncodedText:
     """Encode a text into two files of `folder`; a folder that holds them already is read back.
 
     Documents begin with the tokenizer's BOS, or with EOS where it has none, and end with EOS. What
@@ -117,7 +117,7 @@ def encode(
     return _read_back(folder)
 
 
-def _read_back(folder: Path) -> Encoded:
+def _read_back(folder: Path) -> EncodedText:
     about = json.loads((folder / _ABOUT).read_text())
     files = []
     for name, numbers in about.items():
@@ -125,7 +125,7 @@ def _read_back(folder: Path) -> Encoded:
         if not file.path.is_file() or file.path.stat().st_size != 4 * file.tokens:
             raise ValueError(f"{file.path} is cut short or gone; delete {folder / _ABOUT}")
         files.append(file)
-    return Encoded(*files)
+    return EncodedText(*files)
 
 
 class _Part(NamedTuple):
@@ -238,7 +238,7 @@ def _move_end(train: _Writer, held_out: _Writer, tokenizer, count: int) -> None:
     held_out.put(raw)
 
 
-class TrainingRows(torch.utils.data.Dataset):
+class TrainingSequences(torch.utils.data.Dataset):
     """The rows of a whole training run in their order: epoch after epoch, each shuffled.
 
     Row i of `length` tokens begins with the last one of another row, so that in an epoch every
@@ -265,7 +265,7 @@ class TrainingRows(torch.utils.data.Dataset):
         return _row(*self.file.read(place * (self.length - 1), self.length))
 
 
-class HeldOutRows(torch.utils.data.Dataset):
+class EvaluationSequences(torch.utils.data.Dataset):
     """Rows that cover a file once and in order; the last is filled up with tokens without loss.
 
     Arguments:

@@ -1,0 +1,1 @@
+"""`heedful convert`: a mechanism into a folder and out of it."""

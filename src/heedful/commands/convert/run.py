@@ -1,0 +1,54 @@
+"""Write a model's folder anew, with a mechanism or without the one it has."""
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from heedful.commands.convert.options import FolderConversion
+from heedful.commands.models import is_converted, mechanisms_named, opening, stock_model
+from heedful.hf import conversion_of, convert, load, revert
+
+
+def convert_folder(options: FolderConversion) -> str:
+    """Write a model's folder anew, with a mechanism or without the one it has; says what it wrote.
+
+    The folder appears whole or not at all.
+
+    Raises:
+        ValueError: there is no such model, it does not fit the mechanism, or `out` is in use.
+    """
+    out, source = Path(options.out), Path(options.source)
+    if not options.out or out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {options.out!r}; name another")
+    converted = is_converted(source)
+    if converted != options.revert:
+        state, way = "is no converted model", "there is nothing to take out"
+        if converted:
+            state, way = "is converted already", "take its mechanism out first, with --revert"
+        raise ValueError(f"source {options.source!r} {state}; {way}")
+    named = mechanisms_named(options.mechanism)
+    with opening("source", options.source):
+        model = load(source, budgets=False) if converted else stock_model(options.source)
+    if options.revert:
+        about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
+        revert(model)
+    else:
+        plan = next(iter(named)) if None in named.values() else named
+        conversion = convert(model, plan, where=options.where or None)
+        own = sum(p.numel() for p in conversion.parameters().values())
+        parts = conversion.mechanisms.items()
+        layers = ", ".join(f"{config} in {len(where)} layers" for config, where in parts)
+        about = f"{layers}; {own:,} parameters of its own"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
+        whole = Path(folder) / "model"
+        model.save_pretrained(whole)
+        with suppress(Exception):  # a model without a tokenizer is a model
+            AutoTokenizer.from_pretrained(options.source).save_pretrained(whole)
+        if out.is_dir():
+            out.rmdir()
+        os.replace(whole, out)
+    return f"{about}\nmodel: {out}"

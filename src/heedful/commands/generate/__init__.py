@@ -1,0 +1,1 @@
+"""`heedful generate`: write on from a prompt, and what the cache took."""

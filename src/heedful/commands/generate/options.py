@@ -1,0 +1,58 @@
+"""The options of `heedful generate`; imports nothing heavy."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from heedful.checks import check_literals, check_whole
+from heedful.commands.options import EvictionName, check_eviction
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Write on from a prompt, and say what the KV cache took.
+
+    An ordinary model is given standard attention under a cache of heedful; a converted one is what
+    it is. The text appears as it is made; at the end stand tokens per second, the bytes that the
+    cache held, their peak, and what they would have been without eviction.
+    """
+
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
+    """Folder of a model, converted or not, or a name on the Hugging Face hub."""
+    prompt: str | None = None
+    """The text to go on from."""
+    file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """A text file with the prompt, in place of --prompt."""
+    budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
+    """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
+    the model, if anything."""
+    eviction: EvictionName = "auto"
+    """Which tokens leave under --budget. auto: what selective attention has hidden most; for other
+    mechanisms all but the first and the newest (streaming-llm). none keeps everything."""
+    chunk: int | None = None
+    """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
+    max_new_tokens: int = 128
+    """Stop after so many tokens."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time; above it, tokens are drawn."""
+    chat: bool = True
+    """Put the prompt into the tokenizer's chat template, where it has one."""
+    tokenizer: str | None = None
+    """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    device: str = "cpu"
+    """Where to run: cpu or cuda."""
+    seed: int = 0
+    """Of drawn tokens, and of random eviction."""
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if (self.prompt is None) == (self.file is None):
+            raise ValueError("prompt must be given, or a file with it, and not both")
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("seed", self.seed, 0)
+        if self.chunk is not None:
+            check_whole("chunk", self.chunk, 1)
+        if not self.temperature >= 0 or self.temperature == float("inf"):
+            raise ValueError(f"temperature must be 0 or a number above it, got {self.temperature}")
+        check_eviction(self.eviction, self.budget)

@@ -1,0 +1,72 @@
+"""Eviction policies as commands name them."""
+
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from heedful.commands.options import EvictionName
+from heedful.eviction import POLICIES, Eviction
+from heedful.hf.budgets import read_budgets
+from heedful.hf.cache.new import attention_modules
+
+
+class Cached(Protocol):
+    """The options of a command whose model has a cache."""
+
+    budget: str | None
+    eviction: EvictionName
+    seed: int
+
+
+def reads_budgets(options: Cached) -> bool:
+    """Whether the budgets of the model's folder decide."""
+    return options.budget is None and options.eviction != "none"
+
+
+def policy_of(options: Cached, model: PreTrainedModel) -> Eviction | bool | None:
+    """The eviction policy of a command; `None` is the model's own, `False` none."""
+    if options.eviction == "none":
+        return False
+    if options.budget is None:
+        return None
+    if options.budget.isdecimal():
+        seed = {"seed": options.seed} if options.eviction == "random" else {}
+        return policy_named(options.eviction, model, int(options.budget), **seed)
+    path = Path(options.budget)
+    if not path.is_file():
+        raise ValueError(
+            f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
+            f"{options.budget!r}"
+        )
+    policy = read_budgets(path, model)
+    if options.eviction not in ("auto", spelled(type(policy).__name__)):
+        raise ValueError(
+            f"eviction={options.eviction!r} is not what {path} was searched for, "
+            f"{spelled(type(policy).__name__)}; leave --eviction out, or give a number of tokens"
+        )
+    return policy
+
+
+def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
+    """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
+
+    Arguments:
+        name: such as `streaming-llm`.
+        model: for which the policy is.
+        tokens: the budget.
+        options: for the policy.
+    """
+    if name == "auto":
+        hides = all(module.heedful.keeps for module in attention_modules(model))
+        name = "most-hidden" if hides else "streaming-llm"
+    found = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+    return found(tokens=tokens, **options)
+
+
+def spelled(name: str) -> str:
+    """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
+    known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
+    words = "".join("-" + c.lower() if c.isupper() else c for c in name)
+    return known.get(name, words.lstrip("-"))
