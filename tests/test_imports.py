@@ -192,7 +192,7 @@ def test_no_file_imports_itself_in_a_circle(folder):
     def visit(name: str) -> None:
         if name in under_way:
             circle = under_way[under_way.index(name) :]
-            assert set(circle) in CIRCLES, " -> ".join([*circle, name])
+            assert any(set(circle) <= x for x in CIRCLES), " -> ".join([*circle, name])
             return
         if name in finished:
             return
