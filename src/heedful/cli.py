@@ -232,17 +232,17 @@ def _run(command: _Command) -> int:
 
 
 def _train(command: TrainCommand) -> int:
-    asked = _as(Training, command)
+    options = _as(Training, command)
     from heedful.commands.train.run import formatted, train_text
     from heedful.training.run import Stopped
 
-    _path(asked.out)
+    _path(options.out)
     _quiet()
     with _stopping() as signals:
         try:
-            trained = train_text(asked, lambda: bool(signals))
+            trained = train_text(options, lambda: bool(signals))
         except (Stopped, KeyboardInterrupt):
-            place = f"the state is kept in {asked.out}"
+            place = f"the state is kept in {options.out}"
             print(f"stopped: {place}; the same command goes on there", file=sys.stderr)
             return 128 + signals[-1]
     if trained is not None:
@@ -251,16 +251,16 @@ def _train(command: TrainCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
-    asked = _as(FolderConversion, command)
+    options = _as(FolderConversion, command)
     from heedful.commands.convert.run import convert_folder
 
     _quiet()
-    print(convert_folder(asked))
+    print(convert_folder(options))
     return 0
 
 
 def _generate(command: GenerateCommand) -> int:
-    asked = _as(Generation, command)
+    options = _as(Generation, command)
     from heedful.commands.generate.run import generate
 
     _quiet()
@@ -268,19 +268,19 @@ def _generate(command: GenerateCommand) -> int:
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    found = generate(asked, write)
+    found = generate(options, write)
     print(flush=True)
     print(found, file=sys.stderr)
     return 0
 
 
 def _budget(command: BudgetCommand) -> int:
-    asked = _as(BudgetSearch, command)
+    options = _as(BudgetSearch, command)
     from heedful.commands.budget.search import format_found, search
 
     _quiet()
     try:
-        print(format_found(search(asked)))
+        print(format_found(search(options)))
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None
@@ -288,23 +288,23 @@ def _budget(command: BudgetCommand) -> int:
 
 
 def _eval(command: EvalCommand) -> int:
-    asked = _as(Evaluation, command)
+    options = _as(Evaluation, command)
     from heedful.commands.evaluate.numbers import RULE, evaluated_table, harness_table, summed_up
     from heedful.commands.evaluate.page import write_evaluation
     from heedful.commands.evaluate.run import evaluate, export
 
     _quiet()
-    if asked.export_lm_eval is not None:
-        names, folder = export(asked), asked.export_lm_eval
+    if options.export_lm_eval is not None:
+        names, folder = export(options), options.export_lm_eval
         print(f"written: {folder}\n  lm_eval --include_path {folder} --tasks {','.join(names)} ...")
         return 0
-    out = _path(asked.out)
+    out = _path(options.out)
     try:
-        found = evaluate(asked)
+        found = evaluate(options)
     except KeyboardInterrupt:
         way = f"the answers so far are kept in {out}; the same command goes on there"
         raise KeyboardInterrupt(way) from None
-    lines = summed_up(found.samples, asked.seed)
+    lines = summed_up(found.samples, options.seed)
     tables = [evaluated_table(lines) if lines else "", harness_table(found.harness)]
     print("\n\n".join(filter(None, tables)))
     if lines:
@@ -314,13 +314,13 @@ def _eval(command: EvalCommand) -> int:
 
 
 def _inspect(command: InspectCommand) -> int:
-    asked = _as(Inspection, command)
+    options = _as(Inspection, command)
     from heedful.commands.inspect.arrays import page_data
     from heedful.commands.inspect.page import write_inspection
     from heedful.commands.inspect.run import inside
 
     _quiet()
-    path = write_inspection(asked.out, page_data(*inside(asked)))
+    path = write_inspection(options.out, page_data(*inside(options)))
     print(f"page: {path} ({path.stat().st_size / 2**20:,.1f} MiB)")
     return 0
 
@@ -386,18 +386,18 @@ def _compare(command: CompareCommand) -> int:
 @contextmanager
 def _stopping() -> Iterator[list[int]]:
     """The signals that asked to stop: work ends after its step, at the second one at once."""
-    asked: list[int] = []
+    signals: list[int] = []
 
-    def ask(signum: int, frame: object) -> None:
-        asked.append(signum)
-        if len(asked) > 1:
+    def stop(signum: int, frame: object) -> None:
+        signals.append(signum)
+        if len(signals) > 1:
             raise KeyboardInterrupt  # a second signal does not wait for the step to end
         with suppress(OSError):  # not print, which a signal may have interrupted
             os.write(2, b"\nstopping after this step; press Ctrl-C again to stop at once\n")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

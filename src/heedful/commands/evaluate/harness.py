@@ -35,18 +35,18 @@ def babilong(doc, results):
 '''
 
 
-def harness_names(asked: Evaluation) -> list[str]:
+def harness_names(options: Evaluation) -> list[str]:
     """The names behind `lm-eval:`, in order.
 
     Raises:
         ImportError: lm_eval is not installed.
         ValueError: it has no task of a name.
     """
-    words = [x.removeprefix(LM_EVAL) for x in asked.tasks if x.startswith(LM_EVAL)]
+    words = [x.removeprefix(LM_EVAL) for x in options.tasks if x.startswith(LM_EVAL)]
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         return []
-    known = _manager(asked.lm_eval_tasks, tuple(names)).all_tasks
+    known = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=3)
@@ -124,7 +124,7 @@ def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
 
 
 def run_task(
-    asked: Evaluation, name: str, model: PreTrainedModel, tokenizer
+    options: Evaluation, name: str, model: PreTrainedModel, tokenizer
 ) -> dict[str, dict[str, float]]:
     """What the harness finds for a task or a group, by task and measure, `_stderr` beside each.
 
@@ -133,17 +133,17 @@ def run_task(
     """
     import lm_eval
 
-    lm = whole_inputs(model, tokenizer, asked.batch)
+    lm = whole_inputs(model, tokenizer, options.batch)
     with _quiet():
         found = lm_eval.simple_evaluate(
             lm,
             tasks=[name],
-            task_manager=_manager(asked.lm_eval_tasks, tuple(harness_names(asked))),
-            limit=asked.samples,
-            random_seed=asked.seed,
-            numpy_random_seed=asked.seed,
-            torch_random_seed=asked.seed,
-            fewshot_random_seed=asked.seed,
+            task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
+            limit=options.samples,
+            random_seed=options.seed,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
             log_samples=False,
         )
     results = {}
@@ -170,13 +170,13 @@ def _quiet():
         logger.setLevel(before)
 
 
-def export_tasks(asked: Evaluation, given: Texts, tokenizer, folder: Path) -> list[str]:
+def export_tasks(options: Evaluation, given: Texts, tokenizer, folder: Path) -> list[str]:
     """Write our tasks for the command line of lm-evaluation-harness; returns their names.
 
     Every task is a file of samples and one that describes it; how replies are graded is ours.
 
     Arguments:
-        asked: the evaluation.
+        options: the evaluation.
         given: questions and passages by task.
         tokenizer: by which the room for replies is counted.
         folder: made if absent; `--include_path` of `lm_eval`.

@@ -47,34 +47,34 @@ class Generated(NamedTuple):
         )
 
 
-def generate(asked: Generation, write: Callable[[str], None]) -> Generated:
+def generate(options: Generation, write: Callable[[str], None]) -> Generated:
     """Generate as `heedful generate` does: go on from the prompt, or make a target of a source.
 
     Arguments:
-        asked: the model, the prompt and the budget.
+        options: the model, the prompt and the budget.
         write: gets the text in pieces as it is made.
 
     Raises:
         ValueError: something that is asked for cannot be read, or does not fit the model.
     """
-    text = asked.prompt if asked.file is None else read_text(Path(asked.file))
-    model = open_model(asked.model, asked.device, budgets=reads_budgets(asked))
-    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
-    ids = _prompt(text, tokenizer, asked.chat)
+    text = options.prompt if options.file is None else read_text(Path(options.file))
+    model = open_model(options.model, options.device, budgets=reads_budgets(options))
+    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    ids = _prompt(text, tokenizer, options.chat)
     paired = model.config.is_encoder_decoder
-    _check_fits(ids.shape[1], asked, longest(model), paired)
-    cache = new_cache(model, policy_of(asked, model))
+    _check_fits(ids.shape[1], options, longest(model), paired)
+    cache = new_cache(model, policy_of(options, model))
     streamer = _Streamer(tokenizer, write)
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(options.seed)
     found = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         **generate_argument(cache),
-        prefill_chunk_size=None if paired else asked.chunk or prompt_chunk(cache),
-        max_new_tokens=asked.max_new_tokens,
+        prefill_chunk_size=None if paired else options.chunk or prompt_chunk(cache),
+        max_new_tokens=options.max_new_tokens,
         num_beams=1,
-        do_sample=asked.temperature > 0,
-        temperature=asked.temperature or None,
+        do_sample=options.temperature > 0,
+        temperature=options.temperature or None,
         top_k=None,
         top_p=None,
         streamer=streamer,
@@ -100,22 +100,22 @@ def prompt_chunk(cache: KVCache) -> int | None:
     return None if whole else CHUNK
 
 
-def _check_fits(prompt: int, asked: Generation, most: int | None, paired: bool) -> None:
+def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool) -> None:
     if paired and most is not None:  # a source and its target have positions of their own
         for what, tokens in (
             ("prompt has", prompt),
-            ("max_new_tokens asks for", asked.max_new_tokens),
+            ("max_new_tokens asks for", options.max_new_tokens),
         ):
             if tokens > most:
                 raise ValueError(
                     f"{what} {tokens} tokens, and the model has {most} positions; give fewer"
                 )
         return
-    if most is None or prompt + asked.max_new_tokens <= most:
+    if most is None or prompt + options.max_new_tokens <= most:
         return
     way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
     raise ValueError(
-        f"prompt has {prompt} tokens, and with {asked.max_new_tokens} new ones that is more than "
+        f"prompt has {prompt} tokens, and with {options.max_new_tokens} new ones that is more than "
         f"the {most} that the model has positions for; {way_out}"
     )
 

@@ -41,36 +41,36 @@ class Inside(NamedTuple):
     causal: bool
 
 
-def inside(asked: Inspection) -> Inside:
+def inside(options: Inspection) -> Inside:
     """Run the model as `heedful inspect` does.
 
     Arguments:
-        asked: the model, the text and the budget.
+        options: the model, the text and the budget.
 
     Raises:
         ValueError: something that is asked for cannot be read, or does not fit the model.
     """
-    text = asked.text if asked.file is None else read_text(Path(asked.file))
+    text = options.text if options.file is None else read_text(Path(options.file))
     if not text:
         raise ValueError("text must have at least one character, got an empty one")
-    model = open_model(asked.model, asked.device, budgets=reads_budgets(asked))
+    model = open_model(options.model, options.device, budgets=reads_budgets(options))
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"model {asked.model!r} is an encoder-decoder ({model.config.model_type}), whose "
+            f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "
             "cross-attention looks at two rows; name a decoder or an encoder"
         )
-    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
-    ids, tokens = _tokens(text, tokenizer, asked, longest(model))
+    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    ids, tokens = _tokens(text, tokenizer, options, longest(model))
     causal = bool(attention_modules(model))
-    policy = _policy(asked, model, causal)
-    torch.manual_seed(asked.seed)
+    policy = _policy(options, model, causal)
+    torch.manual_seed(options.seed)
     held = {} if policy is None else held_over_time(model, ids, policy)
-    shown = asked.layers or tuple(held)
+    shown = options.layers or tuple(held)
     return Inside(
-        model=Path(asked.model).resolve().name if Path(asked.model).is_dir() else asked.model,
+        model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,
-        looks=look_into(model, ids, asked.layers),
+        looks=look_into(model, ids, options.layers),
         held={index: map_ for index, map_ in held.items() if index in shown},
         policy="" if policy is None else str(policy),
         causal=causal,
@@ -88,12 +88,12 @@ def _in_words(mechanism: Mechanism) -> str:
 
 
 def _tokens(
-    text: str, tokenizer, asked: Inspection, positions: int | None
+    text: str, tokenizer, options: Inspection, positions: int | None
 ) -> tuple[Int[Tensor, "1 T"], list[str]]:
     """The tokens that are asked for, and what of the text each stands for."""
     ids = tokenizer.encode(text)
-    spelled = spelled_tokens(text, ids, tokenizer)[: asked.tokens]
-    ids = ids[: asked.tokens]
+    spelled = spelled_tokens(text, ids, tokenizer)[: options.tokens]
+    ids = ids[: options.tokens]
     if not ids:
         raise ValueError("text has no tokens; give at least one word")
     most = MOST_TOKENS if positions is None else min(positions, MOST_TOKENS)
@@ -123,13 +123,13 @@ def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
     return made
 
 
-def _policy(asked: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
-    if not causal and asked.budget is not None:
+def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
+    if not causal and options.budget is not None:
         raise ValueError(
-            f"budget is for decoders, and {asked.model!r} is an encoder, which keeps nothing "
+            f"budget is for decoders, and {options.model!r} is an encoder, which keeps nothing "
             "between calls; leave it out"
         )
-    found = policy_of(asked, model)
+    found = policy_of(options, model)
     if found is None:
         found = getattr(getattr(model, "_heedful", None), "eviction", None)
     return found or None

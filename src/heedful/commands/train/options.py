@@ -191,8 +191,8 @@ class Training:
         name = self.recipe
         if name == "auto":
             name = "adapt" if has_weights else "scratch"
-        asked = {field: getattr(self, field) for field in Recipe._fields}
-        recipe = RECIPES[name]._replace(**{k: v for k, v in asked.items() if v is not None})
+        own = {field: getattr(self, field) for field in Recipe._fields}
+        recipe = RECIPES[name]._replace(**{k: v for k, v in own.items() if v is not None})
         if recipe.batch % self.accumulate:
             raise ValueError(
                 f"accumulate must divide the batch of {recipe.batch} rows, got {self.accumulate}"

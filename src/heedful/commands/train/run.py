@@ -55,15 +55,15 @@ class Trained(NamedTuple):
 
 
 def train_text(
-    asked: Training, should_stop: Callable[[], bool] = lambda: False, *, show: bool = True
+    options: Training, should_stop: Callable[[], bool] = lambda: False, *, show: bool = True
 ) -> Trained | None:
-    """Train as asked; a run that ended early in `asked.out` goes on where it was saved.
+    """Train as asked; a run that ended early in `options.out` goes on where it was saved.
 
     On one device and with the same versions a run that goes on ends with the weights and losses of
     one that was never stopped, to the last bit.
 
     Arguments:
-        asked: what to train on what, and how.
+        options: what to train on what, and how.
         should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
         show: bars on the terminal.
 
@@ -75,11 +75,11 @@ def train_text(
         ValueError: an argument does not fit the model, the text or the folder, or the loss stopped
             being finite.
     """
-    check_device(asked.device)
-    _check_reports(asked.report_to)
-    out = Path(asked.out)
-    recipe = asked.filled(has_weights(asked.model))
-    arguments = _arguments(asked, recipe, out / _UNFINISHED)
+    check_device(options.device)
+    _check_reports(options.report_to)
+    out = Path(options.out)
+    recipe = options.filled(has_weights(options.model))
+    arguments = _arguments(options, recipe, out / _UNFINISHED)
     main = arguments.process_index == 0
     with ExitStack() as held:
         if main:
@@ -87,10 +87,10 @@ def train_text(
             held.enter_context(only_writer(out))
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
-            if (done := _finished(out, asked)) is not None:
+            if (done := _finished(out, options)) is not None:
                 return done
-            run = _begin(asked, recipe, out, arguments, show=show and main)
-        trained = _train(asked, recipe, out, arguments, run, should_stop, show=show and main)
+            run = _begin(options, recipe, out, arguments, show=show and main)
+        trained = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
     return trained if main else None
 
@@ -121,7 +121,7 @@ class _Run(NamedTuple):
     checkpoints: Checkpoints
 
 
-def _finished(out: Path, asked: Training) -> Trained | None:
+def _finished(out: Path, options: Training) -> Trained | None:
     """What a folder's run came to, if it has ended; raises if another run made the folder."""
     path = out / _ABOUT
     if not path.is_file():
@@ -136,59 +136,60 @@ def _finished(out: Path, asked: Training) -> Trained | None:
         about = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
-    if changed := differences(about["asked"], json.loads(json.dumps(asked_for(asked)))):
+    if changed := differences(about["asked"], json.loads(json.dumps(asked_for(options)))):
         raise ValueError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
         )
-    for changed in differences(about["harmless"], _harmless(asked)):
+    for changed in differences(about["harmless"], _harmless(options)):
         warnings.warn(f"{changed}; the run stays what it was", stacklevel=3)
     ended = about["ended"]
     return ended and Trained(out, **ended)
 
 
-def _harmless(asked: Training) -> dict:
-    return json.loads(json.dumps({name: getattr(asked, name) for name in HARMLESS}))
+def _harmless(options: Training) -> dict:
+    return json.loads(json.dumps({name: getattr(options, name) for name in HARMLESS}))
 
 
 def _begin(
-    asked: Training, recipe: Recipe, out: Path, arguments: TrainingArguments, *, show: bool
+    options: Training, recipe: Recipe, out: Path, arguments: TrainingArguments, *, show: bool
 ) -> _Run:
     """Model, vocabulary and rows, and whose folder this is; nothing is left where they fail."""
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     try:
-        model, tokenizer = model_and_tokenizer(asked, recipe.length, folder / "tokenizer")
-        if asked.memory_loss:
+        model, tokenizer = model_and_tokenizer(options, recipe.length, folder / "tokenizer")
+        if options.memory_loss:
             MemoryLoss(model).remove()  # refused before the text is read
         text = encode(
-            asked.data,
-            asked.held_out,
+            options.data,
+            options.held_out,
             tokenizer,
             folder / "text",
             length=recipe.length,
-            most_tokens=asked.read_tokens or recipe.steps * recipe.batch * (recipe.length - 1) + 1,
+            most_tokens=options.read_tokens
+            or recipe.steps * recipe.batch * (recipe.length - 1) + 1,
             show=show,
         )
     except BaseException:
         if fresh and arguments.process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    identity = {"asked": asked_for(asked), "recipe": recipe._asdict()}
+    identity = {"asked": asked_for(options), "recipe": recipe._asdict()}
     identity |= {"parameters": sum(p.numel() for p in model.parameters())}
     checkpoints = Checkpoints(folder / "state", identity)
     if arguments.process_index == 0:
-        _write_about(out, asked, recipe, model, ended=None)
+        _write_about(out, options, recipe, model, ended=None)
     return _Run(model, tokenizer, text, checkpoints)
 
 
 def _write_about(
-    out: Path, asked: Training, recipe: Recipe, model: PreTrainedModel, ended: dict | None
+    out: Path, options: Training, recipe: Recipe, model: PreTrainedModel, ended: dict | None
 ) -> None:
     conversion = conversion_of(model)
     about = {
-        "asked": asked_for(asked),
-        "harmless": _harmless(asked),
+        "asked": asked_for(options),
+        "harmless": _harmless(options),
         "recipe": recipe._asdict(),
         "mechanisms": [
             {"mechanism": to_json(config), "layers": list(layers)}
@@ -201,7 +202,7 @@ def _write_about(
 
 
 def _train(
-    asked: Training,
+    options: Training,
     recipe: Recipe,
     out: Path,
     arguments: TrainingArguments,
@@ -213,9 +214,9 @@ def _train(
     schedule = Schedule(
         steps=recipe.steps,
         log_every=max(1, recipe.steps // 100),
-        evaluate_every=-(-recipe.steps // asked.evaluations),
+        evaluate_every=-(-recipe.steps // options.evaluations),
         check_every=max(1, recipe.steps // 100),
-        save_seconds=60 * asked.save_minutes,
+        save_seconds=60 * options.save_minutes,
         step_tokens=recipe.batch * recipe.length,
     )
     watch, display = (
@@ -227,21 +228,21 @@ def _train(
     trainer = RunTrainer(
         model=run.model,
         args=arguments,
-        train_dataset=TrainingSequences(run.text.train, recipe.length, sequences, asked.seed),
+        train_dataset=TrainingSequences(run.text.train, recipe.length, sequences, options.seed),
         eval_dataset=EvaluationSequences(run.text.held_out, recipe.length, together),
         data_collator=torch.utils.data.default_collate,
         optimizer=partial(_optimizer, recipe),
         evaluation=partial(_evaluation, run.text.held_out.text_bytes),
         callbacks=[watch, display],
-        memory_loss=asked.memory_loss,
+        memory_loss=options.memory_loss,
     )
     try:
         watch.train(trainer)
     finally:
         display.bar.close()
     if watch.diverged:
-        _refuse_divergence(asked, trainer.state.global_step, run.checkpoints)
-    return _finish(asked, recipe, out, trainer, watch, run)
+        _refuse_divergence(options, trainer.state.global_step, run.checkpoints)
+    return _finish(options, recipe, out, trainer, watch, run)
 
 
 def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -254,7 +255,7 @@ def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2), fused=True)
 
 
-def _refuse_divergence(asked: Training, step: int, checkpoints: Checkpoints) -> None:
+def _refuse_divergence(options: Training, step: int, checkpoints: Checkpoints) -> None:
     kept = checkpoints.newest()
     last = "no checkpoint is good" if kept is None else f"{kept} is the last good checkpoint"
     raise ValueError(
@@ -265,7 +266,7 @@ def _refuse_divergence(asked: Training, step: int, checkpoints: Checkpoints) -> 
 
 
 def _finish(
-    asked: Training, recipe: Recipe, out: Path, trainer: RunTrainer, watch: Watch, run: _Run
+    options: Training, recipe: Recipe, out: Path, trainer: RunTrainer, watch: Watch, run: _Run
 ) -> Trained:
     """Write the model and what came out, then remove what an unfinished run needs."""
     model = run.model
@@ -342,10 +343,10 @@ def _evaluation(text_bytes: int, trainer: RunTrainer) -> dict[str, float]:
     return {"eval_loss": nats / tokens, "eval_bits_per_byte": nats / (math.log(2) * text_bytes)}
 
 
-def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArguments:
-    cuda = torch.cuda.is_available() and asked.device != "cpu"
-    half = asked.dtype == "bfloat16" or (
-        asked.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
+def _arguments(options: Training, recipe: Recipe, folder: Path) -> TrainingArguments:
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    half = options.dtype == "bfloat16" or (
+        options.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
     )
     arguments = TrainingArguments(
         output_dir=str(folder / "state"),
@@ -356,23 +357,23 @@ def _arguments(asked: Training, recipe: Recipe, folder: Path) -> TrainingArgumen
         ),
         warmup_steps=recipe.warmup,
         max_grad_norm=1.0,
-        gradient_accumulation_steps=asked.accumulate,
-        **checkpointing_options(asked.checkpointing),
+        gradient_accumulation_steps=options.accumulate,
+        **checkpointing_options(options.checkpointing),
         bf16=half,
-        fsdp=asked.fsdp,
-        torch_compile=asked.compile,
-        seed=asked.seed,
-        data_seed=asked.seed,
+        fsdp=options.fsdp,
+        torch_compile=options.compile,
+        seed=options.seed,
+        data_seed=options.seed,
         logging_strategy="no",  # `Watch` says when
         save_strategy="no",
         save_total_limit=2,
         remove_unused_columns=False,
-        report_to=list(asked.report_to),
+        report_to=list(options.report_to),
         disable_tqdm=True,
         use_cpu=not cuda,
         dataloader_pin_memory=cuda,
     )
-    parts = arguments.world_size * asked.accumulate
+    parts = arguments.world_size * options.accumulate
     if recipe.batch % parts:
         raise ValueError(
             f"batch must be a multiple of {parts} (processes x accumulate), got {recipe.batch}"

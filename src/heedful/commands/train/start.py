@@ -39,12 +39,12 @@ def has_weights(name: str) -> bool:
 
 
 def model_and_tokenizer(
-    asked: Training, length: int, kept: Path
+    options: Training, length: int, kept: Path
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | ByteTokenizer]:
     """The model, converted and in float32, and its tokenizer.
 
     Arguments:
-        asked: what to train.
+        options: what to train.
         length: tokens of a row.
         kept: a folder for a tokenizer that is trained here; one that is there is taken.
 
@@ -53,59 +53,59 @@ def model_and_tokenizer(
             or the other.
     """
     transformers.logging.set_verbosity_error()
-    torch.manual_seed(asked.seed)
-    if has_weights(asked.model):
-        if asked.tokenizer == _BPE or asked.vocabulary is not None:
+    torch.manual_seed(options.seed)
+    if has_weights(options.model):
+        if options.tokenizer == _BPE or options.vocabulary is not None:
             raise ValueError(
-                f"model {asked.model!r} has weights for the vocabulary that it was trained with; "
+                f"model {options.model!r} has weights for the vocabulary that it was trained with; "
                 "leave out --vocabulary and --tokenizer bpe"
             )
-        model = _with_weights(asked.model)
-        tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
+        model = _with_weights(options.model)
+        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     else:
-        config = _config(asked.model)
-        tokenizer = _new_tokenizer(asked, asked.vocabulary or config.vocab_size, kept)
-        model = _from_scratch(config, asked, tokenizer, length)
+        config = _config(options.model)
+        tokenizer = _new_tokenizer(options, options.vocabulary or config.vocab_size, kept)
+        model = _from_scratch(config, options, tokenizer, length)
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
-            f"model {asked.model!r} is a {type(model).__name__}, and heedful train trains models "
+            f"model {options.model!r} is a {type(model).__name__}, and heedful train trains models "
             "that predict the next token"
         )
     room = longest(model)
     if room is not None and length > room:
         raise ValueError(f"length must be at most {room}, the model's positions, got {length}")
-    _give_mechanism(model, asked)
+    _give_mechanism(model, options)
     return model.float().train(), tokenizer
 
 
-def _give_mechanism(model: PreTrainedModel, asked: Training) -> None:
+def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
     """Convert it; one that is converted already keeps what it has."""
-    named = mechanisms_named(asked.mechanism)
+    named = mechanisms_named(options.mechanism)
     if isinstance(model, ConvertedModel):
         own = conversion_of(model).mechanisms
         if any(own.get(x) is None or layers not in (None, own[x]) for x, layers in named.items()):
             raise ValueError(
-                f"model {asked.model!r} is converted already, to {', '.join(map(str, own))}; leave "
+                f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; leave "
                 "--mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
     elif None in named.values():  # alone: in all layers
-        convert(model, next(iter(named)), where=asked.where or None)
+        convert(model, next(iter(named)), where=options.where or None)
     else:
-        convert(model, named or "standard", where=asked.where or None)
+        convert(model, named or "standard", where=options.where or None)
 
 
-def _new_tokenizer(asked: Training, room: int, kept: Path) -> PreTrainedTokenizerFast:
+def _new_tokenizer(options: Training, room: int, kept: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model from scratch, of at most `room` tokens."""
     if kept.is_dir():
         return AutoTokenizer.from_pretrained(kept)
-    name = _BPE if asked.tokenizer is None else asked.tokenizer
+    name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
         raise ValueError(
             f"vocabulary must be more than {BYTES + 2} (the bytes, BOS and EOS) for byte pairs, "
             f"got {room}; use --tokenizer bytes"
         )
     if name == _BPE:
-        made = _with_ends(byte_pairs(_first(asked.data, _READ_FOR_VOCABULARY), room - 2))
+        made = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
     else:
         made = _with_ends(bytes_alone()) if name == _BYTES else _named(name)
     if len(made) > room:
@@ -170,10 +170,10 @@ def _config(name: str) -> PreTrainedConfig:
 
 
 def _from_scratch(
-    config: PreTrainedConfig, asked: Training, tokenizer, length: int
+    config: PreTrainedConfig, options: Training, tokenizer, length: int
 ) -> PreTrainedModel:
-    if asked.model in SIZES:
-        config.vocab_size = asked.vocabulary or max(config.vocab_size, len(tokenizer))
+    if options.model in SIZES:
+        config.vocab_size = options.vocabulary or max(config.vocab_size, len(tokenizer))
         config.max_position_embeddings = max(config.max_position_embeddings, length)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
