@@ -85,8 +85,8 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
         own = conversion_of(model).mechanisms
         if any(own.get(x) is None or layers not in (None, own[x]) for x, layers in named.items()):
             raise ValueError(
-                f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; leave "
-                "--mechanism out, or take it out first: heedful convert MODEL OUT --revert"
+                f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
+                "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
     elif None in named.values():  # alone: in all layers
         convert(model, next(iter(named)), where=options.where or None)
