@@ -56,9 +56,7 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
         "window alone": Standard(window=WINDOW + SIZE // 2),
         "fixed, mean, no size": Grouped(size=SIZE, window=WINDOW, refine="mean", size_bias="none"),
         "fixed, weighted, groups ask": Grouped(size=SIZE, window=WINDOW, queries="groups"),
-        "fixed, weighted, zoom 2": Grouped(size=SIZE, window=WINDOW, zoom=2),
         "cif, weighted": Grouped("cif", size=SIZE, window=WINDOW, share=4),
-        "boundary, weighted": Grouped("boundary", size=SIZE, window=WINDOW, share=4),
     }
     for name, options in shapes.items():
         for refine in REFINES:
@@ -164,8 +162,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
             groups.setdefault(role, []).append(made.there.expand(rows, -1).sum().item() / rows)
             scored = score_pairs(
                 made, window=layer.config.window, visibility=layer._seen(visibility),
-                queries=q.shape[2], zoom=layer.config.zoom,
-                asking=layer.config.queries == "groups",
+                queries=q.shape[2], asking=layer.config.queries == "groups",
             )  # fmt: skip
         else:
             visibility = visibility or Visibility()

@@ -39,11 +39,12 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
     "grouped-sentence": Grouped(
-        "sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31), refine="channel", zoom=1
+        "sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31), refine="channel"
     ),
-    "grouped-cif": Grouped("cif", size=3, window=2, share=2, refine="attention"),
+    "grouped-cif": Grouped(
+        "cif", size=3, window=2, share=2, refine="attention", size_bias="learned"
+    ),
     "grouped-slots": Grouped("slots", size=2, stride=2, window=2, share=2, queries="groups"),
-    "grouped-boundary": Grouped("boundary", size=3, longest=5, window=1, size_bias="learned"),
 }
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
 RIVALS = ["differential-v2", "knocking-heads", "canon", "canon-wide", "local-global"]
