@@ -19,7 +19,9 @@ from heedful.commands.bench.measure import Case, check, runner
 if TYPE_CHECKING:
     from gpu_session import Sizes
 
-MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+FUSED = ("mta-pre", "mta", "talking-heads", "selective")
+FORMS = [*((name, "fused") for name in FUSED), *((name, "tiled") for name in FUSED)]
+FORMS.append(("differential", "tiled"))
 # Where the numbers and launches stand that an alternative replaces.
 TILES = "heedful.ops.common.tiles"
 BLOCKS = "heedful.ops.mta.fused.blocks"
@@ -68,12 +70,8 @@ def constants(place: str, **values: int) -> tuple[tuple[str, Callable], ...]:
 
 
 ALTERNATIVES = (
-    *(Alternative(name, impl) for name in MECHANISMS for impl in ("fused", "tiled")),
-    *(
-        Alternative(name, impl, "CUDA graph", way="graph")
-        for name in MECHANISMS
-        for impl in ("fused", "tiled")
-    ),
+    *(Alternative(name, impl) for name, impl in FORMS),
+    *(Alternative(name, impl, "CUDA graph", way="graph") for name, impl in FORMS),
     *(
         Alternative(name, "tiled", "blocks of 256 rows", constants(TILES, ROWS=256, TILE=2**26))
         for name in ("mta", "talking-heads")

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from command_line import command, count, lines
+from command_line import lines
 from tqdm import tqdm
 
 import heedful
@@ -81,31 +81,25 @@ def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
     }
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task", choices=(*ROWS, *PAIRS))
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--start", type=Path, help="folder of a trained model to begin with")
-    parser.add_argument("--seeds", type=count, default=3)
-    parser.add_argument("--steps", type=count)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--only", nargs="+", help="names of mechanisms; default all")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))
     budget = replace(budget_of(task), steps=args.steps or task.recipe.steps)
     found = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
-    if unknown := set(args.only or ()) - set(found):
-        raise SystemExit(f"--only must be of {', '.join(found)}, got {', '.join(sorted(unknown))}")
-    if args.start is not None and not args.start.is_dir():
-        raise SystemExit(f"--start must be a folder, got {args.start}")
+    found = {name: found[name] for name in args.only or found}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     start = args.start and args.start.name
     known = {(x["task"], x["name"], x["seed"], x["steps"], x.get("start")) for x in lines(args.out)}
     for seed in range(args.seeds):
         for name, mechanism in tqdm(found.items(), desc=f"seed {seed}"):
-            if args.only and name not in args.only:
-                continue
             if (args.task, name, seed, budget.steps, start) not in known:
                 print(name, flush=True)
                 line = {"task": args.task, "name": name, "seed": seed, "start": start}

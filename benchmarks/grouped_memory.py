@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-from command_line import command
 from grouped import PAIRS, ROWS, budget_of, lines, mechanisms, paired_mechanisms
 from tqdm import tqdm
 
@@ -26,7 +25,6 @@ from heedful.tasks import TASKS
 from heedful.testing import peak_memory_mib
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="+", choices=(*ROWS, *PAIRS))

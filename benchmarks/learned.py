@@ -9,8 +9,6 @@ import argparse
 import json
 from pathlib import Path
 
-from command_line import command
-
 import heedful
 from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful.records.environment import environment
@@ -20,7 +18,6 @@ NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
 NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a model with multi-token attention")
@@ -39,8 +36,6 @@ def main() -> None:
                         | {"pattern": pattern(values), "values": values.round(4).tolist()}
                         | {"environment": where}
                     )
-    if not found:
-        raise SystemExit(f"model {args.model!r} has no kernels and no mixing matrices")
     write_whole(args.out, "".join(json.dumps(line) + "\n" for line in found))
     for line in found:
         print(line["layer"], line["kind"], line["number"], line["pattern"])

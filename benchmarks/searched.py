@@ -10,8 +10,6 @@ training nor search has seen. One line more for the tables of `heedful compare -
 import argparse
 from pathlib import Path
 
-from command_line import command, count
-
 import heedful
 from heedful.commands.compare.scratch import Budget
 from heedful.commands.compare.small_caches import under_budget
@@ -21,13 +19,12 @@ from heedful.records.environment import environment
 from heedful.tasks import Text
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=count, default=256)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--name", default="selective + memory loss")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

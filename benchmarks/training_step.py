@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from command_line import count
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
     numbers = [field for field in fields(Step) if type(field.default) is int]
     for field in numbers:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=count, default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from command_line import command, count
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
@@ -55,10 +54,9 @@ def measure(name: str, rounds: int) -> dict:
     return {"model": name, "parameters": parameters, "dtype": "bfloat16", "seconds": medians}
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
