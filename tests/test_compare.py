@@ -201,16 +201,11 @@ def test_one_process_writes_at_a_time(one_seed):
     assert not (out / ".heedful.lock").exists()
 
 
-@pytest.mark.parametrize("without", ["module", "support"])
-def test_without_the_system_s_locks_the_file_alone_is_one(tmp_path, monkeypatch, without):
-    if without == "module":
-        monkeypatch.setattr(files, "fcntl", None)
-    else:
+def test_without_the_system_s_locks_the_file_alone_is_one(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
 
-        def unsupported(*_):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
     lock = tmp_path / ".heedful.lock"
     with files.only_writer(tmp_path):
         message = rf"in use by process {os.getpid()} on .*; if it no longer runs, delete .*lock"
