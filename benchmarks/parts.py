@@ -1,11 +1,9 @@
 """What the studies share: their command lines, reading records, and the parts of a table."""
 
-import argparse
-import functools
 import html
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from heedful.records.files import read_each
@@ -66,26 +64,6 @@ def origin(environments: Sequence[dict]) -> str:
         f"<details><summary><i>Made by {len(commands)} commands {where}</i></summary>\n"
         f"<pre>\n{listed}\n</pre>\n</details>"
     )
-
-
-def count(word: str) -> int:
-    """A whole number of at least 1, as the `type` of an argument."""
-    if word.isdecimal() and int(word) >= 1:
-        return int(word)
-    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {word!r}")
-
-
-def command(main: Callable[[], None]) -> Callable[[], None]:
-    """A script's `main` that ends with the message of what was wrong, without a traceback."""
-
-    @functools.wraps(main)
-    def run() -> None:
-        try:
-            main()
-        except (ValueError, OSError) as error:
-            raise SystemExit(str(error)) from None
-
-    return run
 
 
 def read_partial(path: Path) -> list[dict]:

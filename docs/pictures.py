@@ -17,7 +17,6 @@ from matplotlib.patches import Patch, Rectangle
 from heedful import Summaries, differential_attention, grouped_attention, selective_attention
 from heedful.commands.compare.figures import svg
 from heedful.ops.grouped import (
-    boundary_groups,
     cif_groups,
     fixed_groups,
     sentence_groups,
@@ -316,12 +315,11 @@ def differential() -> Figure:
 
 
 def groups() -> Figure:
-    """The shares of one row of tokens under the six groupings."""
+    """The shares of one row of tokens under the five groupings."""
     text = "the dog ran . it saw a cat on a wall . the cat hid ."
     words = text.split()
     count = len(words)
     ids = torch.tensor([[word == "." for word in words]]).long()
-    closes = torch.tensor([[word in ("dog", "saw", "cat", ".") for word in words]])
     alpha = {"the": 0.1, "a": 0.1, "on": 0.15, "it": 0.3, ".": 0.3, "dog": 0.45, "cat": 0.5}
     weights = torch.tensor([[alpha.get(word, 0.4) for word in words]])
     small = ("the", "a", "on", ".")
@@ -330,12 +328,11 @@ def groups() -> Figure:
         "fixed\nsize 4": fixed_groups(4, count),
         "sliding\nsize 4, stride 2": sliding_groups(4, 2, count),
         "sentence\ncloses at “.”": sentence_groups(ids, (1,)),
-        "boundary\npredicted ends": boundary_groups(closes.float()),
         "cif\nweights fill a group": cif_groups(weights),
         "slots\nclusters of a block": slot_groups(told, block=8, slots=2),
     }
     lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in shown]
-    figure = Figure(figsize=(7.6, 4.6), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(7.6, 4.1), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(hspace=0.06)
     all_axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=lanes)
     for axes, (name, made), height in zip(all_axes, shown.items(), lanes, strict=True):

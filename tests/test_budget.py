@@ -14,11 +14,10 @@ import heedful
 from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.replay import Replay
 from heedful.commands.budget.search import LOG, Found, Log, greedy, search
 from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
-from heedful.eviction import TOVA, MostHidden, StreamingLLM
+from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from test_generate import files_of, made, small, tokenizer_of_words
@@ -150,7 +149,7 @@ def test_greedy_on_costs_that_add_up():
             return 1 + sum(float(costs[i, 40 - n]) if n < 40 else 0 for i, n in enumerate(budgets))
 
         limit = 1 + 20 * float(torch.rand(()))
-        found = greedy((40,) * 6, 3, 5, limit, lambda x, _, cost=cost: cost(x, "lazy"))
+        found = greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "lazy"))
         expected = plain_greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "plain"))
         assert found == expected
         assert cost(found, "lazy") <= limit
@@ -158,88 +157,18 @@ def test_greedy_on_costs_that_add_up():
 
 
 def test_layers_without_a_budget_take_no_part():
-    found = greedy((20, None, 20), 5, 4, 100, lambda x, _: sum(20 - (n or 20) for n in x))
+    found = greedy((20, None, 20), 5, 4, 100, lambda x: sum(20 - (n or 20) for n in x))
     assert found == (5, None, 5)
 
 
-FAMILIES = ["llama", "mistral", "gpt2", "gemma3_text", "gpt_neox"]
-
-
-def family(name: str):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4,
-             "intermediate_size": 48, "max_position_embeddings": 64}  # fmt: skip
-    sizes |= {"num_key_value_heads": 2} if name not in ("gpt2", "gpt_neox") else {}
-    sizes |= {"sliding_window": 12} if name in ("mistral", "gemma3_text") else {}
-    sizes |= {"head_dim": 8} if name == "gemma3_text" else {}
-    config = CONFIG_MAPPING[name](**sizes, initializer_range=0.3)
-    return AutoModelForCausalLM.from_config(config).double().eval()
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize("mechanism", ["standard", "selective", "differential"])
-@pytest.mark.parametrize(
-    "name", [FAMILIES[0], *(pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES[1:])]
-)
-def test_a_trial_is_a_whole_evaluation(name, mechanism, monkeypatch):
-    """Whatever layer it changes, from whatever is kept; rows in one batch or several."""
-    monkeypatch.setattr("heedful.commands.budget.replay._LOGITS", 2 * 30 * 40)
-    model, rows = family(name), torch.randint(40, (3, 30))
-    heedful.convert(model, mechanism)
-    replay = Replay(model, rows)
-    assert len(replay.batches) == 2 and len(replay.layers) == 3
-    assert replay.whole() == pytest.approx(float(perplexity(model, rows, None)), rel=1e-12)
-
-    def policy(*budgets):
-        return TOVA(tokens=budgets, sinks=1, recent=3)
-
-    kept = []
-    for budgets in ((30, 30, 30), (30, 10, 30), (30, 10, 8), (9, 10, 8)):
-        expected = float(perplexity(model, rows, policy(*budgets)))
-        kept.append(replay.keep(policy(*budgets)))
-        assert kept[-1] == pytest.approx(expected, rel=1e-10)
-        for trial in ((8, *budgets[1:]), (budgets[0], 7, budgets[2]), (*budgets[:2], 6), budgets):
-            expected = float(perplexity(model, rows, policy(*trial)))
-            assert replay.of(policy(*trial)) == pytest.approx(expected, rel=1e-10)
-    assert len(set(kept)) == 4
-    assert replay.layers, "nothing was given up"
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_a_trial_runs_only_the_layers_that_it_changes(monkeypatch):
-    model, rows = family("llama"), torch.randint(40, (3, 30))
-    heedful.convert(model, "standard")
-    replay, runs = Replay(model, rows), []
-    for index, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_hook(lambda *_, index=index: runs.append(index))
-    replay.keep(StreamingLLM(tokens=(30, 30, 30)))
-    assert runs == [0, 1, 2, 2]  # once more, to see that nothing else is handed on
-    for first, budgets in enumerate(((20, 30, 30), (30, 20, 30), (30, 30, 20))):
-        runs.clear()
-        replay.of(StreamingLLM(tokens=budgets))
-        assert runs == list(range(first, 3))
-    runs.clear()
-    replay.keep(StreamingLLM(tokens=(30, 20, 30)))
-    assert runs == [1, 2]
-    model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        replay.of(StreamingLLM(tokens=(30, 20, 20)))
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def test_layers_that_hand_on_more_run_in_every_trial():
-    """A model whose later layers read something beside what the one before returned."""
-    model, rows = family("llama"), torch.randint(40, (3, 30))
-    heedful.convert(model, "standard")
-    calls = []
-    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
-    model.model.layers[1].mlp.register_forward_hook(lambda m, a, x: calls.append(0) or x)
-    model.model.layers[2].register_forward_hook(lambda m, a, x: x.cumsum(-1) if calls[-1] else x)
-    replay = Replay(model, rows)
-    with pytest.warns(UserWarning, match="LlamaForCausalLM: layers hand on more than their out"):
-        replay.keep(StreamingLLM(tokens=(30, 30, 30)))
-    policy = StreamingLLM(tokens=(30, 30, 20))
-    assert replay.of(policy) == pytest.approx(float(perplexity(model, rows, policy)), rel=1e-12)
+def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
+    model = heedful.load(folder / "standard")
+    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, 3)
+    policy = StreamingLLM(tokens=(48, 20, 10), sinks=1, recent=4)
+    expected = float(perplexity(model, rows, policy))
+    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
+    monkeypatch.setattr(budget, "_LOGITS", 2 * LENGTH * 256)  # two rows, then one
+    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
 
 
 def test_what_is_written_is_used(searched):
@@ -359,7 +288,7 @@ def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
         assert (folder / "selective" / LOG).read_bytes() == b"".join(lines)
         same = {"path": whole.path, "measured": 0, "seconds": 0}
         assert again._replace(**same) == whole._replace(**same)
-    monkeypatch.setattr(Replay, "_perplexity", None)  # all is known
+    monkeypatch.setattr(budget, "perplexity", None)  # all is known
     again = search(asked(folder))
     assert again.eviction == whole.eviction and again.measured == 0
 

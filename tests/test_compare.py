@@ -134,8 +134,7 @@ def one_seed(parity, tmp_path):
 
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
-        "standard", "knocking-heads", "canon", "differential-v2", "interleaved-heads",
-        "local-global",
+        "standard", "knocking-heads", "canon", "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
     records = {r.mechanism: r for r in compare(comparison, tmp_path / "out")}
@@ -146,7 +145,6 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "knocking-heads": (width // heads) ** 2,
         "canon": 4 * 4 * width,  # a kernel for every channel of the input, of q, k and v
         "differential-v2": width * width + width * heads,
-        "interleaved-heads": 4 * heads * heads * 2,
         "local-global": 0,
     }
     for name, each in added.items():
@@ -203,16 +201,11 @@ def test_one_process_writes_at_a_time(one_seed):
     assert not (out / ".heedful.lock").exists()
 
 
-@pytest.mark.parametrize("without", ["module", "support"])
-def test_without_the_system_s_locks_the_file_alone_is_one(tmp_path, monkeypatch, without):
-    if without == "module":
-        monkeypatch.setattr(files, "fcntl", None)
-    else:
+def test_without_the_system_s_locks_the_file_alone_is_one(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
 
-        def unsupported(*_):
-            raise OSError(errno.ENOLCK, "No locks available")
-
-        monkeypatch.setattr(files.fcntl, "flock", unsupported)
+    monkeypatch.setattr(files.fcntl, "flock", unsupported)
     lock = tmp_path / ".heedful.lock"
     with files.only_writer(tmp_path):
         message = rf"in use by process {os.getpid()} on .*; if it no longer runs, delete .*lock"

@@ -54,79 +54,6 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
     assert fixed["cache_nbytes"] < full["cache_nbytes"] and len(full["loss_by_position"]) == 8
 
 
-def test_wrong_words_of_the_scores_under_small_caches(run):
-    with pytest.raises(SystemExit, match="models must be NAME=FOLDER, got 'folder'"):
-        run("small_caches.run", "folder", "--out", "scored.jsonl")
-    with pytest.raises(SystemExit, match=r"--policies must be of MostHidden.*got \['TOVO'\]"):
-        run("small_caches.run", "a=folder", "--policies", "TOVO", "--out", "scored.jsonl")
-    assert not Path("scored.jsonl").exists()
-
-
-@pytest.mark.parametrize("word", ["-3", "0", "2.5", "many"])
-def test_a_number_of_nothing_is_refused(run, word, capsys):
-    with pytest.raises(SystemExit):
-        run("grouped.run", "recall", "--steps", word, "--out", "grid.jsonl")
-    said = f"argument --steps: must be a whole number of at least 1, got {word!r}"
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--only", "--letters", "--answers"])
-def test_a_choice_of_nothing_is_refused(run, option, capsys):
-    with pytest.raises(SystemExit):
-        run("toy.run", option, "--out", "found.jsonl")
-    assert f"argument {option}: expected at least one argument" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["toy.run", "grouped.run", "training.run"])
-def test_damaged_results_are_named(run, name):
-    Path("found.jsonl").write_text('{"letters": 5\n{"letters": 5}\n')
-    asked = {"grouped.run": ("recall",), "training.run": ("--data", "none", "--held-out", "none")}
-    with pytest.raises(SystemExit, match=r"found.jsonl, line 1: not a result .*mend or delete"):
-        run(name, *asked.get(name, ()), "--out", "found.jsonl")
-
-
-def test_a_grid_can_begin_with_a_trained_model(run):
-    run("grouped.run", "recall", "--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
-    with pytest.raises(SystemExit, match="--start must be a folder, got runs/none"):
-        run("grouped.run", "recall", "--start", "runs/none", "--out", "grid.jsonl")
-    with pytest.raises(SystemExit, match=r"--only must be of full attention.*got fixd"):
-        run("grouped.run", "recall", "--only", "fixd", "--out", "grid.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("said", "asked"),
-    [
-        ("does not exist; give a file", ("grouped.run", "text", "--data", "none")),
-        ("must be a checkpoint", ("small_caches.run", "a=.")),
-        ("must be a checkpoint", ("small_caches.teach", ".", "--to", "taught")),
-        ("must be a checkpoint", ("small_caches.searched", ".")),
-        ("File exists", ("toy.run",)),
-    ],
-    ids=lambda x: x[0] if isinstance(x, tuple) else "",
-)
-def test_a_script_ends_with_what_was_wrong(run, said, asked):
-    """The folder is empty but for a file where one of results should come to lie in a folder."""
-    Path("runs").touch()
-    out = "runs/found.jsonl" if asked == ("toy.run",) else "found.jsonl"
-    to = () if asked[0] == "small_caches.teach" else ("--out", out)
-    with pytest.raises(SystemExit, match=said):
-        run(*asked, *to)
-
-
-def test_training_side_by_side_says_what_is_missing(run):
-    asked = ("--data", "none", "--held-out", "nothing", "--out", "runs/training.jsonl")
-    with pytest.raises(SystemExit, match="--speeds must be a file of training_overhead"):
-        run("training.run", *asked, "--speeds", "none.jsonl")
-    speeds = [{"kind": kind, "times_plain": 1.0} for kind in ("plain", "standard", "mta")]
-    Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
-    with pytest.raises(SystemExit, match="--speeds must know selective; measure"):
-        run("training.run", *asked, "--speeds", "speeds.jsonl", "--only", "standard", "selective")
-    assert not Path("runs").exists()
-    with pytest.raises(SystemExit, match="'none', which does not exist; give a file"):
-        run("training.run", *asked)
-    assert not Path("runs/training.jsonl").exists()
-
-
 @pytest.mark.parametrize("script", ["run", "overhead"])
 def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, script):
     """To what one unit less of its MLPs would take away."""
@@ -180,14 +107,6 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     forms = [*training.FORMS][:2]
     in_parts = [("ablation", x, seed, 800, None) for seed in (0, 1) for x in forms]
     assert planned(("ablation", True), ("only", forms)) == rates[3:] + in_parts
-
-
-def test_steps_in_turn_are_refused_where_they_tell_nothing(run):
-    with pytest.raises(SystemExit, match="--pairs must be at least 7, got 6"):
-        run("training.overhead", "--pairs", 6, "--out", "found.jsonl")
-    with pytest.raises(SystemExit, match="--only is for rounds"):
-        run("training.overhead", "--pairs", 9, "--only", "mta", "--out", "found.jsonl")
-    assert not Path("found.jsonl").exists()
 
 
 def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
@@ -245,10 +164,6 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
         (1, kind) for kind in ("conv", "post_conv", "mix", "post_mix")
     ]
     assert found[3]["values"][-2][4] == 0.5
-    from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0).save_pretrained("selective")
-    with pytest.raises(SystemExit, match="'selective' has no kernels and no mixing matrices"):
-        run("training.learned", "selective", "--out", "none.jsonl")
-    assert not Path("none.jsonl").exists()
 
 
 @pytest.fixture
@@ -277,8 +192,6 @@ def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
     assert said["before"] == json.loads(Path("standard/taught.json").read_text())["after"]
     kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, hiding)]
     assert kinds == ["StandardAttention", "SelectiveAttention"]
-    with pytest.raises(SystemExit, match="--to must be a new folder, but hiding is there"):
-        run("small_caches.teach", "standard", *asked, "--to", "hiding")
 
     scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
     run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)

@@ -238,11 +238,11 @@ def test_a_diverged_model_is_said(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_training_needs_no_module_of_unix_alone():
+def test_without_the_system_s_count_the_peak_of_memory_is_nan():
     code = (
         "import sys\n"
-        "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, has a Windows form
-        "sys.modules['resource'] = sys.modules['fcntl'] = None\n"
+        "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, wants the module
+        "sys.modules['resource'] = None\n"
         "import heedful.commands.compare.run, heedful.commands.bench.measure\n"
         "from heedful.testing import process_peak_mib\n"
         "print(process_peak_mib())\n"

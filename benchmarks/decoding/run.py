@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import heedful
-from benchmarks.parts import command, count
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
@@ -28,16 +27,15 @@ BUDGETS = (0.25, 0.1)
 CHUNK = 64  # tokens of a prompt at a time, where a budget holds
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--contexts", type=count, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--mechanisms", nargs="+", default=MECHANISMS)
-    parser.add_argument("--hidden", type=count, default=512)
-    parser.add_argument("--layers", type=count, default=4)
-    parser.add_argument("--heads", type=count, default=8)
-    parser.add_argument("--rounds", type=count, default=9)
-    parser.add_argument("--tokens", type=count, default=8, help="decoded per round")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=8, help="decoded per round")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.out is not None and args.out.exists():

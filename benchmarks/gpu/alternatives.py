@@ -13,16 +13,16 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.sizes import Sizes
-from heedful.commands.bench.cases import Leaves, call
+from heedful.commands.bench.cases import call
 from heedful.commands.bench.clock import steady
 from heedful.commands.bench.measure import Case, check, runner
-from heedful.ops import Visibility
 
-MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+FUSED = ("mta-pre", "mta", "talking-heads", "selective")
+FORMS = [*((name, "fused") for name in FUSED), *((name, "tiled") for name in FUSED)]
+FORMS.append(("differential", "tiled"))
 # Where the numbers and launches stand that an alternative replaces.
 TILES = "heedful.ops.common.tiles"
 BLOCKS = "heedful.ops.mta.fused.blocks"
-FLASH = "heedful.ops.mta.fused.plan"
 SELECTIVE = "heedful.ops.selective.fused.flash"
 
 
@@ -30,8 +30,7 @@ class Alternative(NamedTuple):
     """A way to compute one mechanism: an implementation, and what is done differently.
 
     changes: replacements by the dotted name of what they replace, made from it.
-    way: `"call"`, `"compile"`, `"graph"`, or `"blocks"`, the form for whole maps where `fused`
-        would take another.
+    way: `"call"`, `"compile"` or `"graph"`.
     """
 
     mechanism: str
@@ -69,13 +68,8 @@ def constants(place: str, **values: int) -> tuple[tuple[str, Callable], ...]:
 
 
 ALTERNATIVES = (
-    *(Alternative(name, impl) for name in MECHANISMS for impl in ("fused", "tiled")),
-    Alternative("mta-pre", "fused", "as whole maps", way="blocks"),
-    *(
-        Alternative(name, impl, "CUDA graph", way="graph")
-        for name in MECHANISMS
-        for impl in ("fused", "tiled")
-    ),
+    *(Alternative(name, impl) for name, impl in FORMS),
+    *(Alternative(name, impl, "CUDA graph", way="graph") for name, impl in FORMS),
     *(
         Alternative(name, "tiled", "blocks of 256 rows", constants(TILES, ROWS=256, TILE=2**26))
         for name in ("mta", "talking-heads")
@@ -88,11 +82,6 @@ ALTERNATIVES = (
     *(
         Alternative("mta", "fused", f"tiles {fields}", launched(f"{BLOCKS}.block_launch", **fields))
         for fields in ({"rows": 4, "columns": 256}, {"rows": 16}, {"warps": 8})
-    ),
-    *(
-        Alternative("mta-pre", "fused", f"{when} {fields}", launched(f"{FLASH}.{when}", **fields))
-        for when in ("forward_launch", "backward_launch")
-        for fields in ({"warps": 4}, {"stages": 2}, {"stages": 4})
     ),
     *(
         Alternative("selective", "fused", f"launches {fields}", every_launch(**fields))
@@ -119,7 +108,7 @@ def measure(sizes: Sizes, x: Alternative, tokens: int, left: float) -> dict:
     """Its times, after its results at a small size were held against fp64."""
     if x.way == "graph" and not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need a GPU")
-    function = as_blocks if x.way == "blocks" else call
+    function = call
     if x.way == "compile":
         torch.compiler.reset()
         function = torch.compile(call, backend=sizes.compiler, dynamic=False)
@@ -133,14 +122,6 @@ def measure(sizes: Sizes, x: Alternative, tokens: int, left: float) -> dict:
         run = runner(sizes.bench, case, tokens, function)
         run = replayed(run) if x.way == "graph" else run
         return steady(run, budget_ms=sizes.milliseconds)
-
-
-def as_blocks(mechanism: str, impl: str, leaves: Leaves) -> torch.Tensor:
-    """The fused form for whole maps, also of what `fused` computes by flash attention."""
-    run = importlib.import_module(BLOCKS).multi_token_attention_blocks
-    parameters = {name: leaves.get(name) for name in ("conv", "post_conv", "mix", "post_mix")}
-    options = {"visibility": Visibility(), "scale": leaves["q"].shape[-1] ** -0.5}
-    return run(leaves["q"], leaves["k"], leaves["v"], **parameters, **options)
 
 
 def replayed(run: Callable[[], tuple]) -> Callable[[], None]:

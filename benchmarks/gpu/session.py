@@ -34,6 +34,7 @@ from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, wor
 
 STAGE_SECONDS = 540.0
 MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
+FUSED = MECHANISMS[:-1]  # differential attention has no kernels of its own
 STEPPED = ("unconverted", "mta-published", "selective")
 
 
@@ -199,13 +200,18 @@ def outcomes(said: str) -> dict[str, str]:
 # Stages 2, 4 and 6
 
 
+def forms(mechanism: str) -> tuple[str, ...]:
+    """The implementations to time."""
+    return ("fused", "tiled") if mechanism in FUSED else ("tiled",)
+
+
 def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
     """Every operator by its kernels and by plain torch, shortest rows first."""
     for tokens in sizes.lengths:
         for passed in ("forward", "forward+backward"):
             yield from sdpa_cases(sizes, passed, tokens)
             for mechanism in MECHANISMS:
-                for impl in ("fused", "tiled"):
+                for impl in forms(mechanism):
                     yield operator_case(sizes, mechanism, impl, passed, tokens)
 
 
@@ -216,7 +222,7 @@ def winners(out: Path, sizes: Sizes) -> Iterator[SessionCase]:
         for passed in ("forward", "forward+backward"):
             yield from sdpa_cases(sizes, passed, tokens)
             for mechanism in MECHANISMS:
-                for impl in best.get(mechanism, ("fused", "tiled")):
+                for impl in best.get(mechanism, forms(mechanism)):
                     yield operator_case(sizes, mechanism, impl, passed, tokens)
 
 
@@ -239,7 +245,7 @@ def decoding(sizes: Sizes) -> Iterator[SessionCase]:
     for tokens in sizes.decode:
         yield from sdpa_cases(sizes, "decode", tokens)
         for mechanism in MECHANISMS:
-            for impl in ("fused", "tiled", "reference"):
+            for impl in (*forms(mechanism), "reference"):
                 yield operator_case(sizes, mechanism, impl, "decode", tokens)
 
 
@@ -312,7 +318,7 @@ def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
             config |= {"alternative": x.about, "way": x.way, "compiler": sizes.compiler}
             name = f"{x.mechanism} {x.impl} {x.about or 'as it is'} {tokens}"
             yield SessionCase(name, config, partial(measure, sizes, x, tokens))
-        for mechanism in ("mta", "selective") if sizes.brief else MECHANISMS:
+        for mechanism in ("mta", "selective") if sizes.brief else FUSED:
             config = config_of(sizes, mechanism, "fused", passed, tokens)
             parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
             yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)

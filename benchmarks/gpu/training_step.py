@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from benchmarks.parts import count
 from heedful.commands.bench.clock import spread
 from heedful.nn import NAMES
 from heedful.records.environment import environment
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
     numbers = [field for field in fields(Step) if type(field.default) is int]
     for field in numbers:
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=count, default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.parts import count
 from heedful.commands.bench.cases import MECHANISMS, device
 from heedful.commands.bench.measure import Bench, Case, runner
 from heedful.records.environment import environment
@@ -54,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--impl", default="fused" if torch.cuda.is_available() else "tiled")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     for name, value in {"tokens": 2048, "batch": 1, "heads": 8, "dim": 64}.items():
-        parser.add_argument(f"--{name}", type=count, default=value)
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     records = []

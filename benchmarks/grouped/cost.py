@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.parts import ROOT, command, count
+from benchmarks.parts import ROOT
 from heedful.ops.grouped import fixed_groups, grouped_attention, summarise
 from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.records.environment import environment
@@ -25,11 +25,10 @@ from heedful.testing import peak_memory_mib
 HEADS, DIM, SIZE, WINDOW = 8, 64, 16, 128
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=count, nargs="+", default=[512, 1024, 2048, 8192, 32768])
-    parser.add_argument("--rounds", type=count, default=7)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 8192, 32768])
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.out is not None and args.out.exists():

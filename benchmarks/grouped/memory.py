@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.grouped.run import PAIRS, ROWS, budget_of, mechanisms, paired_mechanisms
-from benchmarks.parts import ROOT, command, read_partial
+from benchmarks.parts import ROOT, read_partial
 from heedful.commands.compare.scratch import Size, from_scratch
 from heedful.records.environment import environment
 from heedful.records.files import append_line
@@ -26,7 +26,6 @@ from heedful.tasks import TASKS
 from heedful.testing import peak_memory_mib
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tasks", nargs="+", choices=(*ROWS, *PAIRS))

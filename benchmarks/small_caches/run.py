@@ -21,12 +21,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from benchmarks.parts import command, count
 from heedful.commands.budget.search import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
 from heedful.commands.compare.scratch import Budget
-from heedful.commands.compare.small_caches import POLICIES, named, plans, scored_as
+from heedful.commands.compare.small_caches import named, plans, scored_as
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -37,30 +36,24 @@ from heedful.tasks import TASKS, Task
 SEARCHED_ON = 2**20  # a training step that no run comes to: rows for the search
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
     parser.add_argument("--task", choices=("text", "recall"), default="recall")
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=count)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--policies", nargs="+", help="names of policies; default all")
-    parser.add_argument("--rows", type=count, default=256, help="of held-out rows")
-    parser.add_argument("--batch", type=count, default=32, help="rows that are scored at once")
+    parser.add_argument("--rows", type=int, default=256, help="of held-out rows")
+    parser.add_argument("--batch", type=int, default=32, help="rows that are scored at once")
     parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    policies = [policy.__name__ for policy in POLICIES]
-    if unknown := set(args.policies or ()) - set(policies):
-        raise SystemExit(f"--policies must be of {', '.join(policies)}, got {sorted(unknown)}")
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for given in args.models:
         name, _, folder = given.partition("=")
-        if not folder or not Path(folder).is_dir():
-            raise SystemExit(f"models must be NAME=FOLDER, got {given!r}")
         model = heedful.load(folder, budgets=False).eval()
         for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
             policy = named(eviction, task.length)

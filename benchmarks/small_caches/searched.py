@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 import heedful
-from benchmarks.parts import command, count
 from heedful.commands.compare.scratch import Budget
 from heedful.commands.compare.small_caches import under_budget
 from heedful.hf.budgets import NAME, read_budgets
@@ -20,13 +19,12 @@ from heedful.records.environment import environment
 from heedful.tasks import Text
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a text model with a budgets.json")
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=count, default=256)
+    parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--name", default="selective + memory loss")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

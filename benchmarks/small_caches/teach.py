@@ -20,7 +20,6 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from benchmarks.parts import command, count
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Budget, local_global
 from heedful.nn import Selective, Standard
@@ -31,24 +30,21 @@ from heedful.training.trainer import parameter_groups
 MECHANISMS = ("selective", "standard", "local-global")
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a trained model")
     parser.add_argument("--task", choices=("text", "recall"), default="text")
     parser.add_argument("--data", nargs="+", default=())
     parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=count)
+    parser.add_argument("--length", type=int)
     parser.add_argument("--mechanism", choices=MECHANISMS, default="selective")
-    parser.add_argument("--steps", type=count, default=45)
-    parser.add_argument("--batch", type=count, default=8)
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--mechanism-rate", type=float, default=1.0, help="factor on --rate")
     parser.add_argument("--memory-loss", type=float, default=0.1, help="of selective attention")
     parser.add_argument("--to", type=Path, required=True, help="folder of the taught model, new")
     args = parser.parse_args()
-    if not args.model.is_dir():
-        raise SystemExit(f"model must be a folder, got {args.model}")
     if args.to.exists():
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)

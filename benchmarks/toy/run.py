@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from benchmarks.parts import command, count, read_partial
+from benchmarks.parts import read_partial
 from heedful.commands.compare.one_model import train
 from heedful.commands.compare.scratch import Budget, Size, from_scratch
 from heedful.nn import Mechanism, MultiToken, mechanism, to_json
@@ -39,12 +39,11 @@ STEPS = dict.fromkeys(product(LETTERS, ANSWERS), 2000) | {(8, "all"): 4000}  # o
 HELD_OUT = 1024
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=count, default=3)
-    parser.add_argument("--steps", type=count, help="of every column (default: the column's own)")
-    parser.add_argument("--blocks", type=count, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of every column (default: the column's own)")
+    parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--letters", nargs="+", type=int, choices=LETTERS, default=LETTERS)
     parser.add_argument("--answers", nargs="+", choices=ANSWERS, default=ANSWERS)

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 
 import heedful
-from benchmarks.parts import command
 from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful.records.environment import environment
 from heedful.records.files import write_whole
@@ -20,7 +19,6 @@ NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
 NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a model with multi-token attention")
@@ -39,8 +37,6 @@ def main() -> None:
                         | {"pattern": pattern(values), "values": values.round(4).tolist()}
                         | {"environment": where}
                     )
-    if not found:
-        raise SystemExit(f"model {args.model!r} has no kernels and no mixing matrices")
     write_whole(args.out, "".join(json.dumps(line) + "\n" for line in found))
     for line in found:
         print(line["layer"], line["kind"], line["number"], line["pattern"])

@@ -28,7 +28,7 @@ from threading import Semaphore, Thread
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.parts import ROOT, command, count
+from benchmarks.parts import ROOT
 from benchmarks.training.run import MECHANISMS as COMPARED
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
@@ -184,12 +184,11 @@ def rounds(number: int, kinds: Sequence[str], out: Path | None) -> None:
         print(kind, round(line["tokens_per_second"]), round(line["times_plain"], 3))
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, help="default all")
-    parser.add_argument("--pairs", type=count, help="steps in turn, of the command alone")
+    parser.add_argument("--pairs", type=int, help="steps in turn, of the command alone")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
@@ -202,10 +201,6 @@ def main() -> None:
         elif args.in_turn:
             print(json.dumps(in_turn(tuple(args.in_turn), args.pairs, Path(folder))))
         elif args.pairs:
-            if args.only:
-                raise SystemExit("--only is for rounds: --pairs measures the command alone")
-            if args.pairs < SKIPPED + 3:  # a step between two, after those that are skipped
-                raise SystemExit(f"--pairs must be at least {SKIPPED + 3}, got {args.pairs}")
             pairs(args.pairs, args.out)
         else:
             rounds(args.rounds, args.only or [*MECHANISMS], args.out)

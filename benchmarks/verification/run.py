@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from benchmarks.parts import command, count
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
 
@@ -56,10 +55,9 @@ def measure(name: str, rounds: int) -> dict:
     return {"model": name, "parameters": parameters, "dtype": "bfloat16", "seconds": medians}
 
 
-@command
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

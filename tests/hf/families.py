@@ -80,13 +80,8 @@ FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and v
 
 def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
-    widened = name in ("differential-v2", "interleaved-heads", "interleaved-heads-window")
+    widened = name == "differential-v2"
     return not widened or family not in (*FUSED, "olmo2")
-
-
-def rounding(name: str) -> float:
-    """Where tokens stand elsewhere in the row, angles of pseudo-heads differ as they do in fp32."""
-    return 2e-5 if name.startswith("interleaved-heads") else 1e-11
 
 
 def config_of(family: str, **changes: object):

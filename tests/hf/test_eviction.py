@@ -352,8 +352,6 @@ def test_what_a_policy_cannot_serve_is_refused():
         heedful.new_cache(converted("standard"), MostHidden(tokens=64))
     with pytest.raises(ValueError, match="cannot serve MultiTokenAttention with a convolution"):
         heedful.new_cache(converted("mta-everywhere"), StreamingLLM(tokens=64))
-    with pytest.raises(ValueError, match="cannot serve InterleavedHeadsAttention, which counts"):
-        heedful.new_cache(converted("interleaved-heads"), StreamingLLM(tokens=64))
     with pytest.raises(ValueError, match="one for each of the model's 3 attention layers, got 2"):
         heedful.new_cache(converted("standard"), StreamingLLM(tokens=(64, 64)))
     model = converted("selective").train()

@@ -17,7 +17,6 @@ GROUPINGS = {
     "sentence": Grouped("sentence", size=4, window=2, closing=(3, 5, 8), refine="attention"),
     "slots": Grouped("slots", size=2, stride=2, window=2, refine="channel"),
     "cif": Grouped("cif", size=4, window=2, refine="attention"),
-    "boundary": Grouped("boundary", size=4, window=2),
 }
 
 

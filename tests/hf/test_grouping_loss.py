@@ -16,9 +16,8 @@ def converted(grouping: str = "cif", **options):
     return model
 
 
-@pytest.mark.parametrize("grouping", ["cif", "boundary"])
-def test_it_is_the_mean_over_the_layers_that_make_groups(grouping):
-    model, ids = converted(grouping, share=2), tokens(2, 40)
+def test_it_is_the_mean_over_the_layers_that_make_groups():
+    model, ids = converted(share=2), tokens(2, 40)
     heard = []
     layers = [m.heedful for m in model.modules() if isinstance(getattr(m, "heedful", None),
               torch.nn.Module)]  # fmt: skip

@@ -22,7 +22,6 @@ GROUPINGS: dict[str, dict] = {
     "sentence": {"size": 4, "closing": (0, 3), "shortest": 2, "longest": 9},
     "slots": {"size": 3, "stride": 2},
     "cif": {"size": 3, "longest": 7},
-    "boundary": {"size": 4, "longest": 9},
 }
 REFINES = ("mean", "weighted", "channel", "attention")
 GRID = [
@@ -108,12 +107,6 @@ def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
     assert_no_leak(Whole(layer), ids())
 
 
-@pytest.mark.parametrize("name", ["fixed", "sentence", "boundary"])
-def test_no_token_changes_an_earlier_output_through_what_is_zoomed_into(name):
-    layer = made(Grouped(name, window=2, zoom=2, **GROUPINGS[name]))
-    assert_no_leak(Whole(layer), ids())
-
-
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
 def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
     """The same by the Jacobian, which sees leaks that one change of a token may miss."""
@@ -184,7 +177,6 @@ SINGLE: dict[str, Callable[..., Grouped]] = {
     "sliding": lambda **more: Grouped("sliding", size=1, stride=1, **more),
     "sentence": lambda **more: Grouped("sentence", size=1, longest=1, closing=(1,), **more),
     "slots": lambda **more: Grouped("slots", size=1, stride=1, **more),
-    "boundary": lambda **more: Grouped("boundary", size=1, longest=1, **more),
 }
 
 
@@ -219,7 +211,7 @@ def test_every_parameter_learns(name, refine, queries):
         assert bool(p.grad.any()), part
 
 
-@pytest.mark.parametrize("name", ["slots", "cif", "boundary"])
+@pytest.mark.parametrize("name", ["slots", "cif"])
 def test_what_makes_groups_learns_from_its_first_values_on(name):
     """Of the attention's own gradient: the loss that holds their size is nothing at first."""
     torch.manual_seed(0)
@@ -296,24 +288,10 @@ def test_groups_are_those_of_the_first_of_these_layers_and_of_no_other():
     assert torch.equal(*found)
 
 
-def test_ratio_losses_by_hand():
-    """H-Net's equation 10, least where both shares are one over the wanted size; and cif's."""
+def test_the_loss_of_the_size_by_hand():
     x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
     q, k, v = (torch.randn(2, n, 30, 6).double() for n in (4, 2, 2))
     given = Given(input=x, positions=positions)
-    layer = made(Grouped("boundary", size=4))
-    report = layer(q, k, v, given=given).grouping
-    query, key = (p(x) for p in (layer.grouping.query, layer.grouping.key))
-    cosine = torch.cosine_similarity(query[:, 1:], key[:, :-1], dim=-1)
-    p = torch.nn.functional.pad((1 - cosine) / 2, (1, 0))
-    closes = p > 0.5
-    groups = 0
-    for row in closes.tolist():  # the last token of a row ends its group
-        groups += sum(row[:-1]) + 1
-    f, g = groups / 60, p.mean()
-    torch.testing.assert_close(report.loss, 4 / 3 * (3 * f * g + (1 - f) * (1 - g)), **EXACT)
-    assert report.size.item() == pytest.approx(60 / groups)
-
     layer = made(Grouped("cif", size=4))
     report = layer(q, k, v, given=given).grouping
     raw = layer.grouping.outer(torch.nn.functional.gelu(layer.grouping.inner(x)))
@@ -341,8 +319,6 @@ def test_ratio_losses_by_hand():
         ({"longest": 40}, r"shortest and longest bound"),
         ({"grouping": "cif", "longest": 8}, r"longest must be a whole number of at least 16"),
         ({"grouping": "cif", "size": 1}, r"cif groups must have size of at least 2"),
-        ({"grouping": "slots", "zoom": 2}, r"zoom must be 0 with 'slots'"),
-        ({"queries": "groups", "zoom": 2}, r"zoom must be 0"),
         ({"share": 2}, r"share is for learned groupings"),
         ({"window": 0}, r"window must be a whole number"),
     ],

@@ -11,7 +11,6 @@ from heedful.nn import (
     DifferentialV2,
     Given,
     HeadShape,
-    InterleavedHeads,
     KnockingHeads,
     LocalGlobal,
     Standard,
@@ -211,82 +210,6 @@ def test_lambdas_of_differential_v2_start_at_one_half():
     assert sum(p.numel() for p in made.parameters()) == 4 * 6 * 20 + 4 * 20
 
 
-def turned(x: Tensor, places: Tensor) -> Tensor:
-    """A rotary embedding, `[B, H, n, D]`, of pairs of channels; angles in fp64."""
-    frequencies = 10.0 ** -torch.arange(x.shape[-1] // 2, dtype=torch.float64)
-    angles = places.double()[:, None, :, None] * frequencies
-    first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("pseudo", [1, 2, 3])
-def test_interleaved_heads(pseudo, window):
-    """Mixtures of heads, a row of pseudo-heads with places of their own, and its collapse."""
-    made, length = stirred(InterleavedHeads(pseudo, window)), 5
-    raw = {part: draw(2, length, heads, 6) for part, heads in ROWS.items()}
-    row = {}  # [B, T * P, heads, D]
-    for part, x in raw.items():
-        mixing, heads = made.mixing[part].detach(), ROWS[part]
-        longer = torch.zeros(2, length * pseudo, heads, 6, dtype=torch.float64)
-        for t in range(length):
-            for p in range(pseudo):
-                for h in range(heads):
-                    for m in range(heads):
-                        longer[:, t * pseudo + p, h] += mixing[m, h, p] * x[:, t, m]
-        row[part] = longer
-    places = torch.arange(length * pseudo)[None]
-    for part in ("q", "k"):
-        row[part] = turned(row[part].transpose(1, 2), places).transpose(1, 2)
-    attended_row = torch.zeros_like(row["q"])
-    for i in range(length * pseudo):
-        # Of a window, what no pseudo-query of the token could see beyond it.
-        reach = None if window is None else (window - 1) * pseudo + 1
-        first = 0 if reach is None else max(0, i - reach + 1)
-        seen = (row["q"][:, i : i + 1], row["k"][:, first : i + 1], row["v"][:, first : i + 1])
-        attended_row[:, i] = attended_last(*seen)
-    expected, collapse = torch.zeros_like(raw["q"]), made.collapse.detach()
-    for t in range(length):
-        for h in range(4):
-            for m in range(4):
-                for p in range(pseudo):
-                    expected[:, t, h] += collapse[h, m, p] * attended_row[:, t * pseudo + p, m]
-    q, k, v = (made.before_rotation(part, x).transpose(1, 2) for part, x in raw.items())
-    token = torch.arange(length)[None]
-    options = {"given": Given(rotation=turned), "visibility": Visibility(window=window)}
-    found = made(turned(q, token), turned(k, token), v, **options).output
-    torch.testing.assert_close(found.transpose(1, 2), expected, **EXACT)
-    maps = made.maps(turned(q, token), turned(k, token), **options).weights
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, length).double(), **EXACT)
-    newest = made(turned(q, token)[:, :, -2:], turned(k, token), v, **options).output
-    torch.testing.assert_close(newest, found[:, :, -2:], **EXACT)
-
-
-def attended_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One query over all these keys, `[B, H, D]`, number by number."""
-    out = torch.zeros_like(q[:, 0])
-    for b in range(len(q)):
-        for h in range(q.shape[2]):
-            pairs = [float(q[b, 0, h] @ k[b, j, h // 2]) for j in range(k.shape[1])]
-            weights = [math.exp(x / 6**0.5) for x in pairs]
-            for j, weight in enumerate(weights):
-                out[b, h] += weight / sum(weights) * v[b, j, h // 2]
-    return out
-
-
-def test_how_interleaved_heads_start():
-    made = InterleavedHeads(3).build(SHAPE)
-    for part, heads in ROWS.items():
-        for p in range(3):
-            assert torch.equal(made.mixing[part][:, :, p], torch.eye(heads))
-    torch.testing.assert_close(made.collapse.sum(-1), torch.eye(4))
-    assert sum(p.numel() for p in made.parameters()) == 3 * (2 * 4 * 4 + 2 * 2 * 2)
-    with pytest.raises(ValueError, match="keys in place for interleaved heads, whose rotary"):
-        made.maps(draw(1, 12, 1, 6), draw(1, 6, 1, 6),
-                  visibility=Visibility(positions=torch.tensor([[3]])))  # fmt: skip
-
-
 def test_local_global_layers():
     windows = [LocalGlobal().build(HeadShape(4, 2, 6, 20, i)).window for i in range(13)]
     assert windows == [*[1024] * 5, None, *[1024] * 5, None, 1024]
@@ -312,7 +235,6 @@ CONFIGS = [
     Canon("A", 3, "random"),
     DifferentialV2(),
     LocalGlobal(64, 2),
-    InterleavedHeads(4, 32),
 ]
 
 
@@ -333,8 +255,6 @@ REFUSED = {
     "places must be one of 'A', 'B', 'AB', got 'C'": lambda: Canon("C"),
     "kernel must be a whole number of tokens of at least 1, got 0": lambda: Canon(kernel=0),
     "start must be one of 'zero', 'random', got 'ones'": lambda: Canon(start="ones"),
-    "pseudo must be a whole number of pseudo-heads .* got 0": lambda: InterleavedHeads(0),
-    "window must be a whole number of tokens .* got -1": lambda: InterleavedHeads(window=-1),
     "window must be a whole number of at least 1, got 0": lambda: LocalGlobal(window=0),
     "every must be a whole number of at least 1, got 1.5": lambda: LocalGlobal(every=1.5),
 }

@@ -19,14 +19,6 @@ SHARED_LIMIT = 232_448  # bytes per block on compute capability 9.0
 KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 # Of each operator, cases by name: options of the functions below.
 CASES = {
-    "flash": {
-        "64": {"dim": 64},
-        "96": {"dim": 96},
-        "128": {"dim": 128},
-        "documents in a window": {"dim": 64, "window": 512, "documents": True},
-        "standard": {"dim": 64, "value_dim": 128, "kernel": None},
-        "fp32, one query": {"dim": 64, "dtype": torch.float32, "queries": 1},
-    },
     "blocks": {
         "6x11": {"kernel": (6, 11)},
         "8x15": {"kernel": (8, 15), "window": 64, "documents": True},
@@ -110,21 +102,6 @@ def resources(kernel, signature: dict, constants: dict, aligned: dict, options: 
     }
 
 
-def flash(
-    dim: int, value_dim: int | None = None, kernel: tuple[int, int] | None = (6, 11), *,
-    window: int | None = None, documents: bool = False, dtype=torch.bfloat16, queries: int = 2048,
-) -> None:  # fmt: skip
-    """Forward and backward of 2 x 4 heads on 2 key heads, 2048 keys."""
-    from heedful.ops.mta.fused.flash import _fused, _fused_backward
-
-    q = torch.zeros(2, 4, queries, dim, dtype=dtype)
-    k, v = (torch.zeros(2, 2, 2048, size or dim, dtype=dtype) for size in (dim, value_dim))
-    conv = None if kernel is None else torch.zeros(4, *kernel)
-    segments = torch.zeros(2, 2048, dtype=torch.int64) if documents else None
-    out, lse = _fused(q, k, v, conv, segments, True, window, 0.1, False)
-    _fused_backward(out, out, lse, q, k, v, conv, segments, True, window, 0.1)
-
-
 def blocks(
     kernel: tuple[int, int], *, window: int | None = None, documents: bool = False,
     dtype=torch.bfloat16,
@@ -136,8 +113,8 @@ def blocks(
     conv, mix = torch.zeros(4, *kernel), torch.zeros(1, 4, 4)
     segments = torch.zeros(2, 128, dtype=torch.int64) if documents else None
     call = (q, q, q, conv, conv, mix, mix, segments, None, documents, True, window, 0.1, False)
-    out = torch.ops.heedful.multi_token_attention_fused_blocks(*call)
-    torch.ops.heedful.multi_token_attention_fused_blocks_backward(out, *call)
+    out = torch.ops.heedful.multi_token_attention_fused(*call)
+    torch.ops.heedful.multi_token_attention_fused_backward(out, *call)
 
 
 def selective(dim: int, key_heads: int, everything: bool) -> None:
@@ -160,7 +137,7 @@ def main(operator: str, case: str) -> None:
 
     compiler = Compiler()
     JITFunction.run = lambda kernel, *args, **rest: compiler.run(kernel, *args, **rest)
-    {"flash": flash, "blocks": blocks, "selective": selective}[operator](**CASES[operator][case])
+    {"blocks": blocks, "selective": selective}[operator](**CASES[operator][case])
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def grouped_tensors() -> dict[str, Tensor]:
 
 
 def operator_grouped() -> None:
-    """opcheck, forward and backward: hard and soft groups, with a bias, asked by groups, zoomed."""
+    """opcheck, forward and backward: hard and soft groups, with a bias, asked by groups."""
     checked = []
 
     def noting(function):
@@ -138,7 +138,7 @@ def operator_grouped() -> None:
     alpha = (0.3 + 0.4 * torch.rand(2, 40, dtype=torch.float64)).requires_grad_()
     grouped._tiled = noting(operator)
     try:
-        grouped_call(x, fixed_groups(4, 40), window=3, zoom=2)
+        grouped_call(x, fixed_groups(4, 40), window=3)
         grouped_call(x, cif_groups(alpha, longest=6), window=3, bias=bias)
         grouped_call(x, fixed_groups(4, 40), asking=True, window=3)
     finally:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from heedful.ops import Groups, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import (
-    boundary_groups,
     cif_groups,
     fixed_groups,
     sentence_groups,
@@ -37,12 +36,8 @@ def _ids(rows: int, tokens: int) -> Tensor:
     return torch.randint(0, 5, (rows, tokens))
 
 
-def _likely(rows: int, tokens: int) -> Tensor:
-    return torch.rand(rows, tokens, dtype=torch.float64)
-
-
 def _alpha(rows: int, tokens: int) -> Tensor:
-    return 1 / LONGEST + (1 - 1 / LONGEST) * 0.6 * _likely(rows, tokens)
+    return 1 / LONGEST + (1 - 1 / LONGEST) * 0.6 * torch.rand(rows, tokens, dtype=torch.float64)
 
 
 CASES = [
@@ -54,11 +49,6 @@ CASES = [
         lambda ids, _, v: sentence_groups(
             ids, (0, 3), shortest=SHORTEST, longest=LONGEST, visibility=v
         ),
-    ),
-    Case(
-        "boundary",
-        _likely,
-        lambda p, _, v: boundary_groups(p, shortest=SHORTEST, longest=LONGEST, visibility=v),
     ),
     Case("cif", _alpha, lambda a, _, v: cif_groups(a, longest=LONGEST, visibility=v)),
     Case(
@@ -109,14 +99,13 @@ def shares_by_hand(
                     {run[i]: 1 / count[i] for i in range(s, min(s + SPAN, len(run)))}
                     for s in starts
                 ]
-            case "sentence" | "boundary":
+            case "sentence":
                 new = True
                 for t in run:
                     if new:
                         found.append({})
                     found[-1][t] = 1.0
-                    x = drawn[row, t].item()
-                    closes = x in (0, 3) if case.name == "sentence" else x > 0.5
+                    closes = drawn[row, t].item() in (0, 3)
                     length = len(found[-1])
                     new = (closes and length >= SHORTEST) or length == LONGEST
             case "cif":

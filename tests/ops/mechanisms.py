@@ -1,5 +1,6 @@
 """The operators as the laws see them: tensors to draw, and one call from tensors to outputs."""
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -194,6 +195,15 @@ IMPLEMENTATIONS = (
     if ON_GPU
     else Implementation("fused", torch.float32, 24, (1, 20, 3)),
 )
+
+FUSED = [mechanism for mechanism in MECHANISMS if mechanism.name != "differential"]
+"""What has GPU kernels."""
+
+
+def forms(mechanisms: list[Mechanism]) -> list[tuple[Mechanism, Implementation]]:
+    """Every mechanism in every implementation that it has."""
+    pairs = itertools.product(mechanisms, IMPLEMENTATIONS)
+    return [(x, impl) for x, impl in pairs if impl.name != "fused" or x in FUSED]
 
 
 def ragged(keys: int) -> tuple[Visibility, Tensor, Tensor]:

@@ -183,26 +183,6 @@ def test_tiled_is_the_definition_in_fp64(case, visible, queries):
         torch.testing.assert_close(y, expected[name], rtol=0, atol=1e-12 * (1 + size), msg=name)
 
 
-@each_impl
-@pytest.mark.parametrize("name", ["fixed", "sentence", "boundary"])
-@pytest.mark.parametrize("zoom", [1, 3, 99])
-def test_groups_that_are_looked_into(impl, name, zoom):
-    """The best are seen by their tokens; all of them are standard attention (I6)."""
-    case, x = BY_NAME[name], tensors(300)
-    drawn = case.draw(2, 300)
-    groups = case.make(drawn, 300, None)
-
-    def run(impl):
-        return lambda y: attend(y, groups, impl, window=20, zoom=zoom)
-
-    actual, expected = (with_grads(run(form), x) for form in (impl, "reference"))
-    for part, y in actual.items():
-        torch.testing.assert_close(y, expected[part], rtol=0, atol=1e-11, msg=part)
-    standard = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True)
-    apart = (actual["output"] - standard).abs().max()
-    assert apart < 1e-12 if zoom == 99 else apart > 1e-3
-
-
 @each_case
 @each_impl
 def test_cross_attention_to_all_groups(case, impl):
@@ -230,12 +210,6 @@ def test_cross_attention_to_all_groups(case, impl):
             logits = x["q"][b, h] @ means[0].T / 6**0.5 + x["beta"][h] * sizes
             expected = (logits.softmax(-1) @ means[1])[:7]
             torch.testing.assert_close(found[b, h, :7], expected, rtol=0, atol=1e-11)
-    if groups.hard:
-        everything = attend(x, groups, impl, visibility=visibility, window=1, zoom=groups.count)
-        expected = scaled_dot_product_attention(
-            x["q"], x["k"], x["v"], attn_mask=padding[:, None, None], enable_gqa=True
-        )
-        torch.testing.assert_close(everything[:, :, :7], expected[:, :, :7], **EXACT)
 
 
 @each_impl

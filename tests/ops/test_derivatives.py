@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Shape
+from mechanisms import FUSED, MECHANISMS, Shape
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
@@ -66,8 +66,10 @@ def test_the_reference_has_them_all(name):
         assert torch.autograd.gradgradcheck(function, x.clone().requires_grad_(), fast_mode=True)
 
 
-@every
-@pytest.mark.parametrize("impl", ["tiled", "fused"])
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [*((x, "tiled") for x in BY_NAME), *((str(x), "fused") for x in FUSED if str(x) in BY_NAME)],
+)
 def test_second_derivatives_are_refused(name, impl, interpreted):
     function, x = next(functions(name, impl, torch.float32))
     x = x.clone().requires_grad_()

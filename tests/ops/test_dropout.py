@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
+from mechanisms import FUSED, MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
 from oracle import Tensors, against_oracle, with_grads
 
 from heedful.ops import (
@@ -166,7 +166,7 @@ def test_it_is_standard_dropout_of_the_map_that_multiplies_the_values(impl):
     torch.testing.assert_close(found, whole * factor, rtol=0, atol=1e-12)
 
 
-@every
+@pytest.mark.parametrize("mechanism", FUSED, ids=str)
 def test_fused_is_refused_and_auto_takes_tiled(mechanism, interpreted):
     tensors = {n: x.float() for n, x in mechanism.draw(Shape(dim=16)).items()}
     with pytest.raises(ValueError, match=r"impl='fused' cannot .* drop no weights \(dropout_p\)"):

@@ -1,9 +1,9 @@
-"""The fused form of mixing and of what follows the softmax, under Triton's interpreter."""
+"""The fused form of multi-token attention, under Triton's interpreter."""
 
 import pytest
 import torch
 from mechanisms import MECHANISMS, Shape, ragged
-from oracle import against_oracle
+from oracle import against_oracle, with_grads
 from torch import Tensor
 
 from crosses import exhausting
@@ -12,6 +12,7 @@ from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.mta import tiled
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.fused import blocks
+from heedful.ops.mta.fused.plan import multi_token_attention_limit
 from heedful.ops.mta.reference import multi_token_attention_map
 from heedful.ops.mta.reference import multi_token_attention_reference as reference
 from heedful.testing import assert_causal
@@ -19,7 +20,7 @@ from heedful.testing import assert_causal
 # The interpreter's time goes by operations, whatever their size: larger blocks than on a GPU.
 LARGE = blocks.BlockLaunch(64, 128, 4, 64)
 SHAPE = Shape(batch=2, heads=4, key_heads=2, dim=16)
-POST = {"post_conv": (4, 3, 5)}
+NONE, PRE, POST = {}, {"conv": (4, 3, 5)}, {"post_conv": (4, 3, 5)}
 FULL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (2, 2, 2), "post_mix": (1, 4, 4)}
 TALKING = {"mix": (1, 4, 4), "post_mix": (2, 2, 2)}
 
@@ -47,7 +48,7 @@ def run(function, tensors: dict, visibility: Visibility) -> Tensor:
 
 
 def fused(visibility: Visibility):
-    return lambda x: run(blocks.multi_token_attention_blocks, x, visibility)
+    return lambda x: run(blocks.multi_token_attention_fused, x, visibility)
 
 
 def hold(parameters, queries, keys, dtype, visibility, dim=16) -> None:
@@ -61,8 +62,8 @@ slow = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "parameters",
-    [POST, pytest.param(FULL, marks=slow), TALKING],
-    ids=["post", "full", "talking"],
+    [NONE, PRE, POST, pytest.param(FULL, marks=slow), TALKING],
+    ids=["none", "pre", "post", "full", "talking"],
 )
 @pytest.mark.parametrize(
     "dtype",
@@ -97,6 +98,15 @@ def test_odd_sizes(tokens, dim):
     hold(FULL, tokens, tokens, torch.float32, Visibility(), dim)
 
 
+@pytest.mark.parametrize("kernel", [(1, 1), (8, 15)], ids=str)
+def test_the_smallest_and_the_largest_kernel(kernel):
+    hold({"conv": (4, *kernel)}, 20, 20, torch.float32, Visibility())
+
+
+def test_the_widest_heads():
+    hold(PRE, 20, 20, torch.float16, Visibility(), 256)
+
+
 @pytest.mark.slow
 def test_published_kernel_size():
     full = FULL | {"conv": (4, 6, 11), "post_conv": (4, 6, 11)}
@@ -111,12 +121,34 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 
     def function(tokens):
         q, k, v = tokens.transpose(1, 2).split([4, 2, 2], dim=1)
-        out = blocks.multi_token_attention_blocks(
+        out = blocks.multi_token_attention_fused(
             q, k, v, **rest, visibility=Visibility(), scale=0.25
         )
         return out.transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
+
+
+def test_padding_gives_zero_and_no_gradient():
+    padding = ragged(40)[2]
+    tensors = {name: x.half() for name, x in draw(PRE, 40, 40).items()}
+    found = with_grads(fused(Visibility(padding=padding)), tensors)
+    for name in ("output", "grad q", "grad k", "grad v"):
+        assert bool((found[name].transpose(1, 2)[~padding] == 0).all()), name
+
+
+def test_the_message_names_the_limit():
+    def limit(*kernels, dtype=torch.float16, dims=(64, 64), batch=1):
+        q, v = (torch.empty(batch, 2, 1, dim, dtype=dtype, device="meta") for dim in dims)
+        return multi_token_attention_limit(q, v, *(torch.empty(2, *size) for size in kernels))
+
+    assert limit((8, 15), (6, 11)) is None
+    assert limit(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
+    assert limit(dims=(300, 64)) == "q has head dim 300, above 256"
+    assert limit(dims=(64, 300)) == "v has head dim 300, above 256"
+    assert limit((9, 5)) == "c_q 9 is above 8"
+    assert limit((2, 3), (2, 17)) == "c_k 17 is above 15"
+    assert limit(batch=40_000) == "batch times heads is 80000, above 65535; split the batch"
 
 
 @pytest.mark.slow
@@ -125,7 +157,7 @@ def test_registered_operators():
     parameters = [tensors[name] for name in FULL]
     given = (None, None, False, True, None, 0.25, False)
     args = (*(tensors[name] for name in "qkv"), *parameters, *given)
-    torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused_blocks.default, args)
+    torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused.default, args)
 
 
 def steps_of(queries: int, dtype: torch.dtype) -> blocks.TritonSteps:

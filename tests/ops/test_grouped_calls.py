@@ -21,7 +21,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Summaries, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import (
-    boundary_groups,
     cif_groups,
     fixed_groups,
     sentence_groups,
@@ -104,20 +103,16 @@ def test_local_false_leaves_the_own_token_and_the_summaries():
         torch.testing.assert_close(found, expected, **EXACT)
 
 
-def test_local_false_leaves_what_is_looked_into():
-    x, groups = tensors(), fixed_groups(4, TOKENS)
-    options = {"window": 1, "local": False, "zoom": 2}
-    found, expected = (attend(x, groups, impl, **options) for impl in ("tiled", "reference"))
-    torch.testing.assert_close(found, expected, **EXACT)
+def test_local_false_changes_no_cross_attention():
+    """Of a source there are no near tokens anyway, however many ask."""
+    x = tensors() | {"q": draw(2, 4, TOKENS + 9, 6)}
     crossing = Visibility(causal=False, queries=Queries())
-    for zoom in (0, 3):  # of a source there are no near tokens anyway, however many ask
-        y = x | {"q": draw(2, 4, TOKENS + 9, 6)}
-        for impl in ("tiled", "reference"):
-            some, same = (
-                attend(y, groups, impl, visibility=crossing, zoom=zoom, local=local)
-                for local in (False, True)
-            )
-            torch.testing.assert_close(some, same, **EXACT)
+    for impl in ("tiled", "reference"):
+        some, same = (
+            attend(x, fixed_groups(4, TOKENS), impl, visibility=crossing, local=local)
+            for local in (False, True)
+        )
+        torch.testing.assert_close(some, same, **EXACT)
 
 
 @pytest.mark.parametrize("window", [1, 6, 30])
@@ -194,13 +189,11 @@ def test_a_row_of_padding_has_no_groups():
         ({"groups": None}, r"groups must be Groups, got None; fixed_groups\(16, 37\) makes some"),
         ({"groups": fixed_groups(4, 30)}, r"groups must be of \[2 or 1, 37\] tokens, got those of"),
         ({"window": 0}, r"window must be a whole number of tokens of at least 1, got 0"),
-        ({"zoom": -1}, r"zoom must be a whole number of tokens of at least 0"),
         ({"local": 1}, r"local must be True or False"),
         ({"beta": float("nan")}, r"beta must be a finite number or a tensor"),
         ({"beta": torch.tensor([1, 2, torch.nan, 1])}, r"beta must be finite, got NaN"),
         ({"beta": "a"}, r"beta must be a finite number or a tensor \[4\]"),
         ({"beta": torch.ones(3)}, r"beta must be one number or \[4\] \(per head\), got \(3,\)"),
-        ({"groups": sliding_groups(4, 2, TOKENS), "zoom": 1}, r"zoom must be 0 where tokens"),
         ({"summaries": Summaries(torch.zeros(2, 2, 3, 6), torch.zeros(2, 2, 3, 6))},
          r"summaries.k must be \[2, 2, 10, 6\], got \(2, 2, 3, 6\)"),
         ({"visibility": Visibility(mutual=torch.zeros(1, TOKENS).long())}, r"visibility must be"),
@@ -212,7 +205,6 @@ def test_a_row_of_padding_has_no_groups():
         ({"query_groups": fixed_groups(3, TOKENS)}, r"query_groups must be None but in a cross"),
         ({"summaries": Summaries(draw(2, 2, 10, 6), draw(2, 2, 10, 6),
           draw(2, 4, 9, 6))}, r"summaries.q must have one query for each of the 10 groups"),
-        ({"bias": torch.zeros(1, 1, TOKENS, TOKENS), "zoom": 1}, r"bias must be None where"),
         ({"bias": torch.zeros(TOKENS, TOKENS)}, r"bias must be \[1 or 2, 1 or 4, 37, 37\]"),
         ({"impl": "fused"}, r"cannot serve this grouped_attention call: its kernels need a GPU"),
     ],
@@ -234,8 +226,7 @@ def test_calls_that_cannot_be(change, message):
         (lambda: sentence_groups(torch.zeros(1, 9).long(), (1,), shortest=9, longest=4),
          r"shortest must be at most longest \(4\), got 9"),
         (lambda: cif_groups(torch.full((1, 9), 0.01)), r"alpha must be from 0.01562 to 1"),
-        (lambda: boundary_groups(torch.full((1, 9), 1.5)), r"p must be from 0 to 1, got 1.5"),
-        (lambda: boundary_groups(torch.full((1, 9), torch.nan)), r"p must be from 0 to 1, got nan"),
+        (lambda: cif_groups(torch.full((1, 9), torch.nan)), r"alpha must be from .* got nan"),
         (lambda: slot_groups(torch.zeros(1, 9, 2), temperature=0.0), r"temperature must be"),
         (lambda: slot_groups(torch.zeros(1, 9, 2), spread=-1.0), r"spread must be a finite number"),
         (lambda: slot_groups(torch.zeros(1, 9, 2), block=2, slots=3), r"slots must be at most"),

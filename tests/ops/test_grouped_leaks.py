@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from grouped_cases import (
-    BY_NAME,
     attend,
     draw,
     each_impl,
@@ -165,15 +164,6 @@ def test_gradients_by_finite_differences(impl, asking):
 
     assert torch.autograd.gradcheck(cif, (alpha, *values), eps=1e-7)
     assert torch.autograd.gradcheck(slots, (z, *values), eps=1e-7)
-
-
-def test_a_border_s_gradient_is_that_of_its_confidence():
-    """The shares stay one; their slope is that of p where a group closes, of 1 - p elsewhere."""
-    p = torch.tensor([[0.2, 0.9, 0.4, 0.6, 0.1]], dtype=torch.float64, requires_grad=True)
-    groups = BY_NAME["boundary"].make(p, 5, None)
-    assert groups.weight[0, :, 0].tolist() == [1.0] * 5
-    (slope,) = torch.autograd.grad(groups.weight.sum(), p)
-    assert slope[0].tolist() == [-1, 1, -1, 1, -1]
 
 
 def test_attention_inside_a_group_of_one_takes_nothing():

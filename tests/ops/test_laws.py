@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mechanisms import IMPLEMENTATIONS, MECHANISMS, VISIBILITIES, Mechanism, Shape, ragged
+from mechanisms import FUSED, MECHANISMS, VISIBILITIES, Mechanism, Shape, forms, ragged
 from oracle import against_oracle, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -12,12 +12,19 @@ from heedful.testing import assert_causal, assert_matches_oracle
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
-# In the interpreter each law takes the fused form half a minute and more; on a GPU, no time.
-FORMS = [
-    pytest.param(impl, marks=pytest.mark.slow if impl.interpreted else ())
-    for impl in IMPLEMENTATIONS
-]
-each_form = pytest.mark.parametrize("impl", FORMS, ids=str)
+fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
+
+
+def each_form(mechanisms: list[Mechanism], without: str = ""):
+    """In the interpreter each law takes the fused form half a minute; on a GPU, no time."""
+    cases = [
+        pytest.param(x, impl, marks=pytest.mark.slow if impl.interpreted else (), id=f"{x}-{impl}")
+        for x, impl in forms(mechanisms)
+        if impl.name != without
+    ]
+    return pytest.mark.parametrize(("mechanism", "impl"), cases)
+
+
 pytestmark = pytest.mark.device
 
 
@@ -68,7 +75,7 @@ def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monke
     hold(mechanism, Shape().long(111), torch.bfloat16, None)
 
 
-@every
+@fused
 def test_fused_too_through_the_public_functions(mechanism, interpreted):
     """One case each; the fused kernels have test files of their own."""
     shape = Shape(batch=1).long(37)
@@ -100,8 +107,7 @@ def test_scales_that_are_not_positive(mechanism, scale):
             torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
 
 
-@every
-@pytest.mark.parametrize("impl", FORMS[1:], ids=str)
+@each_form(MECHANISMS, "reference")
 def test_transposed_inputs_give_the_same_bits(mechanism, impl):
     """As models hand them over: [B, T, H, D] seen as [B, H, T, D]; torch's own may differ."""
     tensors = impl.draw(mechanism, Shape(), 100, torch.float32)
@@ -195,8 +201,7 @@ def test_gradients_by_finite_differences(mechanism, impl, visible):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.identity], ids=str)
-@each_form
+@each_form([m for m in MECHANISMS if m.identity])
 def test_identity_parameters_are_standard_attention(mechanism, impl):
     tensors = mechanism.identity(impl.draw(mechanism, Shape(), 130))
     found = mechanism.run(tensors, impl.name)[0]
@@ -268,7 +273,7 @@ def test_of_tokens_that_see_each_other_only_they_see_later_ones(mechanism, impl)
     torch.testing.assert_close(before[:, :, :60], alone[:, :, :60], rtol=1e-12, atol=1e-12)
 
 
-@every
+@fused
 def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted):
     tensors = {name: x.float() for name, x in mechanism.draw(Shape()).items()}
     with pytest.raises(ValueError, match=r"impl='fused' cannot .* see later ones"):
@@ -349,8 +354,7 @@ def test_gradients_under_positions_and_queries(mechanism):
         hold(mechanism, Shape(queries=70, keys=50), torch.float32, visibility)
 
 
-@every
-@each_form
+@each_form(MECHANISMS)
 def test_packed_documents_are_separate_documents(mechanism, impl):
     lengths = impl.lengths
     tensors = impl.draw(mechanism, Shape(batch=1), sum(lengths))
@@ -364,8 +368,7 @@ def test_packed_documents_are_separate_documents(mechanism, impl):
         assert_same(packed[:, :, rows], mechanism, alone, impl)
 
 
-@every
-@each_form
+@each_form(MECHANISMS)
 def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
     tokens = impl.at_most(100)
     tensors = impl.draw(mechanism, Shape(), tokens)
@@ -381,8 +384,7 @@ def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
         assert_same(padded[row : row + 1, :, real], mechanism, alone, impl)
 
 
-@every
-@each_form
+@each_form(MECHANISMS)
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
     tensors = impl.draw(mechanism, Shape(key_heads=key_heads), 70)
@@ -397,8 +399,7 @@ def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
         assert_same(grouped, mechanism, repeated, impl, part)
 
 
-@every
-@each_form
+@each_form(MECHANISMS)
 def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, impl):
     tensors = impl.draw(mechanism, Shape(batch=3), 100, torch.float32)
     whole = with_grads(run_by(mechanism, impl.name), tensors)

@@ -8,7 +8,6 @@ from heedful.nn.differential import (
     DifferentialV2Attention,
 )
 from heedful.nn.grouped import Grouped, GroupedAttention
-from heedful.nn.interleaved import InterleavedHeads, InterleavedHeadsAttention
 from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
 from heedful.nn.layer import Given, Layer, LayerOutput, Maps, Tokens
 from heedful.nn.mechanisms import (
@@ -38,8 +37,6 @@ __all__ = [
     "Grouped",
     "GroupedAttention",
     "HeadShape",
-    "InterleavedHeads",
-    "InterleavedHeadsAttention",
     "KnockingHeads",
     "KnockingHeadsAttention",
     "Layer",

@@ -26,8 +26,8 @@ class Grouped:
 
     Arguments:
         grouping: `"fixed"` (every `size` tokens), `"sliding"` (overlapping), `"sentence"` (at
-            closing tokens), or learned: `"slots"` (soft clusters of a block), `"cif"` (weights that
-            fill a group) or `"boundary"` (predicted borders).
+            closing tokens), or learned: `"slots"` (soft clusters of a block) or `"cif"` (weights
+            that fill a group).
         size: tokens of a group; of a sentence or a learned group, how many there should be.
         window: from how many tokens on a group is seen by its summary; nearer ones are seen token
             by token.
@@ -42,7 +42,6 @@ class Grouped:
             groups a block has; default 4.
         shortest, longest: bounds of a sentence or a learned group in tokens; default 1 and four
             times `size`.
-        zoom: so many of the best groups of a query are seen by their tokens after all.
         size_bias: factor on the logarithm of a group's size: `"one"`, `"learned"` (per head, one at
             first) or `"none"` (an ablation: a summary weighs as much as one token).
 
@@ -59,7 +58,6 @@ class Grouped:
     stride: int | None = None
     shortest: int = 1
     longest: int | None = None
-    zoom: int = 0
     size_bias: Literal["one", "learned", "none"] = "one"
 
     def __post_init__(self) -> None:
@@ -69,7 +67,6 @@ class Grouped:
         check_choice("size_bias", self.size_bias, ("one", "learned", "none"))
         for name in ("size", "window", "share", "shortest"):
             check_whole(name, getattr(self, name), 1)
-        check_whole("zoom", self.zoom, 0)
         several = isinstance(self.closing, list | tuple)
         if not several or not all(is_whole(x, 0) for x in self.closing):
             raise ValueError(f"closing must hold token ids, as in (13, 30), got {self.closing!r}")
@@ -92,10 +89,10 @@ class Grouped:
                     f"stride must be at most size ({self.size}), or tokens between two groups "
                     f"would be in none, got {self.stride}"
                 )
-        bounded = self.grouping in ("sentence", "cif", "boundary")
+        bounded = self.grouping in ("sentence", "cif")
         if not bounded and (self.shortest != 1 or self.longest is not None):
             raise ValueError(
-                f"shortest and longest bound sentences, cif and boundary groups, not "
+                f"shortest and longest bound sentences and cif groups, not "
                 f"{self.grouping!r}; leave them out"
             )
         if self.longest is not None:
@@ -114,11 +111,6 @@ class Grouped:
             raise ValueError(
                 f"longest must be above size ({self.size}) for cif groups, of which one weight of "
                 f"1/longest per token at least leaves no other size, got {self.longest}"
-            )
-        if self.zoom and (self.grouping in ("sliding", "slots", "cif") or self.queries != "tokens"):
-            raise ValueError(
-                f"zoom must be 0 with {self.grouping!r} groups and queries={self.queries!r}, got "
-                f"{self.zoom}: it is for tokens that ask, and groups that share no token"
             )
         if self.share > 1 and self.grouping not in LEARNED:
             raise ValueError(
@@ -151,7 +143,7 @@ class GroupedAttention(Layer):
         self.config = config
         self.roles = frozenset(_roles(config))
         # A decoder's cache has no bias for tokens that are away; in cross-attention there is none.
-        if shape.role == "encoder" and config.queries == "tokens" and not config.zoom:
+        if shape.role == "encoder" and config.queries == "tokens":
             self.takes = frozenset({"bias"})
         shape = replace(shape, hidden=shape.source or shape.hidden)  # what groups are made of
         stride = config.stride
@@ -258,7 +250,6 @@ class GroupedAttention(Layer):
             summaries=summaries,
             window=self.config.window,
             beta=beta if self.beta is None else self.beta,
-            zoom=self.config.zoom,
             bias=bias,
             visibility=visibility,
             scale=scale,
@@ -280,7 +271,7 @@ class GroupedAttention(Layer):
         features = Features(pooling=self.pooling_features(given.input))
 
         def make():
-            made = self.grouping.features(given, places)
+            made = self.grouping.features(given)
             groups = self.grouping.groups(made, places)
             return groups, self.grouping.report(made, groups, places)
 

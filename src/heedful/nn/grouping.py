@@ -6,7 +6,6 @@ from typing import Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from heedful.nn.layer import Given, GroupingReport
 from heedful.nn.shape import HeadShape, WideLinear
@@ -17,20 +16,19 @@ from heedful.ops.grouped.groups import (
     fixed_from,
     sliding_from,
 )
-from heedful.ops.grouped.learned import boundaries_from, cif_from, slots_from
+from heedful.ops.grouped.learned import cif_from, slots_from
 
-Kind = Literal["fixed", "sliding", "sentence", "slots", "cif", "boundary"]
-KINDS = ("fixed", "sliding", "sentence", "slots", "cif", "boundary")
-LEARNED = frozenset({"slots", "cif", "boundary"})
+Kind = Literal["fixed", "sliding", "sentence", "slots", "cif"]
+KINDS = ("fixed", "sliding", "sentence", "slots", "cif")
+LEARNED = frozenset({"slots", "cif"})
 
-_ROUTE = 64  # width of what a boundary is told by
 _CLUSTER = 32  # width of what slots cluster
 
 
 def longest_span(kind: Kind, size: int, stride: int, longest: int) -> int:
     """The most tokens that a group spans."""
     match kind:
-        case "sentence" | "boundary":
+        case "sentence":
             return longest
         case "cif":
             return longest + 1
@@ -62,12 +60,8 @@ class Grouping(nn.Module):
         self.kind, self.size, self.stride = kind, size, stride
         self.shortest, self.longest, self.closing = shortest, longest, closing
         self.longest_span = longest_span(kind, size, stride, longest)
-        self.query = self.key = self.inner = self.outer = None
+        self.inner = self.outer = None
         match kind:
-            case "boundary":
-                width = min(_ROUTE, shape.hidden)
-                self.query = WideLinear(shape.hidden, width, bias=False)
-                self.key = WideLinear(shape.hidden, width, bias=False)
             case "cif":
                 self.inner = WideLinear(shape.hidden, _CLUSTER)
                 self.outer = WideLinear(_CLUSTER, 1)
@@ -77,11 +71,8 @@ class Grouping(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Borders by the likeness of neighbours, weights of mean 1/size, random clusters."""
+        """Weights of mean 1/size, random clusters."""
         match self.kind:
-            case "boundary":
-                nn.init.orthogonal_(self.query.weight)
-                self.key.weight.copy_(self.query.weight)
             case "cif":
                 nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
                 self.inner.bias.zero_()
@@ -93,25 +84,16 @@ class Grouping(nn.Module):
             case "slots":
                 nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
 
-    def features(
-        self,
-        given: Given,
-        places: Places,
-        before: Float[Tensor, "B 1 F"] | None = None,
-    ) -> Float[Tensor, "B T F"] | None:
+    def features(self, given: Given) -> Float[Tensor, "B T F"] | None:
         """What the groups of these tokens are made of; `None` where counting is enough.
 
         Arguments:
             given: the layer's input, or token ids.
-            places: of these tokens; a document that began before the first has a negative start.
-            before: the features of the token before the first one.
         """
         match self.kind:
             case "sentence":
                 closing = torch.tensor(self.closing, device=given.token_ids.device)
                 return torch.isin(given.token_ids, closing).float()[..., None]
-            case "boundary":
-                return self._likeness(given.input, places, before)
             case "cif":
                 least = 1 / self.longest
                 raw = self.outer(nn.functional.gelu(self.inner(given.input)))
@@ -119,18 +101,6 @@ class Grouping(nn.Module):
             case "slots":
                 return self.inner(given.input)
         return None
-
-    def _likeness(
-        self, x: Float[Tensor, "B T E"], places: Places, before: Tensor | None
-    ) -> Float[Tensor, "B T F"]:
-        """The probability of a border, by the cosine to the token before, and the token's key."""
-        key = normalize(self.key(x), dim=-1)
-        first = torch.zeros_like(key[:, :1]) if before is None else before[..., 1:].to(key.dtype)
-        previous = torch.cat([first, key[:, :-1]], dim=1)
-        p = (1 - (normalize(self.query(x), dim=-1) * previous).sum(-1)) / 2
-        token = torch.arange(x.shape[1], device=x.device)
-        p = p.masked_fill(token == places.start, 0)  # nothing before it is of its document
-        return torch.cat([p[..., None], key], dim=-1)
 
     def groups(
         self,
@@ -153,8 +123,6 @@ class Grouping(nn.Module):
                 return sliding_from(places, self.size, self.stride, 0 if begun is None else begun)
             case "sentence":
                 return closed_groups(features[..., 0] > 0, places, self.shortest, self.longest)
-            case "boundary":
-                return boundaries_from(places, features[..., 0], self.shortest, self.longest)
             case "cif":
                 return cif_from(places, features[..., 0], self.longest, begun)
         return slots_from(places, features, self.size * self.stride, self.stride, 1.0, 1.0, 2)
@@ -162,20 +130,14 @@ class Grouping(nn.Module):
     def report(
         self, features: Float[Tensor, "B T F"] | None, groups: Groups, places: Places
     ) -> GroupingReport | None:
-        r"""How far the groups are from the wanted size $g$; `None` where that cannot change.
+        r"""How far the groups are from the wanted size $g$, $(g\,\overline{\alpha} - 1)^2$.
 
-        Boundaries: $g/(g-1)\,((g-1) F G + (1-F)(1-G))$ with F the share of tokens that close a
-        group and G the mean probability (H-Net, arXiv 2507.07955, equation 10). Weights:
-        $(g\,\overline{\alpha} - 1)^2$.
+        `None` where that cannot change.
         """
-        if self.kind not in ("boundary", "cif"):
+        if self.kind != "cif":
             return None
         real = places.real.expand(features.shape[:2])
         count = real.sum().clamp(min=1)
         mean = features[..., 0].where(real, 0).sum() / count
         closed = groups.there.sum().to(mean.dtype) / count
-        g = self.size
-        if self.kind == "cif":
-            return GroupingReport((g * mean - 1).square(), 1 / closed, g)
-        loss = (g - 1) * closed * mean + (1 - closed) * (1 - mean)
-        return GroupingReport(loss * g / max(1, g - 1), 1 / closed, g)
+        return GroupingReport((self.size * mean - 1).square(), 1 / closed, self.size)

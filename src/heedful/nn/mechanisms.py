@@ -12,7 +12,6 @@ from torch import Tensor
 from heedful.nn.canon import Canon
 from heedful.nn.differential import Differential, DifferentialV2
 from heedful.nn.grouped import Grouped
-from heedful.nn.interleaved import InterleavedHeads
 from heedful.nn.knocking import KnockingHeads
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.selective import Selective
@@ -35,7 +34,6 @@ Mechanism = (
     | Grouped
     | KnockingHeads
     | Canon
-    | InterleavedHeads
 )
 
 Leaves = dict[str, Tensor]
@@ -174,12 +172,6 @@ TABLE = (
         Canon(),
         True,
         "short convolutions over tokens before attention, of its input and of q, k and v",
-    ),
-    MechanismRow(
-        "interleaved-heads",
-        InterleavedHeads(),
-        False,
-        "two mixtures of all heads for every head, side by side in a row of twice the length",
     ),
     MechanismRow(
         "local-global",

@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import fcntl
 import json
 import os
 import socket
@@ -11,11 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 Line = TypeVar("Line")
 
@@ -105,7 +101,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     """Be the one process that writes into `folder`, which is made if absent.
 
     While the context lasts, `.heedful.lock` in it names this process. The system holds the lock, so
-    it ends with the process, however that dies. Where the system has none (Windows, some network
+    it ends with the process, however that dies. Where the system has none (some network
     file systems) the file alone is the lock, and one left by a crash must be deleted by hand.
 
     Raises:
@@ -133,12 +129,8 @@ def only_writer(folder: Path) -> Iterator[None]:
         os.write(handle, json.dumps(about).encode())
         yield
     finally:
-        if by_system:
-            path.unlink(missing_ok=True)  # before the lock goes, so that it is still this one's
-            os.close(handle)
-        else:
-            os.close(handle)  # before the file goes: Windows deletes no open file
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)  # before the lock goes, so that it is still this one's
+        os.close(handle)
 
 
 def _open_locked(path: Path) -> tuple[int | None, bool]:
@@ -147,14 +139,10 @@ def _open_locked(path: Path) -> tuple[int | None, bool]:
         try:
             handle, new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
         except FileExistsError:
-            if fcntl is None:
-                return None, False
             try:
                 handle, new = os.open(path, os.O_RDWR), False
             except FileNotFoundError:
                 continue  # its holder has just ended
-        if fcntl is None:
-            return handle, False
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

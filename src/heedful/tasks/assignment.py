@@ -11,23 +11,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from heedful.checks import check_choice, check_whole
-from heedful.tasks.samples import (
-    BOS,
-    Recipe,
-    Samples,
-    Task,
-    check_draw,
-    render,
-    rows,
-    sequence_error,
-    token_error,
-)
+from heedful.tasks.samples import BOS, Recipe, Samples, SymbolTask, rows
 
 _NAME = 2
 
 
 @dataclass(frozen=True)
-class Assignment(Task):
+class Assignment(SymbolTask):
     """Variable assignment: many assignments, then a query for the latest value of one variable.
 
     A row reads `y=7;x=1;x=3;z=5;x=3;` after BOS; its last value is asked for. A token is a name
@@ -76,19 +66,18 @@ class Assignment(Task):
             )
 
     @property
-    def vocab_size(self) -> int:
-        """BOS, EOS, one id for each name and one for each value."""
-        return _NAME + self.variables + self.values
+    def symbol_names(self) -> tuple[str, ...]:
+        """BOS, EOS (unused), one for each name and one for each value."""
+        names = (f"{name}=" for name in string.ascii_lowercase[: self.variables])
+        return ("", "", *names, *(f"{value};" for value in range(self.values)))
 
     @property
     def length(self) -> int:
         """Tokens of a row: BOS, and two for each assignment and each query."""
         return 1 + 2 * (self.assignments + self.queries)
 
-    def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
-        check_draw(count, seed)
-        rng = np.random.default_rng(seed)
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
         n, each = self.assignments, np.arange(count)
         names = rng.integers(self.variables, size=(count, n))
         values = rng.integers(self.values, size=(count, n))
@@ -113,12 +102,6 @@ class Assignment(Task):
         ids[:, end::2] = asked + _NAME
         ids[:, end + 1 :: 2] = values[each[:, None], latest] + (_NAME + self.variables)
         return rows(torch.from_numpy(ids), slice(end + 1, None, 2))
-
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS."""
-        names = (f"{name}=" for name in string.ascii_lowercase[: self.variables])
-        values = (f"{value};" for value in range(self.values))
-        return render(ids, ("", "", *names, *values))
 
     @classmethod
     def default(cls, data: Sequence[str] = ()) -> Self:
@@ -146,12 +129,3 @@ class Assignment(Task):
             splits["assigned-once"] = replace(once, query="first")
             splits["assigned-once-4x"] = replace(four, query="first")
         return splits
-
-    def score(
-        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
-    ) -> dict[str, float]:
-        """`error`: rows with a wrong answer; `token_error` is the same here."""
-        return {
-            "error": sequence_error(predictions, labels),
-            "token_error": token_error(predictions, labels),
-        }

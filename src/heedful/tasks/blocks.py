@@ -2,7 +2,6 @@
 
 import math
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -12,21 +11,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from heedful.checks import check_choice, check_whole
-from heedful.tasks.samples import (
-    BOS,
-    EOS,
-    Recipe,
-    Samples,
-    Task,
-    check_draw,
-    render,
-    rows,
-    sequence_error,
-    token_error,
-)
+from heedful.tasks.samples import BOS, EOS, Recipe, Samples, SymbolTask, rows
 
-_ALPHABET = string.ascii_lowercase
-_SYMBOLS = ("", "", ".", "#", *_ALPHABET)
 _DOT, _HASH, _LETTER = 2, 3, 4
 
 # Rows are drawn in chunks of about this many blocks, so that a million rows need no more scratch
@@ -35,7 +21,7 @@ _CHUNK_BLOCKS = 1 << 19
 
 
 @dataclass(frozen=True)
-class Blocks(Task):
+class Blocks(SymbolTask):
     """The block task: blocks of random letters, question letters, and the block that holds them.
 
     A row reads `BOS hjnvt.qfjgt.bjtpq#pb bjtpq EOS` (without the spaces): blocks of distinct
@@ -64,6 +50,7 @@ class Blocks(Task):
     answer: Literal["all", "first", "last"] = "all"
     question: int = 2
 
+    symbol_names = ("", "", ".", "#", *string.ascii_lowercase)
     recipe: ClassVar[Recipe] = Recipe(
         64, 3, 4, 900, 32, 4e-3, ("standard", "mta"), mechanism_rate=8.0,
         # In every layer, as in the paper's toy task (section 4.1), but with the published kernels
@@ -116,10 +103,8 @@ class Blocks(Task):
     def _answer_length(self) -> int:
         return self.letters if self.answer == "all" else 1
 
-    def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
-        check_draw(count, seed)
-        rng = np.random.default_rng(seed)
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
         ids = np.empty((count, self.length), dtype=np.int64)
         step = max(1, _CHUNK_BLOCKS // self.blocks)
         for start in range(0, count, step):
@@ -148,10 +133,6 @@ class Blocks(Task):
         ids[:, self._answer_start : -1] = answer[:, asked].astype(np.int64) + _LETTER
         ids[:, -1] = EOS
 
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS and EOS."""
-        return render(ids, _SYMBOLS)
-
     def shown(self) -> Int[Tensor, " T"]:
         """A row of at most six blocks."""
         return replace(self, blocks=min(self.blocks, 6)).sample(1, 0).input_ids[0]
@@ -159,15 +140,6 @@ class Blocks(Task):
     def evaluations(self) -> dict[str, Self]:
         """The task itself, to be sampled with another seed than training."""
         return {"in-distribution": self}
-
-    def score(
-        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
-    ) -> dict[str, float]:
-        """`error`: rows with any wrong token, EOS included; `token_error`: wrong tokens."""
-        return {
-            "error": sequence_error(predictions, labels),
-            "token_error": token_error(predictions, labels),
-        }
 
 
 def _draw(rng: np.random.Generator, count: int, letters: int) -> np.ndarray:

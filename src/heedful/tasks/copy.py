@@ -1,35 +1,20 @@
 """Copy a random string: the task for which nothing may be forgotten."""
 
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from heedful.checks import check_whole
-from heedful.tasks.samples import (
-    BOS,
-    EOS,
-    Recipe,
-    Samples,
-    Task,
-    check_draw,
-    render,
-    rows,
-    sequence_error,
-    token_error,
-)
+from heedful.tasks.samples import BOS, EOS, Recipe, Samples, SymbolTask, rows
 
-_SYMBOLS = ("", "", "#")
 _HASH, _LETTER = 2, 3
 
 
 @dataclass(frozen=True)
-class Copy(Task):
+class Copy(SymbolTask):
     """Copy: a random string, a separator, and the string once more.
 
     A row reads `BOS bacab # bacab EOS` (without the spaces); letters are drawn uniformly and
@@ -58,28 +43,22 @@ class Copy(Task):
         check_whole("alphabet", self.alphabet, 2, 26, way_out="symbols are lowercase letters")
 
     @property
-    def vocab_size(self) -> int:
-        """BOS, EOS, "#" and one id for each letter."""
-        return _LETTER + self.alphabet
+    def symbol_names(self) -> tuple[str, ...]:
+        """BOS, EOS, "#" and one for each letter."""
+        return ("", "", "#", *string.ascii_lowercase[: self.alphabet])
 
     @property
     def length(self) -> int:
         """Tokens of a row, BOS and EOS included."""
         return 2 * self.symbols + 3
 
-    def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
-        check_draw(count, seed)
-        rng = np.random.default_rng(seed)
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
         text = rng.integers(self.alphabet, size=(count, self.symbols)) + _LETTER
         ids = np.empty((count, self.length), dtype=np.int64)
         ids[:, 0], ids[:, self.symbols + 1], ids[:, -1] = BOS, _HASH, EOS
         ids[:, 1 : self.symbols + 1] = ids[:, self.symbols + 2 : -1] = text
         return rows(torch.from_numpy(ids), slice(self.symbols + 2, None))
-
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS and EOS."""
-        return render(ids, (*_SYMBOLS, *string.ascii_lowercase[: self.alphabet]))
 
     def evaluations(self) -> dict[str, Self]:
         """The task itself, and strings two and four times as long."""
@@ -87,13 +66,4 @@ class Copy(Task):
             "in-distribution": self,
             "2x-symbols": replace(self, symbols=2 * self.symbols),
             "4x-symbols": replace(self, symbols=4 * self.symbols),
-        }
-
-    def score(
-        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
-    ) -> dict[str, float]:
-        """`error`: rows with any wrong token, EOS included; `token_error`: wrong tokens."""
-        return {
-            "error": sequence_error(predictions, labels),
-            "token_error": token_error(predictions, labels),
         }

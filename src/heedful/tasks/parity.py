@@ -1,33 +1,19 @@
 """Running parity of random bits: the task for which almost everything may be forgotten."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from heedful.checks import check_whole
-from heedful.tasks.samples import (
-    BOS,
-    IGNORE,
-    Recipe,
-    Samples,
-    Task,
-    check_draw,
-    render,
-    sequence_error,
-    token_error,
-)
+from heedful.tasks.samples import BOS, IGNORE, Recipe, Samples, SymbolTask
 
-_SYMBOLS = ("", "", "0", "1", "e", "o")
 _BIT, _PARITY = 2, 4
 
 
 @dataclass(frozen=True)
-class Parity(Task):
+class Parity(SymbolTask):
     """Running parity: after each random bit, whether the ones so far are even or odd.
 
     A row reads `1o0o1e0e` after BOS: a bit, then "e" (even) or "o" (odd) for all bits up to it, and
@@ -49,25 +35,20 @@ class Parity(Task):
 
     bits: int = 32
 
+    symbol_names = ("", "", "0", "1", "e", "o")  # BOS, EOS (unused), two bits, two parities
     recipe: ClassVar[Recipe] = Recipe(64, 2, 2, 400, 32, 3e-3, ("standard", "selective"))
 
     def __post_init__(self) -> None:
         check_whole("bits", self.bits, 1)
 
     @property
-    def vocab_size(self) -> int:
-        """BOS, EOS (unused), two bits and two parities."""
-        return len(_SYMBOLS)
-
-    @property
     def length(self) -> int:
         """Tokens of a row: BOS, and two for each bit."""
         return 2 * self.bits + 1
 
-    def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
-        check_draw(count, seed)
-        bits = np.random.default_rng(seed).integers(2, size=(count, self.bits))
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
+        bits = rng.integers(2, size=(count, self.bits))
         ids = torch.full((count, self.length), BOS)
         ids[:, 1::2] = torch.from_numpy(bits + _BIT)
         ids[:, 2::2] = torch.from_numpy(bits.cumsum(axis=1) % 2 + _PARITY)
@@ -75,23 +56,10 @@ class Parity(Task):
         labels[:, 2::2] = ids[:, 2::2]
         return Samples(ids, labels, torch.ones_like(ids))
 
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS."""
-        return render(ids, _SYMBOLS)
-
     def evaluations(self) -> dict[str, Self]:
         """The task itself, and rows with two and four times as many bits."""
         return {
             "in-distribution": self,
             "2x-bits": replace(self, bits=2 * self.bits),
             "4x-bits": replace(self, bits=4 * self.bits),
-        }
-
-    def score(
-        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
-    ) -> dict[str, float]:
-        """`error`: rows with any wrong parity; `token_error`: wrong parities."""
-        return {
-            "error": sequence_error(predictions, labels),
-            "token_error": token_error(predictions, labels),
         }

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -157,6 +158,42 @@ class Task(ABC):
     def tokens(self, ids: Int[Tensor, " T"]) -> list[str]:
         """The tokens of one row as text, one by one."""
         return ["BOS", *(self.decode([i]) or self.end for i in ids.tolist()[1:])]
+
+
+class SymbolTask(Task):
+    """A task whose rows are drawn, all of one length, and read by symbols: `symbols[id]`."""
+
+    @property
+    @abstractmethod
+    def symbol_names(self) -> tuple[str, ...]:
+        """What each id is written as; BOS and EOS as nothing."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One id for each symbol."""
+        return len(self.symbol_names)
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
+
+    def sample(self, count: int, seed: int) -> Samples:
+        """`count` rows, the same for the same configuration, count and seed."""
+        check_draw(count, seed)
+        return self.draw(np.random.default_rng(seed), count)
+
+    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
+        """The text of one row, without BOS and EOS."""
+        return render(ids, self.symbol_names)
+
+    def score(
+        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
+    ) -> dict[str, float]:
+        """`error`: rows with any wrong token; `token_error`: wrong tokens."""
+        return {
+            "error": sequence_error(predictions, labels),
+            "token_error": token_error(predictions, labels),
+        }
 
 
 def sequence_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> float:

@@ -1,35 +1,21 @@
 """Copy some letters out of noise: what is to be kept must be told from what is not."""
 
 import string
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from heedful.checks import check_whole
-from heedful.tasks.samples import (
-    BOS,
-    EOS,
-    Recipe,
-    Samples,
-    Task,
-    check_draw,
-    render,
-    rows,
-    sequence_error,
-    token_error,
-)
+from heedful.tasks.samples import BOS, EOS, Recipe, Samples, SymbolTask, rows
 
 _HASH, _NOISE = 2, 3
 _DOTS = (".", ",", "-", "_")
 
 
 @dataclass(frozen=True)
-class SelectiveCopy(Task):
+class SelectiveCopy(SymbolTask):
     """Selective copy: letters at random places among noise, a separator, and the letters again.
 
     A row reads `BOS ..,b-_.a,.c--_,a #baca EOS` (without the spaces): `context` tokens, of which
@@ -61,19 +47,17 @@ class SelectiveCopy(Task):
         check_whole("alphabet", self.alphabet, 2, 26, way_out="symbols are lowercase letters")
 
     @property
-    def vocab_size(self) -> int:
-        """BOS, EOS, "#", four kinds of noise and one id for each letter."""
-        return _NOISE + len(_DOTS) + self.alphabet
+    def symbol_names(self) -> tuple[str, ...]:
+        """BOS, EOS, "#", four kinds of noise and one for each letter."""
+        return ("", "", "#", *_DOTS, *string.ascii_lowercase[: self.alphabet])
 
     @property
     def length(self) -> int:
         """Tokens of a row, BOS and EOS included."""
         return self.context + self.symbols + 3
 
-    def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
-        check_draw(count, seed)
-        rng = np.random.default_rng(seed)
+    def draw(self, rng: np.random.Generator, count: int) -> Samples:
+        """`count` rows, from these random numbers."""
         letters = rng.integers(self.alphabet, size=(count, self.symbols)) + _NOISE + len(_DOTS)
         ids = rng.integers(len(_DOTS), size=(count, self.length)) + _NOISE
         order = rng.random((count, self.context)).argsort(axis=1)[:, : self.symbols]
@@ -81,11 +65,6 @@ class SelectiveCopy(Task):
         ids[:, 0], ids[:, self.context + 1], ids[:, -1] = BOS, _HASH, EOS
         ids[:, self.context + 2 : -1] = letters
         return rows(torch.from_numpy(ids), slice(self.context + 2, None))
-
-    def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS and EOS."""
-        letters = string.ascii_lowercase[: self.alphabet]
-        return render(ids, ("", "", "#", *_DOTS, *letters))
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
         """Rows of so many tokens; longer ones have more noise."""
@@ -98,12 +77,3 @@ class SelectiveCopy(Task):
     def evaluations(self) -> dict[str, Self]:
         """The task itself, and as many letters among twice the noise."""
         return {"in-distribution": self, "2x-context": replace(self, context=2 * self.context)}
-
-    def score(
-        self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
-    ) -> dict[str, float]:
-        """`error`: rows with any wrong token, EOS included; `token_error`: wrong tokens."""
-        return {
-            "error": sequence_error(predictions, labels),
-            "token_error": token_error(predictions, labels),
-        }

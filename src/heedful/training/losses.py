@@ -242,12 +242,10 @@ def _greatest(
 
 
 class GroupingLoss(_Reports):
-    r"""The loss that holds learned groups (`cif`, `boundary`) at their size.
+    r"""The loss that holds learned groups (`cif`) at their size.
 
     The mean over the layers that make groups of how far the mean size is from the wanted one g:
-    $(g\,\overline{\alpha} - 1)^2$ for weights that fill a group (`cif`), and for predicted borders
-    $\frac{g}{g-1}\,((g-1)\,F G + (1-F)(1-G))$, F the share of tokens that end a group and G the
-    mean probability; it is one where both are 1/g.
+    $(g\,\overline{\alpha} - 1)^2$, for the mean weight of a token.
 
     Training adds it: `loss = model(**batch).loss + grouping()`. What is counted is the newest
     forward pass; calling clears it. A grouping whose mean size is below half or above twice the
@@ -259,8 +257,7 @@ class GroupingLoss(_Reports):
     Raises:
         ValueError: no layer of the model learns where its groups end.
 
-    Source: Hwang et al., "H-Net", arXiv 2507.07955, equation 10 (borders); Dong and Xu, "CIF",
-    arXiv 1905.11235 (weights).
+    Source: Dong and Xu, "CIF", arXiv 1905.11235.
     """
 
     what = "groups"

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.replay import Replay
 from heedful.commands.models import longest, open_model, open_tokenizer, rows_of
 from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
@@ -29,12 +30,15 @@ from heedful.eviction.gather import check_policy
 from heedful.hf.budgets import NAME, fingerprint, write_budgets
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.environment import environment
 from heedful.records.files import append_line, only_writer, write_whole
 from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1
+_LOGITS = 2**26  # numbers of logits at a time, which decides how many rows run together
+_MOST = 700.0  # exp of more is no number
 
 Budgets = tuple[int | None, ...]
 
@@ -104,13 +108,13 @@ def search(asked: BudgetSearch) -> Found:
         identity = _search_identity(asked, policy, rows, model, reference)
         log = Log(folder / LOG, identity, asked.restart)
         with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
-            measure = _Measure(Replay(model, rows), policy, log, bar)
-            whole = measure(start, start)
+            measure = _Measure(model, rows, policy, log, bar)
+            whole = measure(start)
             if not math.isfinite(whole):
                 raise ValueError(f"model {asked.model!r} has a perplexity of {whole} on the data")
             limit = whole * (1 + asked.loss / 100)
             if reference is not None:
-                limit = log.once("reference", Replay(reference, rows).whole)
+                limit = log.once("reference", lambda: perplexity(reference, rows))
                 _check_reference(asked.reference, whole, limit)
                 limit = max(limit, whole)  # the same model may differ by rounding
             measure.limit, reference = limit, None
@@ -131,7 +135,7 @@ def greedy(
     least: int,
     step: int,
     limit: float,
-    measure: Callable[[Budgets, Budgets], float],
+    measure: Callable[[Budgets], float],
 ) -> Budgets:
     """Budgets at which no layer can give up one more token.
 
@@ -143,7 +147,7 @@ def greedy(
         least: no budget goes below it.
         step: tokens that a layer gives up at first; halved down to one.
         limit: perplexity that is not passed.
-        measure: perplexity of budgets that differ from the second argument's in one layer.
+        measure: perplexity of budgets.
     """
     budgets, everyone = start, [i for i, tokens in enumerate(start) if tokens is not None]
     while step >= 1:
@@ -154,7 +158,7 @@ def greedy(
                 for i in layers
                 if budgets[i] - step >= least
             }
-            values = {i: measure(trial, budgets) for i, trial in trials.items()}
+            values = {i: measure(trial) for i, trial in trials.items()}
             layers = [i for i, value in values.items() if value <= limit]
             if layers:
                 budgets = trials[min(layers, key=values.__getitem__)]
@@ -163,32 +167,42 @@ def greedy(
     return budgets
 
 
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, rows: Tensor, eviction: Eviction | None = None) -> float:
+    """Perplexity of rows `[rows, length]` without padding, each token but the first predicted."""
+    vocabulary, total = model.get_output_embeddings().weight.shape[0], 0.0
+    size = max(1, _LOGITS // (rows.shape[1] * vocabulary))
+    with evicting(model, eviction):
+        for ids in rows.to(model.device).split(size):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+            total += losses.double().sum().item()
+    mean = total / (rows.shape[0] * (rows.shape[1] - 1))
+    return math.inf if mean > _MOST else math.exp(mean)
+
+
 class _Measure:
     """Perplexity of budgets, from the log where it is known."""
 
-    def __init__(self, replay: Replay, policy: Eviction, log: "Log", bar: tqdm) -> None:
-        self.replay, self.policy, self.log, self.bar = replay, policy, log, bar
-        self.start, self.length = policy.tokens, replay.batches[0].shape[1]
-        self.kept: Budgets | None = None
+    def __init__(
+        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "Log", bar: tqdm
+    ) -> None:
+        self.model, self.rows, self.policy, self.log, self.bar = model, rows, policy, log, bar
         self.limit: float | None = None
         self.measured = 0
 
-    def __call__(self, trial: Budgets, accepted: Budgets) -> float:
+    def __call__(self, trial: Budgets) -> float:
         if trial not in self.log.known:
-            if self.kept != accepted:
-                value = self.replay.keep(dataclasses.replace(self.policy, tokens=accepted))
-                self.kept = accepted
-            if trial != accepted:
-                value = self.replay.of(dataclasses.replace(self.policy, tokens=trial))
-            self.log.add(trial, value)
+            policy = dataclasses.replace(self.policy, tokens=trial)
+            self.log.add(trial, perplexity(self.model, self.rows, policy))
             self.measured += 1
+        value = self.log.known[trial]
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
-        self.bar.set_description_str(
-            f"perplexity {self.log.known[accepted]:.4f}{limit} with "
-            f"{share(accepted, self.start, self.length):.1%} of the tokens"
-        )
+        kept = share(trial, self.policy.tokens, self.rows.shape[1])
+        self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {kept:.1%} of the tokens")
         self.bar.update()
-        return self.log.known[trial]
+        return value
 
 
 class Log:

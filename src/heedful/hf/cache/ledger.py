@@ -73,7 +73,7 @@ def entered(
     places: Places,
     document: Int[Tensor, "B 1"],
     grouping: Grouping,
-    window: int | None,
+    window: int,
 ) -> Entry:
     """The groups with new tokens: these join open ones, close them and begin others.
 
@@ -83,7 +83,7 @@ def entered(
         features, places: of these tokens.
         document: where the document of each row's open group begins in the row.
         grouping: makes groups of them.
-        window: from how many tokens on a group is seen by its summary; `None` keeps every token.
+        window: from how many tokens on a group is seen by its summary.
     """
     stop, rows = held.opened + tokens, len(held.count)
     number = torch.arange(held.start.shape[1], device=held.start.device)
@@ -111,10 +111,8 @@ def entered(
     final = (end < stop - 1).sum(1)
     begins = _at(start, final).clamp(max=stop)
     opened = int(begins.min())
-    first = held.first
-    if window is not None:
-        seen = (end <= stop - window).sum(1).minimum(final)
-        first = max(first, min(int(_at(start, seen).min()), opened))
+    seen = (end <= stop - window).sum(1).minimum(final)
+    first = max(held.first, min(int(_at(start, seen).min()), opened))
     drop = first - held.first
     near_index, near_weight = index[:, drop:].clone(), weight[:, drop:].clone()
     after = Ledger(

@@ -237,13 +237,9 @@ class SummaryCache(LayerCache):
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, given: Given
     ) -> Arrived:
         """The new tokens and their features; of shared groups, the first layer makes those."""
-        held = self._held
 
         def make():
-            places = _places(visibility, self.seen - self.arrived, self.seen, k)
-            known = None if held is None else held.open.grouping
-            last = None if known is None or not known.shape[1] else known[:, -1:]
-            return layer.grouping, layer.grouping.features(given, places, last)
+            return layer.grouping, layer.grouping.features(given)
 
         grouping, features = layer.shared(given, f"features on {k.device}", make)
         self._grouping = weakref.ref(grouping)
@@ -266,17 +262,17 @@ class SummaryCache(LayerCache):
             places = _places(visibility, ledger.opened, stop, new.keys, ledger.begins)
             starts = _whole(visibility, stop, new.keys).start.expand(len(new.keys), -1)
             document = starts.gather(1, ledger.begins[:, None])
-            window = None if config.zoom else config.window
             return entered(
-                ledger, region.tokens, region.grouping, places, document, self._grouping(), window
-            )
+                ledger, region.tokens, region.grouping, places, document, self._grouping(),
+                config.window,
+            )  # fmt: skip
 
         if given.shared is None:  # undoing, of one layer alone
             entry = make()
         else:
             device = new.keys.device
             what = f"groups of {ledger.opened} to {stop} on {device} in a window of {config.window}"
-            entry = layer.shared(given, f"{what}, {config.zoom}", make)
+            entry = layer.shared(given, what, make)
         sums = layer.summaries(
             region.queries, region.keys, region.values, entry.made, region.pooling,
             given._replace(positions=region.positions),

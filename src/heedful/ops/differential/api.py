@@ -14,11 +14,10 @@ from heedful.ops.common.checks import (
     shown,
 )
 from heedful.ops.common.dropout import dropout_of
-from heedful.ops.common.limits import altered, over_limit, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.differential.reference import differential_attention_reference
 from heedful.ops.differential.tiled import differential_attention_tiled
-from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.impl import Impl, choose
 from heedful.ops.visibility import Visibility, check_visibility
 
 
@@ -60,7 +59,7 @@ def differential_attention(
             dropped, in every implementation; `None` draws one from torch's generator.
         visibility: who sees whom; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
+        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
 
     Returns:
         `[B, P, Tq, Dv]` in q's dtype.
@@ -94,23 +93,11 @@ def differential_attention(
     chosen = choose(
         "differential_attention",
         impl,
-        lambda: (
-            no_triton(q)
-            or unseen(visibility)
-            or altered(bias, softcap, sinks, dropout)
-            or over_limit(q, q=q.shape[3], v=v.shape[3])
-        ),
+        lambda: "it has no kernels of its own",
         (q, k, v, lam, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
-    if chosen != "fused":
-        options["dropout"] = dropout
-    if chosen == "fused":
-        from heedful.ops.differential.fused import differential_attention_fused as run
-    elif chosen == "tiled":
-        run = differential_attention_tiled
-    else:
-        run = differential_attention_reference
-    return without_autocast(run)(
-        q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, **options
-    )
+    run = {"tiled": differential_attention_tiled, "reference": differential_attention_reference}
+    return without_autocast(run[chosen])(
+        q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, bias=bias,
+        softcap=softcap, sinks=sinks, dropout=dropout,
+    )  # fmt: skip

@@ -2,13 +2,12 @@
 
 from heedful.ops.grouped.api import grouped_attention
 from heedful.ops.grouped.groups import Groups, fixed_groups, sentence_groups, sliding_groups
-from heedful.ops.grouped.learned import boundary_groups, cif_groups, slot_groups
+from heedful.ops.grouped.learned import cif_groups, slot_groups
 from heedful.ops.grouped.summaries import Summaries, member_attention, summarise
 
 __all__ = [
     "Groups",
     "Summaries",
-    "boundary_groups",
     "cif_groups",
     "fixed_groups",
     "grouped_attention",

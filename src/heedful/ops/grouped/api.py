@@ -37,7 +37,6 @@ def grouped_attention(
     query_groups: Groups | None = None,
     window: int = 128,
     beta: Float[Tensor, " H"] | float = 1.0,
-    zoom: int = 0,
     local: bool = True,
     bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
     visibility: Visibility | None = None,
@@ -65,17 +64,15 @@ def grouped_attention(
         query_groups: the groups of the queries, in a cross-attention where groups ask.
         window: from how many tokens on a complete group is seen by its summary, at least 1.
         beta: factor on the logarithm of a group's size, one number or one per head.
-        zoom: so many of the best groups of every query are seen by their tokens after all; the
-            same for all heads of a key head.
         local: `False` sees no token but the query's own (an ablation: earlier ones of open groups
-            and of the window are lost); those of groups that are zoomed into stay.
+            and of the window are lost).
         bias: what is added to the logits of tokens, `[1 or B, 1 or H, Tq, Tk]`; a summary's is the
-            mean of its members', by their shares. Where tokens ask, and nothing is zoomed into.
+            mean of its members', by their shares. Where tokens ask.
         visibility: who sees whom; `None` is causal. Documents and padding must be those of the
             groups. Under a window of the model's, a summary is seen while all its tokens are.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (of the cost that the definition has) or
-            `"fused"` (FlexAttention, on a GPU; neither `zoom` nor `bias`).
+            `"fused"` (FlexAttention, on a GPU; no `bias`).
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype. Padded queries get zeros.
@@ -93,7 +90,6 @@ def grouped_attention(
     visibility = check_visibility(visibility, q, keys)
     scale = check_scale(scale, q)
     check_length("window", window)
-    check_length("zoom", zoom, 0)
     check_flag("local", local)
     if not isinstance(groups, Groups):
         raise ValueError(
@@ -114,11 +110,6 @@ def grouped_attention(
         )
     if groups.first and visibility.documents is not None:
         raise ValueError("visibility.documents is not defined where earlier tokens are away")
-    if zoom and not groups.hard:
-        raise ValueError(
-            f"zoom must be 0 where tokens belong to several groups, got {zoom}; fixed, sentence "
-            "and boundary groups can be zoomed into"
-        )
     if summaries is None:
         if groups.first:
             raise ValueError("summaries must be given where earlier tokens are away")
@@ -133,10 +124,6 @@ def grouped_attention(
             )
         query_groups.check(q.shape[0], q.shape[2], "query_groups")
     if summaries.q is not None:
-        if zoom:
-            raise ValueError(
-                f"zoom must be 0 where groups ask, got {zoom}: looking into a group is for tokens"
-            )
         if crossing and query_groups is None:
             raise ValueError(
                 "query_groups must be given where groups ask in a cross-attention: those of the "
@@ -149,15 +136,15 @@ def grouped_attention(
                 f"{shown(summaries.q)}"
             )
     check_bias(bias, q, keys)
-    if bias is not None and (summaries.q is not None or zoom or groups.first):
+    if bias is not None and (summaries.q is not None or groups.first):
         raise ValueError(
-            "bias must be None where groups ask, where they are zoomed into, and where earlier "
-            "tokens are away: it is one number per token that asks and token that is there"
+            "bias must be None where groups ask, and where earlier tokens are away: it is one "
+            "number per token that asks and token that is there"
         )
     run = choose(
         "grouped_attention",
         impl,
-        lambda: unserved(q, zoom, bias, groups),
+        lambda: unserved(q, bias, groups),
         (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None, bias),
     )
     forms = {
@@ -176,7 +163,6 @@ def grouped_attention(
         log_size=_log_size(groups, beta, q),
         bias=bias,
         group_bias=None if bias is None else _group_bias(groups, bias),
-        zoom=zoom,
         local=local,
         visibility=visibility,
         scale=scale,

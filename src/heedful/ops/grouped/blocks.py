@@ -48,11 +48,8 @@ class Operands(NamedTuple):
     group_bias: Float[Tensor, "#B #H Tq M"] | None
     index: Int[Tensor, "B Tk S"]
     reach: Int[Tensor, "B 7 Tq"]
-    ends: Int[Tensor, "B 2 M"]
     unit: Int[Tensor, " Tq"] | None
     hard: bool
-    zoom: int
-    longest: int
     scale: float
 
 

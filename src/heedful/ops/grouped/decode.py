@@ -21,7 +21,7 @@ def grouped_attention_few(
     log_size: Float[Tensor, "B H M"],
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
-    """As the tiled form, without blocks; nothing is zoomed into and there is no bias."""
+    """As the tiled form, without blocks; there is no bias."""
     first, near, after, last, start, stop, asks = (x[..., None] for x in reach)
     asking = q
     if summaries.q is not None:

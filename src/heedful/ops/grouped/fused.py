@@ -34,7 +34,6 @@ def grouped_attention_fused(
     log_size: Float[Tensor, "B H M"],
     bias: None,
     group_bias: None,
-    zoom: int,
     local: bool,
     visibility: Visibility,
     scale: float,
@@ -96,10 +95,8 @@ def grouped_attention_fused(
     )
 
 
-def unserved(q: Tensor, zoom: int, bias: Tensor | None, groups: Groups) -> str | None:
+def unserved(q: Tensor, bias: Tensor | None, groups: Groups) -> str | None:
     """Why FlexAttention cannot serve a call, in one clause, or `None`."""
-    if zoom:
-        return f"zoom={zoom} chooses tokens in the middle of it"
     if bias is not None:
         return "a position bias is one number per token, and its columns are summaries too"
     if not groups.count or not q.shape[2]:

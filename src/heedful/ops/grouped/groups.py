@@ -24,7 +24,7 @@ class Groups:
 
     $A_{ij}$, the share of token i in group j, is `weight[i, s]` where `index[i, s] = j`; the shares
     of a real token sum to one, so that no token counts twice. `fixed_groups`, `sliding_groups`,
-    `sentence_groups`, `boundary_groups`, `cif_groups` and `slot_groups` make them.
+    `sentence_groups`, `cif_groups` and `slot_groups` make them.
 
     index: the groups of every token, `[B or 1, T, S]`; below zero for none of these.
     weight: the token's share in them, fp64 where it is not learned; zero for none.
@@ -359,11 +359,6 @@ def begin_and_last(
 def count_of(places: Places, size: int) -> int | None:
     """How many groups start, one every `size` tokens, where it takes no look at the row."""
     return -(-places.real.shape[1] // size) if places.plain else None
-
-
-def with_weight(groups: Groups, factor: Float[Tensor, "B T"]) -> Groups:
-    """The same groups with every token's shares multiplied, for what learns through them."""
-    return replace(groups, weight=groups.weight * factor[..., None], mass=None)
 
 
 def check_length(name: str, x: object, least: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Groups that a model learns: where they end (boundary, cif), or what they hold (slots).
+"""Groups that a model learns: where they end (cif), or what they hold (slots).
 
 What is learned comes in as one number or one vector per token; who predicts it is the layer's
 business. Every token's number may depend on tokens up to it, never on later ones: then so do the
@@ -19,52 +19,10 @@ from heedful.ops.grouped.groups import (
     Places,
     begin_and_last,
     check_length,
-    check_lengths,
-    closed_groups,
     count_of,
     places_of,
-    with_weight,
 )
 from heedful.ops.visibility import Visibility
-
-
-def boundary_groups(
-    p: Float[Tensor, "B T"],
-    *,
-    shortest: int = 1,
-    longest: int = 64,
-    visibility: Visibility | None = None,
-) -> Groups:
-    """Groups that end where a predicted probability is above one half.
-
-    The decision is hard; its gradient is that of the confidence, p where a token closes its group
-    and 1 - p elsewhere, by which the token's share is multiplied with the value kept at one
-    (a straight-through estimate).
-
-    Arguments:
-        p: probability that a token closes its group, `[B, T]`, from 0 to 1.
-        shortest, longest: tokens of a group; these come before p.
-        visibility: documents and padding.
-
-    Raises:
-        ValueError: `p` is not `[B, T]`, no probability, or a length does not fit.
-
-    Source: Hwang et al., "H-Net", arXiv 2507.07955, section 2.2 (router and estimator); there a
-    boundary starts a chunk, here it ends a group.
-    """
-    _check_per_token("p", p, 2)
-    _check_between("p", p, 0, 1, "sigmoid(x) is")
-    check_lengths(shortest, longest)
-    places = places_of(p.shape[1], visibility, p.device)
-    return boundaries_from(places, p, shortest, longest)
-
-
-def boundaries_from(places: Places, p: Float[Tensor, "B T"], shortest: int, longest: int) -> Groups:
-    """As `boundary_groups`, where the tokens' places are known."""
-    closes = p > 0.5
-    groups = closed_groups(closes.detach(), places, shortest, longest)
-    confidence = p.where(closes, 1 - p)
-    return with_weight(groups, 1 + (confidence - confidence.detach()))
 
 
 def cif_groups(

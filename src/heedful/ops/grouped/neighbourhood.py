@@ -159,7 +159,6 @@ def score_pairs(
     visibility: Visibility | None = None,
     queries: int | None = None,
     asking: bool = False,
-    zoom: int = 0,
 ) -> Int[Tensor, " B"]:
     """How many pairs of a query and a key or summary one head scores, of each row.
 
@@ -168,7 +167,6 @@ def score_pairs(
         window, visibility: as for `grouped_attention`.
         queries: of a cross-attention; by default the tokens ask.
         asking: groups ask: rows with the same query and the same summaries are one.
-        zoom: the tokens of the groups that are looked into come on top.
 
     Returns:
         one number per row, or a single one where all rows have the same groups.
@@ -186,5 +184,4 @@ def score_pairs(
         same = torch.stack(torch.broadcast_tensors(*reach[:4], reach.asks), 1).diff(dim=2) == 0
         far = far.expand(len(same), -1).clone()
         far[:, 1:] *= ~same.all(1)
-    looked = far.clamp(max=zoom).sum(1) * groups.longest
-    return far.sum(1) + left.flatten(1).sum(1) + looked
+    return far.sum(1) + left.flatten(1).sum(1)

@@ -21,7 +21,6 @@ def grouped_attention_reference(
     log_size: Float[Tensor, "B H M"],
     bias: Float[Tensor, "#B #H Tq Tk"] | None,
     group_bias: Float[Tensor, "#B #H Tq M"] | None,
-    zoom: int,
     local: bool,
     visibility: Visibility,
     scale: float,
@@ -42,15 +41,6 @@ def grouped_attention_reference(
     s = (asking @ spread_k.mT * scale).to(log_size.dtype) + log_size[:, :, None]
     s = s if group_bias is None else s + group_bias
     s = s.masked_fill(~seen, float("-inf"))
-    looked_into = False
-    if zoom:
-        # The best of a key head's queries as one: their mean.
-        best = s.unflatten(1, (-1, shared)).mean(2).topk(min(zoom, s.shape[3]), dim=-1)
-        taken = torch.zeros_like(s, dtype=torch.bool).unflatten(1, (-1, shared))[:, :, 0]
-        taken = taken.scatter(3, best.indices, best.values > float("-inf"))
-        taken = taken.repeat_interleave(shared, dim=1)
-        s, published = s.masked_fill(taken, float("-inf")), published & ~taken
-        looked_into = taken.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
 
     # r_i(t): what no visible summary holds of token i; one where none holds any of it.
     held = published.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
@@ -59,11 +49,10 @@ def grouped_attention_reference(
     )
     near = visibility.dense(queries, keys, q.device)[:, None] & (left > 0)
     if visibility.queries is not None:
-        # Of the source there are no tokens one by one, except of the groups that were zoomed into.
-        near = near & looked_into
+        near = torch.zeros_like(near)  # of the source there are no tokens one by one
     elif not local:
         token = torch.arange(keys, device=q.device)
-        near = near & ((token == token[keys - queries :, None]) | looked_into)
+        near = near & (token == token[keys - queries :, None])
     t = (q @ k.repeat_interleave(shared, dim=1).mT * scale).to(log_size.dtype)
     t = t if bias is None else t + bias
     t = (t + left.where(near, 1).log()).masked_fill(~near, float("-inf"))

@@ -41,7 +41,6 @@ def grouped_attention_tiled(
     log_size: Float[Tensor, "B H M"],
     bias: Float[Tensor, "#B #H Tq Tk"] | None,
     group_bias: Float[Tensor, "#B #H Tq M"] | None,
-    zoom: int,
     local: bool,
     visibility: Visibility,
     scale: float,
@@ -49,7 +48,7 @@ def grouped_attention_tiled(
     """The operator of `grouped_attention`, in blocks of query rows; dense where these are few."""
     reach = reach_of(groups, visibility, q.shape[2], k.shape[2], window, query_groups, local=local)
     learned = (q, k, v, *summaries, groups.weight, log_size)
-    if few_queries(q, k, learned) and not zoom and bias is None:
+    if few_queries(q, k, learned) and bias is None:
         return grouped_attention_few(
             q, k, v, groups=groups, summaries=summaries, reach=reach, log_size=log_size,
             scale=scale,
@@ -58,10 +57,9 @@ def grouped_attention_tiled(
     if summaries.q is not None:
         asking, unit = units_of(q, summaries.q, reach.stacked())
     weight = groups.weight.to(log_size.dtype)
-    ends = torch.stack(torch.broadcast_tensors(groups.start, groups.end), 1) - groups.first
     return _tiled(
         q, k, v, asking, summaries.k, summaries.v, log_size, weight, bias, group_bias,
-        groups.index, reach.stacked(), ends, unit, groups.hard, zoom, groups.longest, scale,
+        groups.index, reach.stacked(), unit, groups.hard, scale,
     )[0]  # fmt: skip
 
 
@@ -79,15 +77,12 @@ def attend(x: Operands, out: Float[Tensor, "B H Tq Dv"], lse: Float[Tensor, "B H
         rows = slice(block.rows.start, block.rows.stop)
         parts = []
         if len(block.groups):
-            logits, zoomed = _group_logits(x, block)
+            logits = _group_logits(x, block)
             part = _part(logits, x.group_v[:, :, block.groups.start : block.groups.stop])
             if x.unit is not None:
                 own = x.unit[rows] - block.units.start
                 part = SoftmaxPart(*(t.index_select(2, own) for t in part))
             parts.append(part)
-            if zoomed is not None:
-                logits = _zoomed_logits(x, block, zoomed)
-                parts.append(_zoomed_part(logits, zoomed.values(x.v)))
         if len(block.tokens):
             logits, _ = _token_logits(x, block)
             parts.append(_part(logits, x.v[:, :, block.tokens.start : block.tokens.stop]))
@@ -137,22 +132,8 @@ def _scores(
     return found.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
-class Zoomed(NamedTuple):
-    """The groups that a key head's queries look into, `[B, Hk, R, n]`, and their tokens."""
-
-    groups: Int[Tensor, "B Hk R n"]
-    chosen: Bool[Tensor, "B Hk R n"]
-    tokens: Int[Tensor, "B Hk R n*L"]
-    inside: Bool[Tensor, "B Hk R n*L"]
-
-    def values(self, x: Float[Tensor, "B Hk T D"]) -> Float[Tensor, "B Hk R n*L D"]:
-        """These tokens' rows."""
-        flat = self.tokens.flatten(2)[..., None].expand(-1, -1, -1, x.shape[3])
-        return x.gather(2, flat).unflatten(2, self.tokens.shape[2:])
-
-
-def _group_logits(x: Operands, block: Block) -> tuple[Float[Tensor, "B H U G"], Zoomed | None]:
-    """Logits of the summaries, with those that are zoomed into away."""
+def _group_logits(x: Operands, block: Block) -> Float[Tensor, "B H U G"]:
+    """Logits of the summaries."""
     cut = slice(block.groups.start, block.groups.stop)
     asking = x.asking[:, :, block.units.start : block.units.stop]
     logits = _scores(asking, x.group_k[:, :, cut], x.scale)
@@ -167,41 +148,7 @@ def _group_logits(x: Operands, block: Block) -> tuple[Float[Tensor, "B H U G"], 
     at = torch.arange(block.groups.start + block.clear, block.groups.stop, device=logits.device)
     seen = ((at >= first) & (at < near)) | ((at >= after) & (at < last))
     Hidden(block.clear, ~seen[:, None]).fill(logits, float("-inf"))
-    return (logits, None) if not x.zoom else _zoom(x, block, logits)
-
-
-def _zoom(x: Operands, block: Block, logits: Tensor) -> tuple[Tensor, Zoomed]:
-    heads = x.k.shape[1]
-    by_key_head = logits.unflatten(1, (heads, -1))
-    best = by_key_head.mean(2).topk(min(x.zoom, logits.shape[3]), dim=-1)
-    chosen = best.values > float("-inf")
-    taken = torch.zeros_like(by_key_head[:, :, 0], dtype=torch.bool)
-    taken.scatter_(3, best.indices, chosen)
-    logits = by_key_head.masked_fill_(taken[:, :, None], float("-inf")).flatten(1, 2)
-    groups = best.indices + block.groups.start
-    start, end = x.ends.expand(len(logits), -1, -1).unbind(1)
-    start, end = (
-        t.gather(1, groups.flatten(1)).view(groups.shape)[..., None] for t in (start, end)
-    )
-    tokens = start + torch.arange(x.longest, device=groups.device)
-    inside = (tokens <= end) & chosen[..., None]
-    tokens = tokens.where(inside, 0)
-    return logits, Zoomed(groups, chosen, tokens.flatten(3), inside.flatten(3))
-
-
-def _zoomed_logits(x: Operands, block: Block, zoomed: Zoomed) -> Float[Tensor, "B Hk g R n*L"]:
-    q = x.q[:, :, block.rows.start : block.rows.stop].unflatten(1, (x.k.shape[1], -1))
-    logits = widen(torch.einsum("bhgrd,bhrnd->bhgrn", q, zoomed.values(x.k))).mul_(x.scale)
-    return logits.masked_fill_(~zoomed.inside[:, :, None], float("-inf"))
-
-
-def _zoomed_part(
-    logits: Float[Tensor, "B Hk g R n*L"], values: Float[Tensor, "B Hk R n*L D"]
-) -> SoftmaxPart:
-    top = logits.amax(-1, keepdim=True)
-    weights = _exp_(logits.sub_(top.masked_fill(top == float("-inf"), 0)))
-    out = widen(torch.einsum("bhgrn,bhrnd->bhgrd", weights.to(values.dtype), values))
-    return SoftmaxPart(*(t.flatten(1, 2) for t in (top, weights.sum(-1, keepdim=True), out)))
+    return logits
 
 
 def _token_logits(
@@ -264,9 +211,8 @@ def attend_backward(
     for block in blocks_of(x):
         rows = slice(block.rows.start, block.rows.stop)
         back = _Back(grad[:, :, rows], delta[:, :, rows, None], lse[:, :, rows, None])
-        zoomed = _groups_backward(x, block, back, to) if len(block.groups) else None
-        if zoomed is not None:
-            _zoomed_backward(x, block, zoomed, back, to)
+        if len(block.groups):
+            _groups_backward(x, block, back, to)
         if len(block.tokens):
             _tokens_backward(x, block, back, to)
 
@@ -309,9 +255,9 @@ def _add_to(
     gradient += product(_rows_by_key_head(weights, heads).mT, _rows_by_key_head(x, heads))
 
 
-def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> Zoomed | None:
+def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> None:
     cut, units = (slice(r.start, r.stop) for r in (block.groups, block.units))
-    logits, zoomed = _group_logits(x, block)
+    logits = _group_logits(x, block)
     if x.unit is not None:
         own = x.unit[block.rows.start : block.rows.stop] - block.units.start
         back = back.for_units(logits, own)
@@ -326,23 +272,6 @@ def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> Z
     asking = x.asking[:, :, units]
     to.asking[:, :, units] += _by_key_head(dlogits, keys)
     _add_to(to.group_k[:, :, cut], dlogits, asking)
-    return zoomed
-
-
-def _zoomed_backward(x: Operands, block: Block, zoomed: Zoomed, back: _Back, to: Gradients) -> None:
-    heads, rows = x.k.shape[1], slice(block.rows.start, block.rows.stop)
-    grad, delta, lse = (y.unflatten(1, (heads, -1)) for y in back)
-    logits = _zoomed_logits(x, block, zoomed)
-    weights = _exp_(logits.sub_(lse))
-    keys, values = zoomed.values(x.k), zoomed.values(x.v)
-    taken = widen(torch.einsum("bhgrd,bhrnd->bhgrn", grad.to(values.dtype), values))
-    dlogits = taken.sub_(delta).mul_(weights).mul_(x.scale)
-    q = x.q[:, :, rows].unflatten(1, (heads, -1))
-    to.q[:, :, rows] += torch.einsum("bhgrn,bhrnd->bhgrd", dlogits, widen(keys)).flatten(1, 2)
-    at = zoomed.tokens.flatten(2)[..., None]
-    for gradient, y, z in ((to.k, dlogits, widen(q)), (to.v, weights, widen(grad))):
-        more = torch.einsum("bhgrn,bhgrd->bhrnd", y, z).flatten(2, 3)
-        gradient.scatter_add_(2, at.expand(-1, -1, -1, more.shape[3]), more)
 
 
 def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> None:
@@ -367,11 +296,10 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, asking: Tensor, group_k: Tensor, group_v: Tensor,
     log_size: Tensor, weight: Tensor, bias: Tensor | None, group_bias: Tensor | None,
-    index: Tensor, reach: Tensor, ends: Tensor, unit: Tensor | None, hard: bool, zoom: int,
-    longest: int, scale: float,
+    index: Tensor, reach: Tensor, unit: Tensor | None, hard: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias, index,
-                  reach, ends, unit, hard, zoom, longest, scale)  # fmt: skip
+                  reach, unit, hard, scale)  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = log_size.new_empty(q.shape[:3])
     attend(x, out, lse)
@@ -393,11 +321,11 @@ def _(q, k, v, asking, group_k, group_v, log_size, *_):
 def _tiled_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, asking: Tensor,
     group_k: Tensor, group_v: Tensor, log_size: Tensor, weight: Tensor, bias: Tensor | None,
-    group_bias: Tensor | None, index: Tensor, reach: Tensor, ends: Tensor, unit: Tensor | None,
-    hard: bool, zoom: int, longest: int, scale: float,
+    group_bias: Tensor | None, index: Tensor, reach: Tensor, unit: Tensor | None, hard: bool,
+    scale: float,
 ) -> list[Tensor]:  # fmt: skip
     x = _operands(q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias, index,
-                  reach, ends, unit, hard, zoom, longest, scale)  # fmt: skip
+                  reach, unit, hard, scale)  # fmt: skip
     inputs = (q, k, v, asking, group_k, group_v, log_size, weight, bias, group_bias)
     to = Gradients(*(None if y is None else torch.zeros(y.shape, dtype=lse.dtype, device=q.device)
                      for y in inputs))  # fmt: skip
@@ -417,16 +345,16 @@ refuse_second_derivative(_tiled_backward, "grouped_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, hard, zoom, longest, scale = inputs
+    *tensors, hard, scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*output, *tensors)
     ctx.biased = tensors[8] is not None
-    ctx.options = (hard, zoom, longest, scale)
+    ctx.options = (hard, scale)
 
 
 def _backward(ctx, grad, _):
     grads = without_autocast(_tiled_backward)(grad, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * (8 if ctx.biased else 10)
+    return *grads, *(None,) * (5 if ctx.biased else 7)
 
 
 _tiled.register_autograd(_backward, setup_context=_save)

@@ -129,7 +129,7 @@ def multi_token_attention(
             or unseen(visibility)
             or altered(bias, softcap, sinks, dropout)
             or ("its kernels look back over queries only (two_sided)" if two_sided else None)
-            or multi_token_attention_limit(q, v, *parameters)
+            or multi_token_attention_limit(q, v, conv, post_conv)
         ),
         (q, k, v, *parameters, bias, sinks),
     )
@@ -137,10 +137,8 @@ def multi_token_attention(
     options["dropout"] = dropout
     if chosen == "fused":
         options = {}  # it has been asked for none of them
-    if chosen == "fused" and post_conv is mix is post_mix is None:
-        from heedful.ops.mta.fused.flash import multi_token_attention_fused as run
-    elif chosen == "fused":
-        from heedful.ops.mta.fused.blocks import multi_token_attention_blocks as run
+    if chosen == "fused":
+        from heedful.ops.mta.fused.blocks import multi_token_attention_fused as run
     elif chosen == "tiled":
         run = multi_token_attention_tiled
     else:

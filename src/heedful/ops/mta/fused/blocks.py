@@ -1,4 +1,4 @@
-"""Multi-token attention with head mixing, or with a convolution after the softmax, on a GPU.
+"""Multi-token attention on a GPU.
 
 Head mixing joins all heads of a group, and what follows the softmax joins rows, so no tile stands
 for itself as in flash attention. Instead the row blocks of tiled.py pass from one GPU kernel to the
@@ -188,7 +188,7 @@ class TritonSteps(TileSteps):
         return self._tokens | {"R": rows, "C": columns, "SEGMENTS": documents}
 
 
-def multi_token_attention_blocks(
+def multi_token_attention_fused(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
@@ -200,15 +200,15 @@ def multi_token_attention_blocks(
     visibility: Visibility,
     scale: float,
 ) -> Float[Tensor, "B H Tq Dv"]:
-    """The operator of `multi_token_attention` in Triton, with any of its parameters."""
-    return _blocks(
+    """The operator of `multi_token_attention` in Triton."""
+    return _fused(
         q, k, v, conv, post_conv, mix, post_mix, visibility.segments(), visibility.mutual,
         visibility.documents is not None, visibility.causal, visibility.window, scale, False,
     )  # fmt: skip
 
 
-@torch.library.custom_op("heedful::multi_token_attention_fused_blocks", mutates_args=())
-def _blocks(
+@torch.library.custom_op("heedful::multi_token_attention_fused", mutates_args=())
+def _fused(
     q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
@@ -221,13 +221,13 @@ def _blocks(
     return out.to(output_dtype(q, wide))
 
 
-@_blocks.register_fake
+@_fused.register_fake
 def _(q, k, v, *options):
     return q.new_empty(*q.shape[:3], v.shape[3], dtype=output_dtype(q, options[-1]))
 
 
-@torch.library.custom_op("heedful::multi_token_attention_fused_blocks_backward", mutates_args=())
-def _blocks_backward(
+@torch.library.custom_op("heedful::multi_token_attention_fused_backward", mutates_args=())
+def _fused_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, conv: Tensor | None, post_conv: Tensor | None,
     mix: Tensor | None, post_mix: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
@@ -239,14 +239,14 @@ def _blocks_backward(
     return found[:7]  # it takes no bias and no sinks
 
 
-_blocks_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:7]))
-refuse_second_derivative(_blocks_backward, "multi_token_attention")
+_fused_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:7]))
+refuse_second_derivative(_fused_backward, "multi_token_attention")
 
 
 def _backward(ctx, grad):
     tensors = ctx.saved_tensors
-    grads = without_autocast(_blocks_backward)(grad, *tensors, *ctx.options)
+    grads = without_autocast(_fused_backward)(grad, *tensors, *ctx.options)
     return where_given(tensors, grads, len(ctx.options))
 
 
-_blocks.register_autograd(_backward, setup_context=save)
+_fused.register_autograd(_backward, setup_context=save)
