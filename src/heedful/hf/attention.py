@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.crossing import CrossLayerCache, of_source
-from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import layer_cache
 from heedful.hf.family.mask import Seen, seen
 from heedful.hf.family.modules import SOURCES
@@ -119,8 +119,9 @@ def attention(
                 visibility = of_source(visibility, target, query.shape[2])
             out = layer(query, key, value, visibility=visibility, **options).output
         return out.transpose(1, 2).contiguous(), None
-    held = heedful_cache if isinstance(heedful_cache, LayerCache) else None
-    held = held if held is not None and held.arrived else None  # else it was given another's keys
+    held = heedful_cache if isinstance(heedful_cache, AttentionCache) else None
+    if held is not None and not held.counters.pending:
+        held = None  # it was called with another layer's keys
     if held is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
