@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.meter import Meter, nbytes_of
-from heedful.hf.cache.owner import Reference, kind_of
+from heedful.hf.cache.owner import Owner
 from heedful.hf.versions import hand_over
 from heedful.nn import Layer
 
@@ -33,7 +33,7 @@ class AttentionCache(CacheLayerMixin):
     budget: Budget | None = None
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:
-        self._owner, self._kind = Reference(layer), kind_of(layer)
+        self._owner = Owner(layer)
         self.record_past = False
         self.meter, self._nbytes = Meter() if meter is None else meter, 0
         self._clear()
@@ -65,7 +65,7 @@ class AttentionCache(CacheLayerMixin):
         """All that it keeps, for measuring."""
 
     @abstractmethod
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by a function of it that acts on the batch dimension."""
 
     @abstractmethod
@@ -118,9 +118,9 @@ class AttentionCache(CacheLayerMixin):
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
             )
         if count > undoable:
-            advice = "" if self.record_past or undoable == self.counters.total else (
-                ": call activate_past_recording() before the calls that may be undone"
-            )  # fmt: skip
+            advice = ": call activate_past_recording() before the calls that may be undone"
+            if self.record_past or undoable == self.counters.total:
+                advice = ""
             raise ValueError(
                 f"crop can take back {undoable} tokens here, asked for {count}{advice}"
             )
@@ -132,16 +132,16 @@ class AttentionCache(CacheLayerMixin):
         self._measure()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._change_batch(lambda x: x[indices.to(x.device)])
+        self._map_batch(lambda x: x[indices.to(x.device)])
 
-    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._map_batch(change)
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._map_tensors(change)
         self._measure()
 
     # What kinds of cache have in common.
@@ -155,24 +155,7 @@ class AttentionCache(CacheLayerMixin):
 
     def check_owner(self, layer: Layer) -> None:
         """Raise unless the cache belongs to that layer; one from a file does from now on."""
-        owner = self._owner()
-        if owner is layer:
-            return
-        if self._kind != kind_of(layer) or (owner is not None and self.counters.total):
-            raise ValueError(
-                f"the cache belongs to another model or mechanism ({self._kind}, and this "
-                f"layer is {kind_of(layer)}); make one with heedful.new_cache(model)"
-            )
-        self._owner = Reference(layer)
-
-    def _layer_for_undo(self, undoable: int) -> Layer:
-        """The layer that computes anew what is left of `undoable` tokens."""
-        if (layer := self._owner()) is None:
-            raise ValueError(
-                "crop cannot compute a part of a call anew in a cache that comes from a file: call "
-                f"the model with it first, or take back all {undoable} tokens"
-            )
-        return layer
+        self._owner.check(layer, used=self.counters.total > 0)
 
     def _begin_update(self, key_states: Tensor, options: dict) -> None:
         """What every `update` does first: `options` are its keywords."""

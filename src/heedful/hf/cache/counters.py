@@ -19,8 +19,8 @@ class Counters:
       rows it is at most `w - 1 + r` between two calls, with a budget of n tokens at most `n - 1`;
       while calls can be taken back it grows beyond, by these calls' tokens.
     * `LayerCache`: all streams, the positions, the running state and the policy's scores have
-      `length` tokens between two calls. Positions are ascending until a token is evicted; then they
-      are distinct, below `total`, and those of the newest tokens are the last and ascending.
+      `length` tokens between two calls. Positions are distinct, and ascending until a token is
+      evicted; those of the pending tokens are always the last, in order.
     * `SummaryCache`: `ledger.first <= ledger.opened <= total`, and `length == total -
       ledger.first`.
     * The meter's bytes are the sum of its layers', and a layer's are those of its tensors.

@@ -83,7 +83,8 @@ class CrossLayerCache(AttentionCache):
             )
         self._begin_update(key_states, kwargs)
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
-        self.counters.total = self.keys.shape[2]
+        self.counters.add(self.keys.shape[2])
+        self.counters.pending = 0  # a source is no part of the text that goes on
         self._measure()
         return self.keys, self.values
 
@@ -128,7 +129,7 @@ class CrossLayerCache(AttentionCache):
 
     prefetch = offload
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.is_initialized:
             self.keys, self.values = change(self.keys), change(self.values)
         self._queries.map_batch(change)
@@ -195,8 +196,8 @@ class BiasedLayerCache(LayerCache):
         count = 0 if rows is None else rows.shape[2]
         self._bias = bias[:, :, bias.shape[2] - count :].detach().clone()
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        super()._map_batch(change)
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map_tensors(change)
         if self._bias is not None and len(self._bias) > 1:  # one sequence's serves any batch
             self._bias = change(self._bias)
 

@@ -16,6 +16,7 @@ from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, EvictionStep
 from heedful.hf.cache.meter import Meter
+from heedful.hf.cache.owner import kind_of
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
 from heedful.hf.cache.tokens import StoredTokens
@@ -204,7 +205,7 @@ class LayerCache(AttentionCache):
         """
         if self.budget is None:
             return visibility.last(self.length)
-        visibility = gather.check_visibility(visibility, self._owner(), before)
+        visibility = gather.check_visibility(visibility, self._owner.layer(), before)
         if visibility.plain:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
@@ -223,7 +224,7 @@ class LayerCache(AttentionCache):
         drops = self.window is not None and self.counters.total >= self.window > 0
         if drops and visibility.window is None and visibility.documents is None:
             raise ValueError(
-                f"{self._kind}: this family's cache drops tokens that its mask shows, so that "
+                f"{kind_of(layer)}: this family's cache drops tokens that its mask shows, so that "
                 "earlier query rows cannot be computed again; call the model with use_cache=False"
             )
 
@@ -279,7 +280,7 @@ class LayerCache(AttentionCache):
             queries = self._step.queries(call.queries.shape[2])
             before = counters.total - counters.pending
             attention = gather.attention_received(
-                self._owner(), call.queries, self.keys, queries, scale=call.scale,
+                self._owner.layer(), call.queries, self.keys, queries, scale=call.scale,
                 visibility=self._visibility_of_cached(visibility, before), given=call.given,
             )  # fmt: skip
             cached = cached._replace(attention=attention, queries=queries)
@@ -306,7 +307,7 @@ class LayerCache(AttentionCache):
     def _take_back(self, count: int) -> None:
         undo = self._undo
         anew = self._stateful and undo is not None and 0 < count < undo.tokens
-        layer = self._layer_for_undo(undo.tokens) if anew else None
+        layer = self._owner.for_undo(undo.tokens) if anew else None
         self._undo = None
         if count:
             self._tokens.drop_last(count)
@@ -342,7 +343,7 @@ class LayerCache(AttentionCache):
     def _rows(self) -> list[PastRows]:
         return [self._queries, *self._inputs.values()]
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         self._tokens.map_batch(change)
         for rows in self._rows:
             rows.map_batch(change)

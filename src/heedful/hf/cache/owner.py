@@ -22,6 +22,39 @@ class Reference:
         return Reference, (None,)
 
 
+class Owner:
+    """The layer that a cache belongs to, and what another one must have in common with it."""
+
+    def __init__(self, layer: Layer) -> None:
+        self._kind, self.layer = kind_of(layer), Reference(layer)
+
+    def check(self, layer: Layer, used: bool) -> None:
+        """Raise unless the cache belongs to that layer; one without an owner does from now on.
+
+        Arguments:
+            layer: that wants to use it.
+            used: whether tokens are in it.
+        """
+        owner = self.layer()
+        if owner is layer:
+            return
+        if self._kind != kind_of(layer) or (owner is not None and used):
+            raise ValueError(
+                f"the cache belongs to another model or mechanism ({self._kind}, and this "
+                f"layer is {kind_of(layer)}); make one with heedful.new_cache(model)"
+            )
+        self.layer = Reference(layer)
+
+    def for_undo(self, undoable: int) -> Layer:
+        """The layer, to compute anew what `crop` leaves of `undoable` tokens."""
+        if (layer := self.layer()) is None:
+            raise ValueError(
+                "crop cannot compute a part of a call anew in a cache that comes from a file: call "
+                f"the model with it first, or take back all {undoable} tokens"
+            )
+        return layer
+
+
 def kind_of(layer: Layer) -> str:
     """What a cache must fit: the mechanism and the heads."""
     shape = layer.shape

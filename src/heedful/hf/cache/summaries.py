@@ -222,7 +222,7 @@ class SummaryCache(AttentionCache):
     def _take_back(self, count: int) -> None:
         undo = self._undo
         anew = undo is not None and 0 < count < undo.tokens.count
-        layer = self._layer_for_undo(undo.tokens.count) if anew else None
+        layer = self._owner.for_undo(undo.tokens.count) if anew else None
         self._undo = None
         if not count:
             return
@@ -236,7 +236,7 @@ class SummaryCache(AttentionCache):
 
     # Batches, devices, bytes.
 
-    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._state is not None:
             self._state = self._state.map(change)
         if self._undo is not None:
