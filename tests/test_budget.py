@@ -189,7 +189,7 @@ def test_what_is_written_is_used(searched):
     model = heedful.load(folder / "selective")
     cache = heedful.new_cache(model)
     assert [layer.policy for layer in cache.layers] == [found.eviction] * 3
-    assert [layer.tokens for layer in cache.layers] == list(found.eviction.tokens)
+    assert [layer.budget.tokens for layer in cache.layers] == list(found.eviction.tokens)
     text, _ = made(folder / "selective", prompt=TEXT[:100], max_new_tokens=20)
     assert text.nbytes < text.whole_nbytes
     assert not (folder / "selective" / ".heedful.lock").exists()

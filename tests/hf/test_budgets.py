@@ -30,7 +30,7 @@ def test_a_loaded_model_has_its_budgets(folder):
     model, ids = heedful.load(folder), tokens(1, 30)
     assert model._heedful.eviction == POLICY
     cache = heedful.new_cache(model)
-    assert [(layer.policy, layer.tokens) for layer in cache.layers] == [
+    assert [(layer.policy, layer.budget.tokens) for layer in cache.layers] == [
         (POLICY, n) for n in POLICY.tokens
     ]
     out = greedy(model, ids, 6, return_dict_in_generate=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import heedful
-from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.versions import cache_of
 from heedful.nn import (
@@ -291,7 +291,7 @@ def test_another_batch_is_refused_before_canon_keeps_its_rows():
     model, ids = converted("canon"), tokens(1, 9)
     cache = heedful.new_cache(model)
     in_steps(model, ids[:, :5], [5], cache)
-    with pytest.raises(ValueError, match="holds a batch of 1 rows and the call has 2"):
+    with pytest.raises(ValueError, match="has a batch of 1 sequences and the call has 2"):
         model(input_ids=tokens(2, 1), cache=cache)
     found = in_steps(model, ids[:, 5:], [1, 3], cache)
     torch.testing.assert_close(found, logits(model, ids)[:, 5:], rtol=0, atol=1e-11)
@@ -307,8 +307,8 @@ def test_canon_keeps_three_rows_beside_keys_and_values():
     cache.activate_past_recording()
     in_steps(model, tokens(2, 5), [5], cache)
     cache.crop(-5)
-    rows = [layer._newest.tensors for layer in cache.layers]
-    assert all(x.shape[1] == 3 for those in rows for x in those)
+    rows = [past.rows for layer in cache.layers for past in layer._inputs.values()]
+    assert rows and all(x.shape[1] == 3 for x in rows)
 
 
 def test_a_windowed_layer_holds_its_window():
@@ -374,7 +374,7 @@ def test_summaries_leave_for_the_cpu_after_they_are_attended_to(monkeypatch):
         return out
 
     def to(cache, device):
-        moved.append((device.type, cache.arrived))
+        moved.append((device.type, cache.counters.pending))
         move(cache, device)
 
     monkeypatch.setattr(SummaryCache, "update", and_offload)
@@ -382,7 +382,7 @@ def test_summaries_leave_for_the_cpu_after_they_are_attended_to(monkeypatch):
     cache = heedful.new_cache(model)
     found = in_steps(model, ids, [5, 7], cache)
     torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-11)
-    assert len(moved) == 3 + 6 and all(arrived == 0 for _, arrived in moved)
+    assert len(moved) == 3 + 6 and all(pending == 0 for _, pending in moved)
 
 
 def test_a_cache_from_a_file_cannot_take_back_a_part_of_a_call():
@@ -405,7 +405,7 @@ def test_the_default_of_use_cache_stays(name):
     assert model.config.use_cache is True
     ids = tokens(1, 5)
     cache = cache_of(model(input_ids=ids))
-    assert all(isinstance(layer, LayerCache) for layer in cache.layers)
+    assert all(isinstance(layer, AttentionCache) for layer in cache.layers)
 
 
 @pytest.mark.parametrize("name", ["mta-everywhere", "selective"])
@@ -436,7 +436,7 @@ def test_caches_of_others_are_refused():
     for model in (other, third):
         with pytest.raises(ValueError, match=r"belongs to another model or mechanism .Selective"):
             model(input_ids=ids, cache=cache)
-    with pytest.raises(ValueError, match="holds a batch of 1 rows and the call has 2"):
+    with pytest.raises(ValueError, match="has a batch of 1 sequences and the call has 2"):
         one(input_ids=tokens(2, 1), cache=cache)
     found = in_steps(one, ids, [1] * 5, cache)  # and it is as it was
     whole = logits(one, torch.cat([ids, ids], 1))[:, 5:]

@@ -437,7 +437,7 @@ def test_what_caches_of_encoder_decoders_refuse():
     with pytest.raises(ValueError, match=r"crop can take back 0 tokens here, asked for 1"):
         cache.crop(-1)
     cache.is_updated.clear()
-    with pytest.raises(ValueError, match=r"holds the keys of a source already, .* reset\(\)"):
+    with pytest.raises(ValueError, match=r"has the keys of a source already, .* reset\(\)"):
         t5(input_ids=source, decoder_input_ids=target, cache=cache)
     filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
     heedful.revert(t5)(input_ids=source, decoder_input_ids=target, **cache_argument(t5, filled))

@@ -1,4 +1,4 @@
-"""Budgets: what is let go, what is never let go, and what the rest costs."""
+"""Budgets: what is evicted, what is never evicted, and what the rest costs."""
 
 import dataclasses
 import math
@@ -12,6 +12,7 @@ from torch import Tensor
 
 import heedful
 from heedful.eviction import H2O, POLICIES, TOVA, MostHidden, Random, SnapKV, StreamingLLM, Window
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.versions import cache_of
 from heedful.nn import Given, HeadShape, Selective, Standard
@@ -43,7 +44,7 @@ def attended(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
 
 
 def by_hand(policy, q, k, v, selective: bool, window: int | None) -> tuple[Tensor, list[list[int]]]:
-    """One row, token by token: outputs, and which tokens are held after each."""
+    """One sequence, token by token: outputs, and which tokens are cached after each."""
     reach = math.inf if window is None else window
     kept: list[int] = []
     f: dict[int, float] = {}
@@ -100,7 +101,7 @@ def test_every_policy_is_its_rule_by_hand(policy, selective, window):
     chosen = policy(tokens=9, recent=3, sinks=0 if policy is Window else 2)
     q, k, v = (torch.randn(1, h, 40, 8, dtype=torch.float64) for h in (4, 2, 2))
     layer = (Selective() if selective else Standard()).build(HeadShape(4, 2, 8, 32, 0))
-    held = LayerCache(layer, window, policy=chosen, tokens=9)
+    held = LayerCache(layer, window, Budget(chosen, 9))
     expected, history = by_hand(chosen, q, k, v, selective, window)
     for t in range(40):
         keys, values = held.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
@@ -121,7 +122,7 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_looks_at():
     q, k, v = (torch.randn(1, 2, 200, 16, dtype=torch.float64) for _ in range(3))
     layer = Standard().build(HeadShape(2, 2, 16, 32, 0))
     q[:, :, -32:] = 0.1 * q[:, :, -32:] + 2 * k[:, :, 57:58]
-    held = LayerCache(layer, policy=SnapKV(tokens=24, recent=4, sinks=1), tokens=24)
+    held = LayerCache(layer, budget=Budget(SnapKV(tokens=24, recent=4, sinks=1), 24))
     held.attend(layer, q, *held.update(k, v), visibility=Visibility(), scale=None, given=Given())
     assert set(range(54, 61)) <= set(held.positions()[0].tolist())
 
@@ -132,7 +133,7 @@ def test_random_keeps_a_uniform_sample():
     x = torch.randn(1, 1, 400, 2)
     for seed in range(200):
         policy = Random(tokens=101, sinks=0, recent=0, seed=seed)
-        held = LayerCache(layer, policy=policy, tokens=101)
+        held = LayerCache(layer, budget=Budget(policy, 101))
         for piece in x.split(50, dim=2):
             held.attend(
                 layer, piece, *held.update(piece, piece), visibility=Visibility(), scale=None,
@@ -146,7 +147,7 @@ def test_random_keeps_a_uniform_sample():
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
-def test_no_more_is_held_than_the_budget_and_the_chunk(name, policy):
+def test_no_more_is_cached_than_the_budget_and_the_chunk(name, policy):
     model = converted(name, max_position_embeddings=512, dtype=torch.float32)
     budget, chunk, row = 40, 16, 2 * 2 * 8 * 4  # key heads of K and V, dim, bytes
     cache = heedful.new_cache(model, policy(tokens=budget))
@@ -298,12 +299,12 @@ def test_a_window_cache_of_assisted_decoding_lets_go_again():
 
 
 @pytest.mark.parametrize("policy", [None, StreamingLLM])
-def test_no_more_is_taken_back_than_is_held(policy):
+def test_no_more_is_taken_back_than_is_cached(policy):
     model = converted("standard")
     cache = heedful.new_cache(model, policy and policy(tokens=16))
     cache.activate_past_recording()
     in_steps(model, tokens(1, 9), [9], cache)
-    with pytest.raises(ValueError, match="crop cannot take back 10 tokens of the 9 held"):
+    with pytest.raises(ValueError, match="crop can take back 9 tokens here, asked for 10"):
         cache.crop(-10)
     cache.crop(-9)
     assert cache.tokens == [0] * 3

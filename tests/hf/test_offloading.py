@@ -13,6 +13,7 @@ from families import fits, logits, stir, tiny, tokens
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.nn import NAMES, Grouped, mechanism
@@ -43,18 +44,18 @@ def moves(monkeypatch) -> Moves:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
     moves = Moves()
 
-    def turn(cache: LayerCache, where: str) -> None:
+    def turn(cache: AttentionCache, where: str) -> None:
         if (where == "away") == (cache in moves.away):
             return
         moves.seen.append(where)
         (moves.away.add if where == "away" else moves.away.discard)(cache)
         if isinstance(cache, SummaryCache):
             names = ("keys", "values", "group_keys", "group_values")
-            turned = {x: -getattr(cache._held, x) for x in names}
-            cache._held = cache._held._replace(**turned)._with_views()
+            turned = {x: -getattr(cache._state, x) for x in names}
+            cache._state = cache._state._replace(**turned).with_views()
         else:
-            for slots in (cache._keys, cache._values):
-                slots.on_rows(torch.neg)
+            for slots in (cache._tokens.keys, cache._tokens.values):
+                slots.map_batch(torch.neg)
 
     def going(where: str, then):
         def do(cache: SummaryCache) -> None:

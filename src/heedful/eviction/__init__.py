@@ -10,14 +10,14 @@ from heedful.eviction.policies import (
     StreamingLLM,
     Window,
 )
-from heedful.eviction.policy import Eviction, Held
+from heedful.eviction.policy import CachedTokens, Eviction
 
 __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
+    "CachedTokens",
     "Eviction",
-    "Held",
     "MostHidden",
     "Random",
     "SnapKV",

@@ -1,11 +1,11 @@
-"""The one place where tokens are chosen to leave a cache, and moved out of it."""
+"""The one place where the tokens to evict are chosen, and their slots in a cache filled again."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -13,7 +13,7 @@ from heedful.eviction.policy import Eviction
 from heedful.nn import Given, Layer
 from heedful.ops import Visibility
 
-_BLOCK = 64  # query rows whose weights stand in memory at once
+_BLOCK = 64  # query rows whose weights are in memory at once
 
 
 def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
@@ -21,7 +21,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
     name = type(policy).__name__
     if layer.summarises:
         raise ValueError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, whose cache holds summaries in "
+            f"eviction: {name} cannot serve {type(layer).__name__}, whose cache has summaries in "
             "place of far tokens already; leave eviction out"
         )
     if layer.past_queries:
@@ -33,7 +33,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
     if layer.keys_per_head > 1:
         raise ValueError(
             f"eviction: {name} cannot serve {type(layer).__name__}, which counts rotary positions "
-            "along the row; leave eviction out"
+            "along the sequence; leave eviction out"
         )
     if policy.reads_hidden and not layer.keeps:
         raise ValueError(
@@ -47,23 +47,26 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
         )
 
 
-def servable(visibility: Visibility, layer: Layer, known: int) -> Visibility:
-    """Who sees whom in a call, as a cache that evicts can serve it; what it cannot is refused.
+def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visibility:
+    """Who sees whom in a call, without what an evicting cache does not need.
 
     Arguments:
-        visibility: of all tokens seen so far.
+        visibility: of all tokens so far.
         layer: whose cache it is.
-        known: how many of the tokens were there before the call.
+        before: how many of the tokens came before the call.
+
+    Raises:
+        ValueError: tokens that may be evicted are treated apart, or see later ones.
     """
     if layer.keeps_first and visibility.documents is not None:
         raise ValueError(
             f"eviction: {type(layer).__name__} protects the first token of every chunk or "
-            "document, which a cache that evicts may have let go; use heedful.new_cache(model, "
+            "document, which a cache that evicts may have evicted; use heedful.new_cache(model, "
             "eviction=False)"
         )
     if visibility.mutual is None:
         return visibility
-    if bool((visibility.mutual[:, known:] >= 0).any()):
+    if bool((visibility.mutual[:, before:] >= 0).any()):
         raise ValueError(
             "the cache evicts tokens, and this call has tokens that see later ones (an "
             "image); use heedful.new_cache(model, eviction=False)"
@@ -71,64 +74,79 @@ def servable(visibility: Visibility, layer: Layer, known: int) -> Visibility:
     return replace(visibility, mutual=None)
 
 
-class Guarded(NamedTuple):
-    """What decides beside a policy which of a layer's tokens may go.
+class Protection(NamedTuple):
+    """What decides beside the policy's scores which tokens are evicted.
 
-    seen: how many tokens the layer has seen.
+    total: how many tokens of each sequence have come.
     prompt: how many of them are the prompt's.
-    first: whether the first one stays whatever the policy says, and even where no query sees it
-        any more: the mechanism treats it apart, and would take another one for it.
+    first: whether the first one is never evicted, not even where no query sees it any more: the
+        mechanism treats it apart, and would take another one for it.
     windows: how far back the layer's queries see.
-    padding: `True` for a real token, of all seen, `[B or 1, seen]`; `None` where all are.
+    padding: `True` for a real token, of all that have come, `[B or 1, total]`; `None` where all
+        are real.
     """
 
-    seen: int
+    total: int
     prompt: int
     first: bool
     windows: tuple[int, ...]
-    padding: Tensor | None
+    padding: Bool[Tensor, "#B total"] | None
 
 
-def chosen(
-    worth: Float[Tensor, "B n"], at: Int[Tensor, "B n"], policy: Eviction, tokens: int, row: Guarded
+def slots_to_evict(
+    score: Float[Tensor, "B n"],
+    positions: Int[Tensor, "B n"],
+    policy: Eviction,
+    tokens: int,
+    protection: Protection,
 ) -> Int[Tensor, "B m"]:
-    """The slots of the tokens that go, ascending, so that less than `tokens` are left.
+    """The slots to evict, so that less than `tokens` tokens are left.
 
-    Padding goes first, and what no query sees any more; protected tokens never. Of tokens that are
-    worth the same the oldest go.
+    Padding comes first, and what no query sees any more; protected tokens never. Of equal scores
+    the oldest token is evicted.
 
     Arguments:
-        worth: the policy's scores.
-        at: where the tokens of all slots stand in their rows.
+        score: the policy's.
+        positions: of the tokens in all slots.
         policy: for what it protects.
         tokens: the budget.
-        row: what else decides.
+        protection: what else decides.
+
+    Returns:
+        Slots in ascending order.
     """
     real, start = None, 0
-    if row.padding is not None:
-        start = row.padding.int().argmax(1, keepdim=True)
-        real = row.padding.expand(len(at), -1).gather(1, at)
-    protected = (at < start + max(policy.sinks, row.first)) | (at >= row.seen - policy.recent)
+    if protection.padding is not None:
+        start = protection.padding.int().argmax(1, keepdim=True)
+        real = protection.padding.expand(len(positions), -1).gather(1, positions)
+    first = start + max(policy.sinks, protection.first)
+    protected = (positions < first) | (positions >= protection.total - policy.recent)
     if policy.keep_prompt:
-        protected |= at < row.prompt
-        kept = protected if real is None else protected & real
-        if int(kept.sum(1).max()) >= tokens:
-            raise ValueError(
-                f"keep_prompt=True needs room for the prompt of {row.prompt} tokens, "
-                f"{policy.recent} recent ones and the next one, and the budget is {tokens}; give "
-                "more tokens, or keep_prompt=False"
-            )
-    worth = worth.float().masked_fill(protected, float("inf"))
-    dead = torch.zeros_like(protected) if real is None else ~real
-    for reach in row.windows:
-        dead = dead | (at <= row.seen - reach)
-    if row.first:
-        dead = dead & (at != start)
-    worth = worth.masked_fill(dead, float("-inf"))
-    drop = at.shape[1] - (tokens - 1)
-    oldest = at.argsort(dim=1)
-    lowest = worth.gather(1, oldest).argsort(dim=1, stable=True)[:, :drop]
-    return oldest.gather(1, lowest).sort(dim=1).values
+        protected |= positions < protection.prompt
+        _check_room(protected if real is None else protected & real, policy, tokens, protection)
+    score = score.float().masked_fill(protected, float("inf"))
+    unseen = torch.zeros_like(protected) if real is None else ~real
+    for window in protection.windows:
+        unseen = unseen | (positions <= protection.total - window)
+    if protection.first:
+        unseen = unseen & (positions != start)
+    score = score.masked_fill(unseen, float("-inf"))
+    count = positions.shape[1] - (tokens - 1)
+    by_age = positions.argsort(dim=1)
+    lowest = score.gather(1, by_age).argsort(dim=1, stable=True)[:, :count]
+    return by_age.gather(1, lowest).sort(dim=1).values
+
+
+def _check_room(
+    protected: Bool[Tensor, "B n"], policy: Eviction, tokens: int, protection: Protection
+) -> None:
+    """Raise unless the protected tokens and the next one fit into the budget."""
+    if int(protected.sum(1).max()) >= tokens:
+        raise ValueError(
+            f"keep_prompt=True needs room for the prompt of {protection.prompt} tokens, "
+            f"{policy.recent} recent ones and the next one, and the budget is {tokens}; give "
+            "more tokens, or keep_prompt=False"
+        )
 
 
 class Moves(NamedTuple):
@@ -150,20 +168,20 @@ class Moves(NamedTuple):
         return x.gather(2, self.keep[:, None].expand(-1, x.shape[1], -1))
 
 
-def moves(gone: Int[Tensor, "B m"], held: int) -> Moves:
-    """What fills the slots `gone`, ascending, of `held` ones.
+def moves(slots: Int[Tensor, "B m"], count: int) -> Moves:
+    """What fills the slots to evict, ascending, of `count` ones.
 
-    What stays of the last m slots goes into the holes before them, in the holes' order. The rest of
-    `gone` are last slots themselves: what is moved there is dropped with them.
+    What stays of the last m slots goes into the holes before them, in the holes' order. The other
+    slots to evict are last slots themselves: what is moved there is dropped with them.
     """
-    left = held - gone.shape[1]
-    marked = torch.zeros(len(gone), held, dtype=torch.bool, device=gone.device)
-    source = left + marked.scatter_(1, gone, True)[:, left:].int().argsort(dim=1, stable=True)
-    slots = torch.arange(held, device=gone.device).repeat(len(gone), 1)
-    return Moves(gone, source, slots.scatter_(1, gone, source)[:, :left])
+    left = count - slots.shape[1]
+    evicted = torch.zeros(len(slots), count, dtype=torch.bool, device=slots.device)
+    source = left + evicted.scatter_(1, slots, True)[:, left:].int().argsort(dim=1, stable=True)
+    keep = torch.arange(count, device=slots.device).repeat(len(slots), 1)
+    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :left])
 
 
-def observed(
+def attention_received(
     layer: Layer,
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk n D"],
@@ -173,35 +191,35 @@ def observed(
     scale: float | None,
     given: Given,
 ) -> Float[Tensor, "B n"]:
-    """What the newest queries give every token, summed over them, mean of the heads' weights.
+    """The weights of the newest queries on every token, summed over them, mean of the heads.
 
     Arguments:
         layer: whose maps these are.
         q, k: of the last call: queries of its tokens, which are the last, and all keys.
-        queries: how many of the newest queries are asked.
+        queries: how many of the newest queries count.
         visibility, scale, given: of that call; `given.state` is the one before it.
     """
     new, state = q.shape[2], given.state
-    total = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
-    # A state runs through all rows: the newest need what those before them have hidden.
-    for start, stop in _in_pieces(0 if layer.keeps else new - queries, new):
+    received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
+    # A state runs through all rows: the newest need what those before them have masked.
+    for start, stop in _blocks(0 if layer.keeps else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
-        known = given.before(later, stop - start)._replace(state=state)
-        if known.beside is not None:
-            known = known._replace(beside=known.beside[:, :, :cut])
+        inputs = given.before(later, stop - start)._replace(state=state)
+        if inputs.beside is not None:
+            inputs = inputs._replace(beside=inputs.beside[:, :, :cut])
         maps = layer.maps(
             q[:, :, start:stop], k[:, :, :cut], visibility=visibility.part(0, cut), scale=scale,
-            given=known,
+            given=inputs,
         )  # fmt: skip
-        asked = maps.weights[:, :, max(0, new - queries - start) :]
-        total[:, :cut] += asked.float().abs().mean(1).sum(1)
+        newest = maps.weights[:, :, max(0, new - queries - start) :]
+        received[:, :cut] += newest.float().abs().mean(1).sum(1)
         if maps.hiding is not None:
             hiding = maps.hiding.sum(2)
             state = hiding if state is None else pad(state, (0, cut - state.shape[2])) + hiding
-    return total
+    return received
 
 
-def _in_pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     for first in range(start, stop, _BLOCK):
         yield first, min(first + _BLOCK, stop)

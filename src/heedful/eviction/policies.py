@@ -6,9 +6,9 @@
 | `StreamingLLM` | the oldest, but for the first tokens | positions |
 | `H2O` | what all queries together attend to least | attention of every query |
 | `TOVA` | what the newest query attends to least | attention of the newest query |
-| `SnapKV` | what the last queries of the prompt do not vote for | attention of 32 queries |
+| `SnapKV` | what the last queries of the prompt attend to least | attention of 32 queries |
 | `Window` | the oldest | positions |
-| `Random` | by lot | nothing |
+| `Random` | random tokens | positions |
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.eviction.policy import Eviction, Held
+from heedful.eviction.policy import CachedTokens, Eviction
 
 _PRIME = 2_147_483_647  # 2**31 - 1: products of two numbers below it fit an int64
 
@@ -27,7 +27,7 @@ _PRIME = 2_147_483_647  # 2**31 - 1: products of two numbers below it fit an int
 class MostHidden(Eviction):
     """Evicts the token with the highest F.
 
-    F never falls, so a token that goes would have been at least as far hidden from every later
+    F never falls, so an evicted token would have been masked at least as strongly for every later
     query. It needs selective attention.
 
     Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
@@ -36,9 +36,9 @@ class MostHidden(Eviction):
 
     reads_hidden = True
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """`-F`."""
-        return -held.hidden
+        return -cached.hidden
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class StreamingLLM(Eviction):
     arXiv 2309.17453, section 3.2.
     """
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The position."""
-        return held.positions.float()
+        return cached.positions.float()
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class H2O(Eviction):
 
     observes = None
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The attention received so far."""
-        return held.attention if held.score is None else held.score + held.attention
+        return cached.attention if cached.score is None else cached.score + cached.attention
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class TOVA(Eviction):
 
     observes = 1
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The newest query's weight."""
-        return held.attention
+        return cached.attention
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,15 @@ class SnapKV(Eviction):
     observes: ClassVar[int] = 32
     pool: ClassVar[int] = 7
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
-        """Votes of the observed queries."""
-        if held.queries < 2:
-            past = 0 if held.score is None else held.score * (1 - held.queries / self.observes)
-            return past + held.attention
-        order = held.positions.argsort(1)
-        votes = held.attention.gather(1, order)[:, None]
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """The attention of the observed queries."""
+        if cached.queries < 2:
+            past = (
+                0 if cached.score is None else cached.score * (1 - cached.queries / self.observes)
+            )
+            return past + cached.attention
+        order = cached.positions.argsort(1)
+        votes = cached.attention.gather(1, order)[:, None]
         smooth = torch.nn.functional.max_pool1d(votes, self.pool, 1, self.pool // 2)[:, 0]
         return torch.empty_like(smooth).scatter_(1, order, smooth)
 
@@ -120,14 +122,14 @@ class Window(Eviction):
 
     sinks: int = 0
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The position."""
-        return held.positions.float()
+        return cached.positions.float()
 
 
 @dataclass(frozen=True)
 class Random(Eviction):
-    """Keeps tokens by lot; each draws its number once, so what is kept is a uniform sample.
+    """Keeps random tokens; each draws its number once, so what is kept is a uniform sample.
 
     Arguments:
         seed: another seed draws other numbers.
@@ -135,9 +137,9 @@ class Random(Eviction):
 
     seed: int = 0
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """A number from 0 to 1 that only the position and the seed decide."""
-        x = (held.positions * 48_271 + 1 + self.seed * 69_621) % _PRIME
+        x = (cached.positions * 48_271 + 1 + self.seed * 69_621) % _PRIME
         for _ in range(3):
             x = (x * 48_271 + (x >> 7) * 16_807) % _PRIME
         return x / _PRIME

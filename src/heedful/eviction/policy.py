@@ -1,4 +1,4 @@
-"""What an eviction policy is: a budget, the tokens that it must not touch, and one score."""
+"""What an eviction policy is: a budget, the tokens that are never evicted, and one score."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -9,21 +9,22 @@ from torch import Tensor
 from heedful.checks import is_whole
 
 
-class Held(NamedTuple):
-    """What a policy may look at: the tokens that one layer holds, `n` in each row of the batch.
+class CachedTokens(NamedTuple):
+    """What a policy scores: the `n` tokens of each sequence that one layer has cached.
 
-    positions: where every token stands in its row, from 0, `[B, n]`; in any order.
-    seen: how many tokens the layer has seen.
-    hidden: F of the next query, how far each token is hidden (the least of several selectors),
-        `[B, n]`; `None` where the mechanism hides nothing.
-    attention: what the newest queries gave each token, summed over them, mean of the heads'
-        absolute weights, `[B, n]`; `None` unless the policy observes queries.
+    positions: the position of every token in its sequence, from 0, `[B, n]`; in any order.
+    total: how many tokens of each sequence have come, evicted ones included.
+    hidden: F of the next query, how strongly each token is masked (the least of several selectors),
+        `[B, n]`; `None` where the mechanism masks nothing.
+    attention: the weights of the newest queries on each token, summed over these queries, mean of
+        the heads' absolute values, `[B, n]`; `None` unless the policy observes queries.
     queries: how many queries `attention` sums over.
-    score: what the policy said last time, 0 for tokens that came since, `[B, n]`; `None` before.
+    score: the policy's own score after the last call, 0 for tokens that came since, `[B, n]`;
+        `None` at the first call.
     """
 
     positions: Int[Tensor, "B n"]
-    seen: int
+    total: int
     hidden: Float[Tensor, "B n"] | None = None
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
@@ -32,16 +33,16 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Eviction:
-    """A budget of tokens per layer, and which tokens are never asked about.
+    """A budget of tokens per layer, and which tokens are never evicted.
 
-    Between two calls of the model a layer holds one token less than its budget, so that the next
+    Between two calls of the model a layer caches one token less than its budget, so that the next
     one fits: a query attends to at most `tokens` tokens, itself included. A call of several tokens
-    (a prompt, a chunk of one) holds all of its own tokens until its attention is done.
+    (a prompt, a chunk of one) caches all of its own tokens until its attention is done.
 
     Arguments:
-        tokens: how many tokens a layer may hold; one number, or one per attention layer, where
+        tokens: how many tokens a layer may cache; one number, or one per attention layer, where
             `None` stands for a layer that keeps everything.
-        sinks: how many of the first tokens of a row are never evicted.
+        sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
         keep_prompt: never evict what the model was called with before its first step of one token.
     """
@@ -53,7 +54,7 @@ class Eviction:
 
     # How many of the newest queries' weights `score` reads; `None` is those of all queries.
     observes: ClassVar[int | None] = 0
-    # Whether `score` reads how far tokens are hidden.
+    # Whether `score` reads F, how strongly tokens are masked.
     reads_hidden: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -89,6 +90,6 @@ class Eviction:
             )
         return self.tokens
 
-    def score(self, held: Held) -> Float[Tensor, "B n"]:
-        """How much each token is worth keeping; the lowest go first."""
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """How much each token is worth keeping, `[B, n]`; the lowest are evicted first."""
         raise NotImplementedError

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.crossing import CrossLayerCache, of_source
-from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import layer_cache
 from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
@@ -66,7 +66,7 @@ def _attend_causally(
     """Attention of a decoder's tokens to each other, and to those that its cache has."""
     layer, visibility, (query, key, _) = getattr(module, NAME), context.visibility, qkv
     # Without tokens of this call it was another layer's cache that gave the keys.
-    own = cache if isinstance(cache, LayerCache) and cache.arrived else None
+    own = cache if isinstance(cache, AttentionCache) and cache.counters.pending else None
     if own is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "

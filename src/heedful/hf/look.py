@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from heedful.eviction import Eviction
 from heedful.hf.attention import NAME
-from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import new_cache
 from heedful.hf.versions import cache_argument
 from heedful.nn import Layer, MultiTokenAttention
@@ -165,7 +165,7 @@ def held_over_time(
     """
     cache = new_cache(model, eviction)
     length = input_ids.shape[1]
-    indices = [i for i, layer in enumerate(cache.layers) if isinstance(layer, LayerCache)]
+    indices = [i for i, layer in enumerate(cache.layers) if isinstance(layer, AttentionCache)]
     found = {index: torch.zeros(length, length, dtype=torch.bool) for index in indices}
     training = model.training
     model.eval()

@@ -28,7 +28,7 @@ from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
 from heedful.eviction.gather import check_policy
 from heedful.hf.budgets import NAME, fingerprint, write_budgets
-from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.environment import environment
@@ -269,7 +269,7 @@ def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budge
     policy = policy_named(asked.eviction, model, asked.length, **options)
     modules = attention_modules(model)
     cache = new_cache(model, eviction=False)
-    windows = [layer.window for layer in cache.layers if isinstance(layer, LayerCache)]
+    windows = [layer.window for layer in cache.layers if isinstance(layer, AttentionCache)]
     start: list[int | None] = []
     reasons = []
     for module, window in zip(modules, windows, strict=True):

@@ -1,6 +1,6 @@
 """What encoder-decoders add to a cache: cross-attention's part, and biases of earlier queries.
 
-The keys and values of a source never change, so that cross-attention's part holds them once, and
+The keys and values of a source never change, so that cross-attention's part has them once, and
 beside them the last query rows, where a convolution over queries reads them. A family that adds a
 bias to its logits (T5) hands over that of the new queries only: that of the kept rows is kept.
 """
@@ -12,18 +12,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import CacheLayerMixin
 
-from heedful.eviction import Eviction
+from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.slots import Meter, nbytes_of
-from heedful.hf.versions import hand_over
+from heedful.hf.cache.meter import Meter, nbytes_of
+from heedful.hf.cache.rows import PastRows
 from heedful.nn import Given, Layer
 from heedful.ops import Queries, Visibility
 
 
 def of_source(visibility: Visibility, target: Bool[Tensor, "B n"] | None, rows: int) -> Visibility:
-    """Who of a source's tokens is seen by the last `rows` of a target's.
+    """Which of a source's tokens the last `rows` tokens of a target see.
 
     Arguments:
         visibility: that of the source, without causal order.
@@ -36,107 +36,57 @@ def of_source(visibility: Visibility, target: Bool[Tensor, "B n"] | None, rows: 
     return replace(visibility, queries=Queries(padding=padding))
 
 
-class CrossLayerCache(CacheLayerMixin):
-    """One cross-attention layer's part of the cache: the source, and query rows."""
+class CrossLayerCache(AttentionCache):
+    """The source of one cross-attention layer, and query rows of the target.
 
-    is_compileable = False
-    is_sliding = False
-    is_croppable = True
+    Arguments:
+        layer: the layer that it belongs to.
+        meter: counts the whole cache's bytes; `None` makes one.
+    """
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:
-        self._past = layer.past_queries
-        self.record_past = False
-        self.meter = Meter() if meter is None else meter
-        self._bytes = 0
-        self._clear()
+        self._past_queries = layer.past_queries
+        super().__init__(layer, meter)
 
     def _clear(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self._rows: Float[Tensor, "B H r D"] | None = None
+        super()._clear()
+        self.keys: Float[Tensor, "B Hk n D"] | None = None
+        self.values: Float[Tensor, "B Hk n D"] | None = None
+        self._queries = PastRows(self._past_queries, dim=2)
 
     @property
-    def is_initialized(self) -> bool:
-        return self.keys is not None
+    def batch(self) -> int | None:
+        return None if self.keys is None else len(self.keys)
 
     @property
     def length(self) -> int:
-        """How many tokens of the source it holds."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        """How many tokens of the source it has cached."""
+        return self.counters.total
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is made before there is a source."""
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the source's keys and values."""
+        return nbytes_of([self.keys, self.values])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The source alone: queries add no keys."""
+        return self.length, 0
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Take the keys and values of a source, once."""
-        hand_over(self, kwargs)
+        """Take the keys and values of a source, `[B, Hk, n, D]`, once; returns them."""
         if self.is_initialized:
             raise ValueError(
-                "the cache holds the keys of a source already, and cross-attention was given "
+                "the cache has the keys of a source already, and cross-attention was called with "
                 "another's; call its reset(), or make one with heedful.new_cache(model)"
             )
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self._begin_update(key_states, kwargs)
         self.keys, self.values = key_states.contiguous(), value_states.contiguous()
+        self.counters.add(self.keys.shape[2])
+        self.counters.pending = 0  # a source is no part of the text that goes on
         self._measure()
         return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def activate_past_recording(self) -> None:
-        """From now on query rows are kept until `crop`."""
-        self.record_past = True
-
-    def end_past_recording(self) -> None:
-        """From now on only the query rows are kept that the next token depends on."""
-        if self.record_past:
-            self.crop(0)
-            self.record_past = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the query rows of the target's newest `-tokens_to_remove` tokens."""
-        count = -tokens_to_remove
-        if count and self._past and not self.record_past:
-            raise ValueError(
-                f"crop can take back 0 tokens here, asked for {count}: call "
-                "activate_past_recording() before the calls that may be undone"
-            )
-        if self._rows is not None:
-            rows = self._rows[:, :, : max(0, self._rows.shape[2] - count)]
-            self._rows = rows[:, :, max(0, rows.shape[2] - self._past) :].clone()
-        self._measure()
-
-    def reset(self) -> None:
-        self._clear()
-        self._measure()
-
-    def offload(self) -> None:
-        """Stays: a family reads the keys of a source without asking for them."""
-
-    prefetch = offload
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._on_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._on_rows(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._on_rows(lambda x: x[indices.to(x.device)])
-
-    def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in ("keys", "values", "_rows"):
-            if (x := getattr(self, name)) is not None:
-                setattr(self, name, change(x))
-        self._measure()
 
     def attend(
         self,
@@ -154,52 +104,62 @@ class CrossLayerCache(CacheLayerMixin):
 
         `visibility` is the source's, `target` as for `of_source`.
         """
-        if given.bias is not None and self._past:
+        if given.bias is not None and self._past_queries:
             raise ValueError(
                 f"{type(layer).__name__} needs earlier query rows, and this family adds a bias to "
                 "the logits of its cross-attention, which is kept for none; use_cache=False"
             )
-        rows = q
-        if self._past and self._rows is not None:
-            rows = torch.cat([self._rows[:, :, -self._past :], q], dim=2)
-        seen = of_source(visibility, target, rows.shape[2])
-        out = layer(rows, k, v, visibility=seen, scale=scale, given=given).output
-        if self._past:
-            every = rows if self._rows is None else torch.cat([self._rows, q], dim=2)
-            kept = every if self.record_past else rows[:, :, -self._past :].clone()
-            self._rows = kept
+        rows = self._queries.add(q, keep_all=self.record_past) if self._past_queries else q
+        visibility = of_source(visibility, target, rows.shape[2])
+        out = layer(rows, k, v, visibility=visibility, scale=scale, given=given).output
+        if self._past_queries:
             self._measure()
         return out[:, :, -q.shape[2] :]
 
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes of the source's keys and values."""
-        return nbytes_of([self.keys, self.values])
+    def _undoable(self) -> float:
+        """Of the target's tokens: all, as nothing of them is cached but query rows."""
+        return float("inf") if self.record_past or not self._past_queries else 0
 
-    def _measure(self) -> None:
-        now = nbytes_of([self.keys, self.values, self._rows])
-        self.meter.change(now - self._bytes, 0)
-        self._bytes = now
+    def _take_back(self, count: int) -> None:
+        self._queries.drop_last(count)
+        self._queries.trim()
+
+    def offload(self) -> None:
+        """Stays: a family reads the keys of a source without asking for them."""
+
+    prefetch = offload
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.is_initialized:
+            self.keys, self.values = change(self.keys), change(self.values)
+        self._queries.map_batch(change)
+
+    def _tensors(self) -> list[Tensor | None]:
+        return [self.keys, self.values, self._queries.rows]
 
 
 class BiasedLayerCache(LayerCache):
-    """A self-attention layer's part, in a family that adds a bias to its logits.
+    """The tokens of a self-attention layer, in a family that adds a bias to its logits.
 
-    The family counts keys from the row's first one, so that none is let go.
+    The family counts keys from the sequence's first one, so that none is dropped.
+
+    Arguments:
+        layer, sliding, meter: as of any layer's cache.
+        budget: refused.
     """
 
     def __init__(
         self,
         layer: Layer,
         sliding: int | None = None,
-        policy: Eviction | None = None,
-        tokens: int | None = None,
+        budget: Budget | None = None,
         meter: Meter | None = None,
     ) -> None:
-        if policy is not None:
+        if budget is not None:
             raise ValueError(
-                f"{type(policy).__name__} cannot serve this family, which adds a position bias for "
-                "every key of the row in order; use heedful.new_cache(model, eviction=False)"
+                f"{type(budget.policy).__name__} cannot serve this family, which adds a position "
+                "bias for every key of the sequence in order; use heedful.new_cache(model, "
+                "eviction=False)"
             )
         super().__init__(layer, sliding, meter=meter)
         self.window = None
@@ -210,34 +170,36 @@ class BiasedLayerCache(LayerCache):
 
     def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, *, given: Given, **options):
         """As of any family, with the bias of the kept query rows before that of the new ones."""
-        every = given.bias
-        if self._past and every is not None:
+        bias = given.bias
+        if self._past_queries and bias is not None:
             if self._bias is not None:  # later keys, which a kept row does not see, get zeros
-                every = torch.cat([pad(self._bias, (0, q.shape[2])), every], dim=2)
-            kept = 0 if self._rows is None else min(self._past, self._rows.shape[2])
-            first = every.shape[2] - kept - q.shape[2]
-            given = given._replace(bias=every[:, :, first:])
+                bias = torch.cat([pad(self._bias, (0, q.shape[2])), bias], dim=2)
+            rows = self._queries.rows
+            kept = 0 if rows is None else min(self._past_queries, rows.shape[2])
+            first = bias.shape[2] - kept - q.shape[2]
+            given = given._replace(bias=bias[:, :, first:])
         out = super().attend(layer, q, k, v, given=given, **options)
-        if self._past and every is not None:
-            self._keep(every)
+        if self._past_queries and bias is not None:
+            self._keep(bias)
+            self._measure()
         return out
 
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
+    def _take_back(self, count: int) -> None:
+        super()._take_back(count)
         if self._bias is not None:
-            rows, keys = (n + tokens_to_remove for n in self._bias.shape[2:])
-            self._keep(self._bias[:, :, : max(0, rows), :keys])
+            rows, keys = (max(0, n - count) for n in self._bias.shape[2:])
+            self._keep(self._bias[:, :, :rows, :keys])
 
-    def _keep(self, bias: Tensor) -> None:
-        """Of the query rows that are kept."""
-        rows = 0 if self._rows is None else self._rows.shape[2]
-        self._bias = bias[:, :, bias.shape[2] - rows :].detach().clone()
-        self._measure()
+    def _keep(self, bias: Float[Tensor, "#B H r n"]) -> None:
+        """Keep what belongs to the query rows that are kept."""
+        rows = self._queries.rows
+        count = 0 if rows is None else rows.shape[2]
+        self._bias = bias[:, :, bias.shape[2] - count :].detach().clone()
 
-    def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self._bias is not None and len(self._bias) > 1:  # one row serves any batch
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._map_tensors(change)
+        if self._bias is not None and len(self._bias) > 1:  # one sequence's serves any batch
             self._bias = change(self._bias)
-        super()._on_rows(change)
 
     def _tensors(self) -> list[Tensor | None]:
         return [*super()._tensors(), self._bias]

@@ -1,7 +1,7 @@
 """Which groups a cache of summaries knows, and which tokens it still needs one by one.
 
 Layers with the same groups have the same ledger, so that one of them keeps it for all in each
-forward pass. The newest group of a row counts as open until the next one has begun.
+forward pass. The newest group of a sequence counts as open until the next one has begun.
 """
 
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from heedful.ops.grouped.groups import NEVER, NOBODY, Places
 
 
 class Ledger(NamedTuple):
-    """Groups so far, and the memberships of near tokens; every tensor is of all rows.
+    """Groups so far, and the memberships of near tokens; every tensor is of all sequences.
 
     index, weight: of the tokens from `first` on, `[B, n, S]`.
     start, end, complete, mass: of all groups, `[B, M]`; those from `count` on may still grow.
-    count: how many groups of each row do not change any more, `[B]`.
-    begins: where each row's open groups begin, `[B]`.
+    count: how many groups of each sequence do not change any more, `[B]`.
+    begins: where each sequence's open groups begin, `[B]`.
     fill: how full its open group is before that, `[B, 1]`.
-    first: the first token that some row needs by itself.
+    first: the first token that some sequence needs by itself.
     opened: the first token of a group that may still grow.
     """
 
@@ -41,33 +41,33 @@ class Ledger(NamedTuple):
     opened: int
 
     @classmethod
-    def empty(cls, rows: int, device: torch.device) -> "Ledger":
+    def empty(cls, batch: int, device: torch.device) -> "Ledger":
         """Before the first token."""
-        none = torch.zeros(rows, 0, device=device, dtype=torch.float64)
-        whole = torch.zeros(rows, device=device, dtype=torch.int64)
+        none = torch.zeros(batch, 0, device=device, dtype=torch.float64)
+        whole = torch.zeros(batch, device=device, dtype=torch.int64)
         return cls(
             none[..., None].long(), none[..., None], none.long(), none.long(), none.bool(), none,
-            whole, whole, torch.zeros(rows, 1, device=device, dtype=torch.float64), 0, 0,
+            whole, whole, torch.zeros(batch, 1, device=device, dtype=torch.float64), 0, 0,
         )  # fmt: skip
 
 
 class Entry(NamedTuple):
     """What new tokens change.
 
-    made: the groups of the tokens from the oldest open group on, numbered from zero.
-    to: their numbers in the row, `[B, m]`; `groups.count` for one that a row does not have.
+    open: the groups of the tokens from the oldest open group on, numbered from zero.
+    to: their numbers in the sequence, `[B, m]`; `groups.count` for one that a sequence lacks.
     groups: all groups, over the tokens that were near.
     after: the ledger for the next call.
     """
 
-    made: Groups
+    open: Groups
     to: Int[Tensor, "B m"]
     groups: Groups
     after: Ledger
 
 
-def entered(
-    held: Ledger,
+def entry_of(
+    ledger: Ledger,
     tokens: int,
     features: Float[Tensor, "B n F"] | None,
     places: Places,
@@ -78,89 +78,105 @@ def entered(
     """The groups with new tokens: these join open ones, close them and begin others.
 
     Arguments:
-        held: what was known.
+        ledger: of the tokens before.
         tokens: how many there are from the oldest open group on, the new ones with them.
         features, places: of these tokens.
-        document: where the document of each row's open group begins in the row.
+        document: where the document of each sequence's open group begins.
         grouping: makes groups of them.
-        window: from how many tokens on a group is seen by its summary.
+        window: from how many tokens on a group is attended to through its summary.
     """
-    stop, rows = held.opened + tokens, len(held.count)
-    number = torch.arange(held.start.shape[1], device=held.start.device)
-    known = number < held.count[:, None]
-    before = (known & (held.start >= document)).sum(1, keepdim=True)  # groups of that document
-    begun = held.fill if grouping.kind == "cif" else before
-    begun = begun.where(places.start == held.begins[:, None] - held.opened, 0)
-    made = grouping.groups(features, places, begun)
-    there = made.there.expand(rows, -1)
-    count = max(1, int((held.count + there.sum(1)).max()))
-    local = torch.arange(made.count, device=there.device)
-    to = (held.count[:, None] + local).where(there, count)
+    stop, final_before = ledger.opened + tokens, _final(ledger)
+    before = (final_before & (ledger.start >= document)).sum(1, keepdim=True)  # of that document
+    offset = ledger.fill if grouping.kind == "cif" else before
+    offset = offset.where(places.start == ledger.begins[:, None] - ledger.opened, 0)
+    new = grouping.groups(features, places, offset)
+    to, count = _numbers(ledger, new)
 
-    def joined(old: Shaped[Tensor, "B M"], more: Shaped[Tensor, "B m"], away) -> Tensor:
-        base = pad(old.where(known, away)[:, :count], (0, max(0, count - old.shape[1]) + 1),
-                   value=away)  # fmt: skip
-        return base.scatter(1, to, more.expand(rows, -1).to(base.dtype))[:, :count]
+    def joined(old: Shaped[Tensor, "B M"], more: Shaped[Tensor, "B m"], empty) -> Tensor:
+        old = old.where(final_before, empty)[:, :count]
+        old = pad(old, (0, count - old.shape[1] + 1), value=empty)
+        return old.scatter(1, to, more.expand(len(old), -1).to(old.dtype))[:, :count]
 
-    start = joined(held.start, made.start + held.opened, NEVER)
-    end = joined(held.end, made.end + held.opened, NEVER)
-    complete, mass = joined(held.complete, made.complete, False), joined(held.mass, made.mass, 0.0)
-    index = (made.index + held.count[:, None, None]).where(made.weight > 0, NOBODY)
-    index, weight = _since(held, *torch.broadcast_tensors(index, made.weight))
+    start = joined(ledger.start, new.start + ledger.opened, NEVER)
+    end = joined(ledger.end, new.end + ledger.opened, NEVER)
+    complete = joined(ledger.complete, new.complete, False)
+    mass = joined(ledger.mass, new.mass, 0.0)
+    index = (new.index + ledger.count[:, None, None]).where(new.weight > 0, NOBODY)
+    index, weight = _memberships(ledger, *torch.broadcast_tensors(index, new.weight))
 
     final = (end < stop - 1).sum(1)
     begins = _at(start, final).clamp(max=stop)
     opened = int(begins.min())
-    seen = (end <= stop - window).sum(1).minimum(final)
-    first = max(held.first, min(int(_at(start, seen).min()), opened))
-    drop = first - held.first
-    near_index, near_weight = index[:, drop:].clone(), weight[:, drop:].clone()
+    far = (end <= stop - window).sum(1).minimum(final)
+    first = max(ledger.first, min(int(_at(start, far).min()), opened))
+    drop = first - ledger.first
     after = Ledger(
-        near_index, near_weight, start, end, complete, mass, final, begins,
-        _fill(held, features, made, grouping, begins, final), first, opened,
+        index[:, drop:].clone(), weight[:, drop:].clone(), start, end, complete, mass, final,
+        begins, _fill(ledger, features, new, grouping, begins, final), first, opened,
     )  # fmt: skip
     reach = grouping.longest_span
-    groups = Groups(index, weight, start, end, complete, reach, mass, held.first, made.hard)
-    return Entry(made, to, groups, after)
+    groups = Groups(index, weight, start, end, complete, reach, mass, ledger.first, new.hard)
+    return Entry(new, to, groups, after)
 
 
-def _since(
-    held: Ledger, index: Int[Tensor, "B n S"], weight: Float[Tensor, "B n S"]
+def _final(ledger: Ledger) -> Bool[Tensor, "B M"]:
+    """Which groups do not change any more."""
+    number = torch.arange(ledger.start.shape[1], device=ledger.start.device)
+    return number < ledger.count[:, None]
+
+
+def _numbers(ledger: Ledger, new: Groups) -> tuple[Int[Tensor, "B m"], int]:
+    """The new groups' numbers in each sequence, and how many groups the longest one has."""
+    there = new.there.expand(len(ledger.count), -1)
+    count = max(1, int((ledger.count + there.sum(1)).max()))
+    number = torch.arange(new.count, device=there.device)
+    return (ledger.count[:, None] + number).where(there, count), count
+
+
+def _memberships(
+    ledger: Ledger, index: Int[Tensor, "B n S"], weight: Float[Tensor, "B n S"]
 ) -> tuple[Int[Tensor, "B m S"], Float[Tensor, "B m S"]]:
-    """Memberships of all near tokens: those of complete groups as they were found before."""
-    if not held.index.shape[1]:
+    """Memberships of all near tokens: those of complete groups stay as they were."""
+    if not ledger.index.shape[1]:
         return index, weight
-    old = held.opened - held.first
-    known = torch.arange(held.opened, held.opened + index.shape[1], device=index.device)
-    known = (known < held.begins[:, None])[..., None]
-    fill = index.shape[1] - (held.index.shape[1] - old)
+    old = ledger.opened - ledger.first
+    place = torch.arange(ledger.opened, ledger.opened + index.shape[1], device=index.device)
+    stays = (place < ledger.begins[:, None])[..., None]
+    fill = index.shape[1] - (ledger.index.shape[1] - old)
     parts = []
-    for before, now in ((held.index, index), (held.weight, weight.to(held.weight.dtype))):
+    for before, now in ((ledger.index, index), (ledger.weight, weight.to(ledger.weight.dtype))):
         same = pad(before[:, old:], (0, 0, 0, fill))
-        parts.append(torch.cat([before[:, :old], same.where(known, now)], dim=1))
+        parts.append(torch.cat([before[:, :old], same.where(stays, now)], dim=1))
     return parts[0], parts[1]
 
 
 def _fill(
-    held: Ledger,
+    ledger: Ledger,
     features: Float[Tensor, "B n F"] | None,
-    made: Groups,
+    new: Groups,
     grouping: Grouping,
     begins: Int[Tensor, " B"],
     final: Int[Tensor, " B"],
 ) -> Float[Tensor, "B 1"]:
-    """How full each row's open group is before its first token begins (cif)."""
+    """How full each sequence's open group is before its first token begins (cif)."""
     if grouping.kind != "cif":
-        return held.fill
-    rows, tokens = len(begins), features.shape[1]
-    at = (begins - held.opened).clamp(max=tokens - 1)[:, None]
-    index = made.index[..., 0].expand(rows, -1).gather(1, at) + held.count[:, None]
-    share = made.weight[..., 0].expand(rows, -1).gather(1, at)
+        return ledger.fill
+    batch, tokens = len(begins), features.shape[1]
+    at = (begins - ledger.opened).clamp(max=tokens - 1)[:, None]
+    index = new.index[..., 0].expand(batch, -1).gather(1, at) + ledger.count[:, None]
+    share = new.weight[..., 0].expand(batch, -1).gather(1, at)
     alpha = features[..., 0].gather(1, at).to(share.dtype)
-    begun = (index < final[:, None]) & (begins[:, None] < held.opened + tokens)
-    return (1 - share * alpha).where(begun, 0.0).to(held.fill.dtype)
+    within = (index < final[:, None]) & (begins[:, None] < ledger.opened + tokens)
+    return (1 - share * alpha).where(within, 0.0).to(ledger.fill.dtype)
+
+
+def newest_complete(ledger: Ledger) -> Int[Tensor, "B 1 1 1"]:
+    """The number of the newest group that is complete and does not change any more; 0 for none."""
+    number = torch.arange(ledger.start.shape[1], device=ledger.start.device)
+    newest = pad(number.where(ledger.complete & _final(ledger), 0), (1, 0)).amax(1)
+    return newest[:, None, None, None]
 
 
 def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
-    """The number at each row's place; beyond the last one, one that comes never."""
+    """The number at each sequence's place; beyond the last one, one that comes never."""
     return pad(ascending, (0, 1), value=NEVER).gather(1, place[:, None])[:, 0]

@@ -1,6 +1,6 @@
-"""The KV cache of a converted model, as its users hold it.
+"""The KV cache of a converted model, as its users have it.
 
-Each attention layer has its part (cached_layer.py); what a budget lets go is chosen in eviction/.
+Each attention layer has its part (base.py); eviction/ chooses what leaves under a budget.
 """
 
 from typing import Literal
@@ -9,12 +9,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from heedful.eviction import Eviction
+from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.slots import Meter
+from heedful.hf.cache.meter import Meter
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.family.modules import attends_twice
 from heedful.nn import HeadShape, Layer, Role
@@ -25,7 +31,7 @@ _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 class KVCache(Cache):
     """What `new_cache` makes: a cache of transformers that knows its bytes."""
 
-    def __init__(self, layers: list, meter: "Meter", offloading: bool = False) -> None:
+    def __init__(self, layers: list, meter: Meter, offloading: bool = False) -> None:
         super().__init__(
             layers=layers, offloading=offloading, offload_only_non_sliding=not offloading
         )
@@ -33,28 +39,31 @@ class KVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that the cache holds now, room for later tokens included."""
-        return self.meter.held
+        """Bytes of all tensors that the cache has now, room for later tokens included."""
+        return self.meter.nbytes
 
     @property
     def peak_nbytes(self) -> int:
         """The most that they ever were, copies included while they were made."""
-        return self.meter.peak
+        return self.meter.peak_nbytes
 
     @property
     def whole_nbytes(self) -> int:
-        """What it would hold without eviction, and without room for later tokens."""
-        ours = (LayerCache, CrossLayerCache)
-        return sum(layer.whole_nbytes for layer in self.layers if isinstance(layer, ours))
+        """What it would take without eviction, and without room for later tokens."""
+        return sum(layer.whole_nbytes for layer in self._attention_layers)
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each attention layer holds."""
-        return [layer.length for layer in self.layers if isinstance(layer, LayerCache)]
+        """How many tokens each attention layer has cached."""
+        return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
-        """Where the tokens that each attention layer holds stand in their rows, ascending."""
-        return [layer.positions() for layer in self.layers if isinstance(layer, LayerCache)]
+        """Positions of each attention layer's cached tokens in their sequences, ascending."""
+        return [layer.positions() for layer in self._attention_layers]
+
+    @property
+    def _attention_layers(self) -> list[AttentionCache]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionCache)]
 
 
 class EncoderDecoderKVCache(EncoderDecoderCache):
@@ -72,16 +81,16 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
     @property
     def whole_nbytes(self) -> int:
-        """What they would hold without eviction."""
+        """What they would take without eviction."""
         return sum(x.whole_nbytes for x in (self.self_attention_cache, self.cross_attention_cache))
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens of the target each layer holds."""
+        """How many tokens of the target each layer has cached."""
         return self.self_attention_cache.tokens
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
-        """Where these stand in their rows, ascending."""
+        """Positions of these in their sequences, ascending."""
         return self.self_attention_cache.positions()
 
     def check_dynamic_cache(self, method: str) -> None:
@@ -127,6 +136,23 @@ def new_cache(
         )
     if not attention:
         raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+    policy = _policy(model, eviction)
+    layers = stock_layers(model)
+    places = cache_places(attention, layers)
+    budgets = [None] * len(places) if policy is None else policy.budgets(len(places))
+    meter = Meter()
+    for (index, module), tokens in zip(places.items(), budgets, strict=True):
+        sliding = getattr(layers[index], "sliding_window", None)
+        budget = None if tokens is None else Budget(policy, tokens)
+        layers[index] = _kind_for(module)(module.heedful, sliding, budget, meter)
+    own = KVCache(layers, meter, offloading)
+    if not model.config.is_encoder_decoder:
+        return own
+    return EncoderDecoderKVCache(own, KVCache(_source_layers(model, meter), meter))
+
+
+def _policy(model: nn.Module, eviction: object) -> Eviction | None:
+    """The policy that `new_cache` was called with, or the model's own."""
     if eviction is None:
         eviction = getattr(getattr(model, "_heedful", None), "eviction", None)
     if eviction is not None and eviction is not False and not isinstance(eviction, Eviction):
@@ -134,25 +160,18 @@ def new_cache(
             f"eviction must be a policy such as heedful.eviction.StreamingLLM(tokens=256), None or "
             f"False, got {eviction!r}"
         )
-    policy = eviction or None
-    layers = stock_layers(model)
-    places = cache_places(attention, layers)
-    budgets = [None] * len(places) if policy is None else policy.budgets(len(places))
-    meter = Meter()
-    for (index, module), tokens in zip(places.items(), budgets, strict=True):
-        sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = _kind_for(module)(module.heedful, sliding, policy, tokens, meter)
-    own = KVCache(layers, meter, offloading)
-    if not model.config.is_encoder_decoder:
-        return own
+    return eviction or None
+
+
+def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
+    """The layers of an encoder-decoder's cross-attention cache."""
     crossing = {m.layer_idx: m.heedful for m in attention_modules(model, "cross")}
-    sources = [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
     if sorted(crossing) != list(range(len(crossing))):
         raise ValueError(
             f"model: cross-attention of {type(model).__name__} stands in layers "
             f"{sorted(crossing)} only, which a cache of heedful does not serve; use_cache=False"
         )
-    return EncoderDecoderKVCache(own, KVCache(sources, meter))
+    return [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
 
 
 def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
@@ -170,7 +189,7 @@ def stock_layers(model: nn.Module) -> list:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
-def _kind_for(module: nn.Module) -> type[LayerCache]:
+def _kind_for(module: nn.Module) -> type[LayerCache | SummaryCache]:
     """The kind of cache that a module's mechanism goes on from."""
     if module.heedful.summarises:
         return SummaryCache
@@ -203,79 +222,91 @@ def prepare(cache: Cache, model: nn.Module) -> None:
 
 
 def end_past_recording(cache: Cache) -> None:
-    """Let go again: assisted decoding leaves its cache waiting for what may be taken back."""
+    """Evict again: assisted decoding leaves its cache waiting for what may be taken back."""
     own = getattr(cache, "self_attention_cache", cache)
     sources = getattr(cache, "cross_attention_cache", None)
     for layer in (*own.layers, *getattr(sources, "layers", ())):
-        if isinstance(layer, LayerCache | CrossLayerCache):
+        if isinstance(layer, AttentionCache):
             layer.end_past_recording()
 
 
-def layer_cache(cache: Cache, module: nn.Module) -> "LayerCache | CrossLayerCache | None":
+def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:
     """The layer of a cache that an attention module uses, made into one of ours if need be.
 
     `None` where a stock layer does as well: a mechanism that needs keys and values alone, or the
     first call of a compiled model.
     """
-    if module.heedful.shape.role == "cross":
-        return _of_source(cache, module)
+    layer, index = module.heedful, module.layer_idx
+    if layer.shape.role == "cross":
+        return _source_cache(getattr(cache, "cross_attention_cache", None), layer, index)
     cache = getattr(cache, "self_attention_cache", cache)
-    index, layer, layers = module.layer_idx, module.heedful, cache.layers
-    if cache.layer_class_to_replicate is not None:
-        while len(layers) <= index:
-            layers.append(cache.layer_class_to_replicate())
-    found = layers[index] if index < len(layers) else None
-    if isinstance(found, LayerCache):
-        found.check_owner(layer)
-        return found
-    if type(found) in _STOCK and found.get_seq_length() == 0 and layer.host.own_cache:
+    part = _part(cache, index)
+    if isinstance(part, AttentionCache):
+        part.check_owner(layer)
+        return part
+    if _unused(part) and layer.host.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        made = _kind_for(module)(layer, getattr(found, "sliding_window", None))
-        if getattr(found, "record_past", False):
-            made.activate_past_recording()
-        layers[index] = made
-        return made
-    if type(found).__name__.startswith("Static"):
-        raise ValueError(
-            "cache must not be a static cache: a converted model's cache grows; leave "
-            "cache and cache_implementation out, or pass heedful.new_cache(model)"
-        )
-    if "Quantized" in type(found).__name__:
-        raise ValueError(
-            "cache must not be a quantized cache, which a converted model does not "
-            "serve; leave cache_implementation out, or pass heedful.new_cache(model)"
-        )
-    if layer.plain_cache or (type(found) in _STOCK and found.get_seq_length() == 0):
+        own = _kind_for(module)(layer, getattr(part, "sliding_window", None))
+        if getattr(part, "record_past", False):
+            own.activate_past_recording()
+        cache.layers[index] = own
+        return own
+    _check_grows(part)
+    if layer.plain_cache or _unused(part):
         return None  # of an empty one nothing is needed yet
     raise ValueError(
-        f"the cache holds keys and values only ({type(found).__name__}), and "
+        f"the cache holds keys and values only ({type(part).__name__}), and "
         f"{type(layer).__name__} needs more of earlier tokens ({kept_beside(layer)}): pass "
         "heedful.new_cache(model), or leave cache out"
     )
 
 
-def _of_source(cache: Cache, module: nn.Module) -> CrossLayerCache | None:
-    """The layer of a cache that a cross-attention module uses, as above."""
-    index, layer = module.layer_idx, module.heedful
-    sources = getattr(cache, "cross_attention_cache", None)
-    layers = getattr(sources, "layers", ())
-    if getattr(sources, "layer_class_to_replicate", None) is not None:
-        while len(layers) <= index:
-            layers.append(sources.layer_class_to_replicate())
-    found = layers[index] if index < len(layers) else None
-    if isinstance(found, CrossLayerCache) or layer.plain_cache:
-        return found if isinstance(found, CrossLayerCache) else None
-    if type(found) in _STOCK and found.get_seq_length() == 0:
+def _source_cache(cache: Cache | None, layer: Layer, index: int) -> CrossLayerCache | None:
+    """The layer of a cross-attention cache that a layer uses, as above."""
+    part = _part(cache, index)
+    if isinstance(part, CrossLayerCache):
+        return part
+    if layer.plain_cache:
+        return None
+    if _unused(part):
         if torch.compiler.is_compiling():
             return None
-        layers[index] = CrossLayerCache(layer)
-        return layers[index]
+        cache.layers[index] = CrossLayerCache(layer)
+        return cache.layers[index]
     raise ValueError(
         f"the cache holds keys and values only of the source, and {type(layer).__name__} "
         f"needs more of earlier tokens ({kept_beside(layer)}): pass heedful.new_cache(model), or "
         "leave cache out"
     )
+
+
+def _part(cache: Cache | None, index: int) -> CacheLayerMixin | None:
+    """A layer of a cache; one that makes its layers as they are needed makes it now."""
+    layers = getattr(cache, "layers", ())
+    if getattr(cache, "layer_class_to_replicate", None) is not None:
+        while len(layers) <= index:
+            layers.append(cache.layer_class_to_replicate())
+    return layers[index] if index < len(layers) else None
+
+
+def _unused(part: CacheLayerMixin | None) -> bool:
+    """Whether it is a layer that transformers makes by default, without tokens."""
+    return type(part) in _STOCK and part.get_seq_length() == 0
+
+
+def _check_grows(part: CacheLayerMixin | None) -> None:
+    """Raise for the layers of caches that a converted model cannot serve."""
+    if type(part).__name__.startswith("Static"):
+        raise ValueError(
+            "cache must not be a static cache: a converted model's cache grows; leave "
+            "cache and cache_implementation out, or pass heedful.new_cache(model)"
+        )
+    if "Quantized" in type(part).__name__:
+        raise ValueError(
+            "cache must not be a quantized cache, which a converted model does not "
+            "serve; leave cache_implementation out, or pass heedful.new_cache(model)"
+        )
 
 
 def kept_beside(layer: Layer) -> str:

@@ -1,7 +1,7 @@
-"""Whole rows as they would come out token by token under a budget.
+"""Whole sequences as they would come out token by token under a budget.
 
 A forward pass of all tokens at once computes projections, MLPs and the vocabulary for the whole
-row; only attention goes token by token, through a real part of a cache, and that only from where
+sequence; only attention goes token by token, through a real layer's cache, and that only from where
 the budget is full. It is several times faster than as many calls of the model, and gives the same
 numbers.
 """
@@ -15,31 +15,33 @@ from torch import Tensor, nn
 
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.meter import Meter
 from heedful.hf.cache.new import attention_modules
-from heedful.hf.cache.slots import Meter
 from heedful.nn import Given, Layer, LayerOutput
 from heedful.nn.layer import NOTHING
 from heedful.ops import Visibility
 
 
 class Peaks:
-    """The most bytes that a cache would have held for one row, layer by layer."""
+    """The most bytes that a cache would have taken for one sequence, layer by layer."""
 
     def __init__(self) -> None:
-        self._held: dict[Layer, float] = {}
+        self._cached: dict[Layer, float] = {}
         self._copied: dict[Layer, float] = {}
 
-    def note(self, layer: Layer, meter: Meter, rows: int) -> None:
-        """What the layer's part of a cache took for so many rows."""
-        copied = (meter.peak - meter.most) / rows
-        self._held[layer] = max(meter.most / rows, self._held.get(layer, 0.0))
+    def note(self, layer: Layer, meter: Meter, batch: int) -> None:
+        """What the layer's cache took for so many sequences."""
+        cached = meter.max_nbytes / batch
+        copied = (meter.peak_nbytes - meter.max_nbytes) / batch
+        self._cached[layer] = max(cached, self._cached.get(layer, 0.0))
         self._copied[layer] = max(copied, self._copied.get(layer, 0.0))
 
     @property
     def nbytes(self) -> float:
-        """What all layers hold together, and a copy that one of them makes."""
-        return sum(self._held.values()) + max(self._copied.values(), default=0.0)
+        """What all layers take together, and a copy that one of them makes."""
+        return sum(self._cached.values()) + max(self._copied.values(), default=0.0)
 
 
 @contextmanager
@@ -52,8 +54,8 @@ def evicting(
 
     Arguments:
         model: a converted model, in eval mode.
-        eviction: what the cache lets go; `None` computes whole rows as usual.
-        whole: how many tokens of a row, at least one, come in one call at first: a prompt.
+        eviction: what the cache evicts; `None` computes whole sequences as usual.
+        whole: how many tokens of a sequence, at least one, come in one call at first: a prompt.
         step: how many tokens come in each call after that.
 
     Returns:
@@ -75,8 +77,9 @@ def evicting(
     routes = []
     for module, tokens in zip(modules, budgets, strict=True):
         if tokens is not None:
-            LayerCache(module.heedful, None, eviction, tokens)  # raises if it cannot be served
-            routes.append(_Route(module.heedful, eviction, tokens, whole, step, peaks))
+            budget = Budget(eviction, tokens)
+            LayerCache(module.heedful, None, budget)  # raises if it cannot be served
+            routes.append(_Route(module.heedful, budget, whole, step, peaks))
     if any("forward" in vars(route.layer) for route in routes):
         raise ValueError("model is evicting already; leave the outer `evicting` first")
     try:
@@ -90,13 +93,10 @@ def evicting(
 
 
 class _Route:
-    """In place of a layer's forward: the row in pieces, through a part of a cache."""
+    """In place of a layer's forward: the sequence in pieces, through a layer's cache."""
 
-    def __init__(
-        self, layer: Layer, eviction: Eviction, tokens: int, whole: int, step: int, peaks: Peaks
-    ) -> None:
-        self.peaks = peaks
-        self.layer, self.eviction, self.tokens = layer, eviction, tokens
+    def __init__(self, layer: Layer, budget: Budget, whole: int, step: int, peaks: Peaks) -> None:
+        self.layer, self.budget, self.peaks = layer, budget, peaks
         self.whole, self.step, self.inside = whole, step, False
 
     def __call__(
@@ -109,7 +109,7 @@ class _Route:
         scale: float | None = None,
         given: Given = NOTHING,
     ) -> LayerOutput:
-        if self.inside:  # called by the part of the cache
+        if self.inside:  # called by the cache
             forward = type(self.layer).forward
             return forward(self.layer, q, k, v, visibility=visibility, scale=scale, given=given)
         total = q.shape[2]
@@ -119,13 +119,13 @@ class _Route:
                 "a cache"
             )
         visibility = Visibility() if visibility is None else visibility
-        held = LayerCache(self.layer, visibility.window, self.eviction, self.tokens)
+        cache = LayerCache(self.layer, visibility.window, self.budget)
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:
-                stop = min(total, start + (self.step if start else self._first(held.window)))
-                keys, values = held.update(k[:, :, start:stop], v[:, :, start:stop])
-                out = held.attend(
+                stop = min(total, start + (self.step if start else self._first(cache.window)))
+                keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
+                out = cache.attend(
                     self.layer, q[:, :, start:stop], keys, values,
                     visibility=visibility.part(0, stop), scale=scale,
                     given=given.before(total - stop, stop - start),
@@ -134,16 +134,16 @@ class _Route:
                 start = stop
         finally:
             self.inside = False
-        self.peaks.note(self.layer, held.meter, len(q))
+        self.peaks.note(self.layer, cache.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
 
     def _first(self, window: int | None) -> int:
-        """How many tokens come at once: also all pieces in which nothing is let go.
+        """How many tokens come at once: also all pieces in which nothing is evicted.
 
-        Not where a window lets tokens go, nor where the policy asks what a call was: the prompt,
-        or one step (SnapKV's votes).
+        Not where a window drops tokens, nor where the policy depends on what a call was: the
+        prompt, or one step (SnapKV's queries).
         """
-        asks = self.eviction.keep_prompt or self.eviction.observes not in (0, 1, None)
-        if window is not None or asks:
+        policy, tokens = self.budget.policy, self.budget.tokens
+        if window is not None or policy.keep_prompt or policy.observes not in (0, 1, None):
             return self.whole
-        return self.whole + max(0, self.tokens - 1 - self.whole) // self.step * self.step
+        return self.whole + max(0, tokens - 1 - self.whole) // self.step * self.step

@@ -1,10 +1,6 @@
-"""Room for the tokens of a cache: they are added, moved and dropped without copying the rest.
-
-And the count of the bytes that it takes.
-"""
+"""Room for the tokens of a cache: they are added, moved and dropped without copying the rest."""
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from jaxtyping import Float
@@ -12,51 +8,41 @@ from torch import Tensor
 
 from heedful.eviction.gather import Moves
 
-SLACK = 8  # a tensor that grows gets room for an eighth more
-LEAST = 64  # tokens of room that it gets at least
+SLACK = 8  # buffers are over-allocated by an eighth
+LEAST = 64  # and by so many tokens at least
 
 
 class Slots:
-    """One stream of a layer's tokens, `[B, H, n, D]`, in a tensor with room for more.
+    """One stream of a layer's tokens, `[B, H, n, D]`, in a buffer with room for more.
 
     Tokens are added at the end, so the newest are the last and in order. The order of the others
-    is the caller's: `move` fills the places of dropped tokens with others.
+    is the caller's: `move` fills the slots of dropped tokens with others.
     """
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
         self.start = self.length = 0
-        self._own = False  # whether others may look at the tensor
+        self._own = False  # whether nobody else has this tensor
 
     @property
-    def held(self) -> Float[Tensor, "B H n D"] | None:
+    def contents(self) -> Float[Tensor, "B H n D"] | None:
         """The tokens, as a view."""
         if self.buffer is None:
             return None
         return self.buffer[:, :, self.start : self.start + self.length]
 
     @property
-    def room(self) -> int:
-        """Bytes of the tensor."""
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
         return 0 if self.buffer is None else self.buffer.untyped_storage().nbytes()
 
     def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
         if self.buffer is None:
-            # As it is: most calls of a model are the only one. The next one makes room. But a part
-            # of a larger tensor (of queries, keys and values in one) would hold all of that.
-            whole = new.untyped_storage().nbytes() == new.numel() * new.element_size()
-            if whole or (new.requires_grad and torch.is_grad_enabled()):
-                self._take(new, own=False)
-            else:
-                room = new.shape[2] if limit is None else max(limit, new.shape[2])
-                self._take(new.new_empty(*new.shape[:2], room, new.shape[3]), own=True)
-                self.length = new.shape[2]
-                self.held.copy_(new)
-            return self.held
+            return self._begin(new, limit)
         length, added = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
-            self._take(torch.cat([self.held, new], dim=2), own=False)
+            self._take(torch.cat([self.contents, new], dim=2), own=False)
             return self.buffer
         end = self.start + length
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
@@ -67,21 +53,37 @@ class Slots:
             end = length
         self.buffer[:, :, end : end + added] = new
         self.length += added
-        return self.held
+        return self.contents
+
+    def _begin(self, new: Float[Tensor, "B H m D"], limit: int | None) -> Tensor:
+        """Take the first tokens as they are: most calls of a model are the only one.
+
+        The next call makes room. But a part of a larger tensor (of queries, keys and values in one)
+        is copied, since it would keep all of that.
+        """
+        whole = new.untyped_storage().nbytes() == new.numel() * new.element_size()
+        if whole or (new.requires_grad and torch.is_grad_enabled()):
+            self._take(new, own=False)
+        else:
+            room = new.shape[2] if limit is None else max(limit, new.shape[2])
+            self._take(new.new_empty(*new.shape[:2], room, new.shape[3]), own=True)
+            self.length = new.shape[2]
+            self.contents.copy_(new)
+        return self.contents
 
     def drop_first(self, count: int) -> None:
-        """Let the first tokens go; their room is used again when the end is reached."""
+        """Drop the first tokens; their room is used again when the end is reached."""
         self.start += count
         self.length -= count
 
     def drop_last(self, count: int) -> None:
-        """Let the newest tokens go."""
+        """Drop the newest tokens."""
         self.length -= count
 
     def move(self, moves: Moves, limit: int) -> None:
         """Move tokens and drop the last slots, as `moves` says.
 
-        Where the tensor is much larger than `limit` tokens, what stays goes into a smaller one.
+        Where the buffer is much larger than `limit` tokens, what stays goes into a smaller one.
         """
         heads, dim = self.buffer.shape[1], self.buffer.shape[3]
 
@@ -91,18 +93,17 @@ class Slots:
         left = moves.keep.shape[1]
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
-            smaller[:, :, :left] = self.held.gather(2, spread(moves.keep))
+            smaller[:, :, :left] = self.contents.gather(2, spread(moves.keep))
             self.buffer, self.start, self._own = smaller, 0, True
         else:
-            rows = self.held.gather(2, spread(moves.source))
-            self.held.scatter_(2, spread(moves.to), rows)
+            contents = self.contents
+            contents.scatter_(2, spread(moves.to), contents.gather(2, spread(moves.source)))
         self.length = left
 
-    def on_rows(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same with its rows (of the batch) changed by a function of tensors."""
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the buffer by a function of it, such as a choice of sequences."""
         if self.buffer is not None:
             self.buffer, self._own = change(self.buffer), True
-        return self
 
     def _take(self, tensor: Tensor, own: bool) -> None:
         self.buffer, self.start, self.length, self._own = tensor, 0, tensor.shape[2], own
@@ -110,24 +111,5 @@ class Slots:
     def _resize(self, size: int) -> None:
         batch, heads, _, dim = self.buffer.shape
         larger = self.buffer.new_empty(batch, heads, size, dim)
-        larger[:, :, : self.length] = self.held
+        larger[:, :, : self.length] = self.contents
         self.buffer, self.start, self._own = larger, 0, True
-
-
-class Meter:
-    """Adds up the bytes of a cache's layers: what they hold, the most of it, and with copies."""
-
-    def __init__(self) -> None:
-        self.held = self.most = self.peak = 0
-
-    def change(self, by: int, beside: int = 0) -> None:
-        """The layers hold `by` bytes more; for a moment they held `beside` more than that."""
-        self.held += by
-        self.most = max(self.most, self.held)
-        self.peak = max(self.peak, self.held + beside)
-
-
-def nbytes_of(tensors: list[Tensor | None]) -> int:
-    """Bytes of the storages, each counted once."""
-    storages = [x.untyped_storage() for x in tensors if x is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

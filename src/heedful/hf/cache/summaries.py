@@ -1,198 +1,92 @@
-"""The part of a cache of a layer that keeps summaries: near tokens, far groups, and what is open.
+"""The cache of a layer that keeps summaries: near tokens, far groups, and groups that are open.
 
-Of far tokens nothing is left but their groups' summaries. Kept beside these are the keys and values
-of the tokens that some summary does not cover yet, and, of groups that may still grow, what their
-summary will be made of. Who is in which group is told by the ledger.
+Of far tokens nothing is left but their groups' summaries. Cached beside these are the keys and
+values of the tokens that some summary does not cover yet, and, of groups that may still grow, what
+their summary will be made of. The ledger says who is in which group.
 """
 
-import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.eviction import Eviction
-from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.ledger import Entry, Ledger, entered
-from heedful.hf.cache.slots import LEAST, SLACK, Meter, nbytes_of
+from heedful.eviction import gather
+from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.ledger import Entry, entry_of, newest_complete
+from heedful.hf.cache.meter import Meter, nbytes_of
+from heedful.hf.cache.owner import Reference
+from heedful.hf.cache.slots import LEAST, SLACK
+from heedful.hf.cache.summary_state import GroupTokens, SummaryState, SummaryUndo
 from heedful.nn import Given, Layer
 from heedful.ops import Groups, Summaries, Visibility
 from heedful.ops.grouped.groups import Places, places_of
 
 
-class Arrived(NamedTuple):
-    """Tokens, and what their groups and summaries are made of; `None` for what takes nothing.
+class SummaryCache(AttentionCache):
+    """The near tokens and the groups' summaries of one attention layer.
 
-    keys, values, queries: rotated, `[B, H, n, D]`; queries where groups ask.
-    grouping, pooling: features, `[B, n, F]`.
-    positions: of the model, `[B, n]`.
+    Arguments:
+        layer: the layer that it belongs to; its operator sees to windows.
+        sliding: how far back the family's queries see; not needed.
+        budget: refused, as summaries stand in place of far tokens already.
+        meter: counts the whole cache's bytes; `None` makes one.
     """
-
-    keys: Float[Tensor, "B Hk n D"]
-    values: Float[Tensor, "B Hk n D"]
-    queries: Float[Tensor, "B H n D"] | None
-    grouping: Float[Tensor, "B n F"] | None
-    pooling: Float[Tensor, "B n P"] | None
-    positions: Int[Tensor, "B n"] | None
-
-    def cut(self, start: int, stop: int | None = None) -> "Arrived":
-        """Some of the tokens."""
-        return Arrived(*(None if x is None else x.narrow(self._dim(name), start,
-                         (self.tokens if stop is None else stop) - start)
-                         for name, x in self._asdict().items()))  # fmt: skip
-
-    def followed_by(self, more: "Arrived") -> "Arrived":
-        """These tokens and later ones."""
-        pairs = zip(self._asdict().items(), more, strict=True)
-        return Arrived(*(None if x is None else torch.cat([x, y], dim=self._dim(name))
-                         for (name, x), y in pairs))  # fmt: skip
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Arrived":
-        """The same with its rows changed."""
-        return Arrived(*(None if x is None else change(x) for x in self))
-
-    @property
-    def tokens(self) -> int:
-        return self.keys.shape[2]
-
-    @staticmethod
-    def _dim(name: str) -> int:
-        return 2 if name in ("keys", "values", "queries") else 1
-
-
-class State(NamedTuple):
-    """What is kept between calls; every tensor is of all rows.
-
-    ledger: which groups there are, and who is in which.
-    keys, values: of the near tokens, those from `ledger.first` on.
-    open: the features of those from `ledger.opened` on, and their keys and values, as views.
-    group_keys, group_values: summaries, with room for more.
-    asking: the query of the newest complete group of each row, `[B, H, 1, D]`, where groups ask.
-    """
-
-    ledger: Ledger
-    keys: Float[Tensor, "B Hk n D"]
-    values: Float[Tensor, "B Hk n D"]
-    open: Arrived
-    group_keys: Float[Tensor, "B Hk room D"]
-    group_values: Float[Tensor, "B Hk room D"]
-    asking: Float[Tensor, "B H 1 D"] | None
-
-    @classmethod
-    def before(cls, new: Arrived) -> "State":
-        """Before the first token."""
-        asking = None if new.queries is None else torch.zeros_like(new.queries[:, :, :1])
-        none = new.cut(0, 0)
-        ledger = Ledger.empty(len(new.keys), new.keys.device)
-        return cls(ledger, none.keys, none.values, none, none.keys, none.values, asking)
-
-    def tensors(self) -> list[Tensor]:
-        """All of them; several may look at one storage."""
-        parts = (*self, *self.ledger, *self.open)
-        return [x for x in parts if isinstance(x, Tensor)]
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "State":
-        """The same with its rows changed."""
-        moved = State(*(change(x) if isinstance(x, Tensor) else x for x in self))
-        ledger = Ledger(*(change(x) if isinstance(x, Tensor) else x for x in self.ledger))
-        near = self.open.changed(change)
-        return moved._replace(ledger=ledger, open=near)._with_views()
-
-    def moved(self, device: torch.device) -> "State":
-        """With keys and values, of groups and of tokens, on another device."""
-        names = ("keys", "values", "group_keys", "group_values")
-        there = {x: getattr(self, x).to(device, non_blocking=True) for x in names}
-        return self._replace(**there)._with_views()
-
-    def _with_views(self) -> "State":
-        """The open tokens' keys and values as views of the near ones'."""
-        start = self.ledger.opened - self.ledger.first
-        near = {x: getattr(self, x)[:, :, start:] for x in ("keys", "values")}
-        return self._replace(open=self.open._replace(**near))
-
-
-class Recent(NamedTuple):
-    """What undoing the newest calls takes: what was held before, and what came since."""
-
-    before: State | None
-    arrived: Arrived
-    visibility: Visibility
-    given: Given
-
-
-class SummaryCache(LayerCache):
-    """One attention layer's part of the cache, where the layer sums up groups of tokens."""
 
     def __init__(
         self,
         layer: Layer,
         sliding: int | None = None,
-        policy: Eviction | None = None,
-        tokens: int | None = None,
+        budget: Budget | None = None,
         meter: Meter | None = None,
     ) -> None:
-        super().__init__(layer, sliding, policy, tokens, meter)
-        self.window = None  # the operator sees to it; summaries within are kept
+        if budget is not None:
+            gather.check_policy(budget.policy, layer, budget.tokens)
+        super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
-        self._held: State | None = None
-        self._recent: Recent | None = None
-        self._grouping = None
-        self._leaves = False
+        self._state: SummaryState | None = None
+        self._undo: SummaryUndo | None = None
+        self._grouping = Reference(None)
+        self._leaves = False  # whether keys and values go to the CPU after `attend`
 
     @property
-    def keys(self) -> Tensor | None:
-        return None if self._held is None else self._held.keys
+    def keys(self) -> Float[Tensor, "B Hk n D"] | None:
+        return None if self._state is None else self._state.keys
 
     @property
-    def values(self) -> Tensor | None:
-        return None if self._held is None else self._held.values
+    def values(self) -> Float[Tensor, "B Hk n D"] | None:
+        return None if self._state is None else self._state.values
 
     @property
-    def is_initialized(self) -> bool:
-        return self._held is not None
+    def batch(self) -> int | None:
+        return None if self._state is None else len(self._state.keys)
 
     @property
     def length(self) -> int:
-        """How many tokens it holds one by one."""
-        return 0 if self._held is None else self._held.keys.shape[2]
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Take the keys and values of new tokens; returns these."""
-        if self._held is not None and len(self._held.keys) != len(key_states):
-            raise ValueError(
-                f"the cache holds a batch of {len(self._held.keys)} rows and the call has "
-                f"{len(key_states)}; use batch_select_indices or batch_repeat_interleave, or a new "
-                "cache"
-            )
-        if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
-        self.arrived = key_states.shape[2]
-        self.seen += self.arrived
-        return key_states, value_states
-
-    def positions(self) -> Int[Tensor, "B n"]:
-        """Where the tokens that are held one by one stand in their rows, ascending."""
-        if self._held is None:
-            return torch.empty(0, 0, dtype=torch.int64)
-        at = torch.arange(self._held.ledger.first, self.seen, device=self.device)
-        return at.expand(len(self._held.keys), -1)
+        """How many tokens it has cached one by one."""
+        return 0 if self._state is None else self._state.keys.shape[2]
 
     @property
     def whole_nbytes(self) -> int:
         """Bytes of keys and values, if every token were kept."""
-        if self._held is None:
+        if self._state is None:
             return 0
-        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._held[1:3])
-        return per_token * self.seen
+        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._state[1:3])
+        return per_token * self.counters.total
 
-    # Attention over what is held.
+    # A call: new tokens, then attention.
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of new tokens, `[B, Hk, T, D]`; returns these."""
+        self._begin_update(key_states, kwargs)
+        self.counters.add(key_states.shape[2])
+        return key_states, value_states
 
     def attend(
         self,
@@ -208,177 +102,167 @@ class SummaryCache(LayerCache):
         """The layer's output for the tokens that came with the last `update`."""
         if visibility.documents is not None:
             # The call that would go on from packed documents is refused by the model.
-            self.arrived = 0
+            self.counters.pending = 0
             return layer(q, k, v, visibility=visibility, scale=scale, given=given).output
-        before = self._held
-        new = self._arrived(layer, q, k, v, visibility, given)
+        before = self._state
+        new = self._group_tokens(layer, q, k, v, visibility, given)
         grown, groups, summaries = self._grown(layer, before, new, visibility, given)
         if before is None and layer.learns_groups and layer.training:
-            # Whole rows in training, with transformers' default cache: losses hear of them.
+            # Whole sequences in training, with transformers' default cache: losses hear of them.
             out = layer(q, k, v, visibility=visibility, scale=scale, given=given).output
         else:
             out = layer.attend(
-                q, grown.keys, grown.values, groups, summaries,
-                visibility=visibility.part(groups.first, self.seen), scale=scale,
+                q, grown.keys, grown.values, groups, summaries, scale=scale,
+                visibility=visibility.part(groups.first, self.counters.total),
             )  # fmt: skip
         if self.record_past:
-            old = self._recent
-            recent = new if old is None else old.arrived.followed_by(new)
-            start = before if old is None else old.before
-            self._recent = Recent(start, recent, visibility, Given(rotation=given.rotation))
-        self._held = _without_far(grown, groups.first)
-        self.arrived = 0
+            self._record(before, new, visibility, given)
+        self._state = grown.without_far(groups.first)
+        self.counters.pending = 0
         self._measure(copied=nbytes_of([grown.keys, grown.values]))
         if self._leaves:
             self.offload()
         return out
 
-    def _arrived(
+    def _group_tokens(
         self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, given: Given
-    ) -> Arrived:
+    ) -> GroupTokens:
         """The new tokens and their features; of shared groups, the first layer makes those."""
 
         def make():
             return layer.grouping, layer.grouping.features(given)
 
         grouping, features = layer.shared(given, f"features on {k.device}", make)
-        self._grouping = weakref.ref(grouping)
+        self._grouping = Reference(grouping)
         positions = given.positions
-        return Arrived(
+        return GroupTokens(
             k, v, q if layer.config.queries == "groups" else None, features,
             layer.pooling_features(given.input),
             None if positions is None else positions.expand(len(k), -1),
         )  # fmt: skip
 
     def _grown(
-        self, layer: Layer, held: State | None, new: Arrived, visibility: Visibility, given: Given
-    ) -> tuple[State, Groups, Summaries]:
-        """What is held with new tokens, none let go yet; its groups and summaries."""
-        held = State.before(new) if held is None else held
-        ledger, region = held.ledger, held.open.followed_by(new)
-        stop, config = ledger.opened + region.tokens, layer.config
-
-        def make() -> Entry:
-            places = _places(visibility, ledger.opened, stop, new.keys, ledger.begins)
-            starts = _whole(visibility, stop, new.keys).start.expand(len(new.keys), -1)
-            document = starts.gather(1, ledger.begins[:, None])
-            return entered(
-                ledger, region.tokens, region.grouping, places, document, self._grouping(),
-                config.window,
-            )  # fmt: skip
-
-        if given.shared is None:  # undoing, of one layer alone
-            entry = make()
-        else:
-            device = new.keys.device
-            what = f"groups of {ledger.opened} to {stop} on {device} in a window of {config.window}"
-            entry = layer.shared(given, what, make)
+        self,
+        layer: Layer,
+        state: SummaryState | None,
+        new: GroupTokens,
+        visibility: Visibility,
+        given: Given,
+    ) -> tuple[SummaryState, Groups, Summaries]:
+        """The state with new tokens, none dropped yet; its groups and summaries."""
+        state = SummaryState.before(new) if state is None else state
+        region = state.open.followed_by(new)
+        entry = self._entry(layer, state, region, visibility, given)
         sums = layer.summaries(
-            region.queries, region.keys, region.values, entry.made, region.pooling,
+            region.queries, region.keys, region.values, entry.open, region.pooling,
             given._replace(positions=region.positions),
         )  # fmt: skip
         at, count = entry.to[:, None, :, None], entry.groups.count
-        group_keys = _placed(held.group_keys, sums.k, at, count)
-        group_values = _placed(held.group_values, sums.v, at, count)
-        asking = queries = None
+        group_keys = _placed(state.group_keys, sums.k, at, count)
+        group_values = _placed(state.group_values, sums.v, at, count)
+        queries = newest = None
         if sums.q is not None:
-            queries = sums.q.new_zeros(*sums.q.shape[:2], count + 1, sums.q.shape[3])
-            newest = _newest_complete(ledger).expand_as(held.asking)
-            queries = queries.scatter(2, newest, held.asking)
-            queries = queries.scatter(2, at.expand_as(sums.q), sums.q)
-            asking = queries.gather(2, _newest_complete(entry.after).expand_as(held.asking))
-            queries = queries[:, :, :count]
-        state = State(
+            queries, newest = _queries(state, sums.q, entry)
+        grown = SummaryState(
             entry.after,
-            torch.cat([held.keys, new.keys], dim=2),
-            torch.cat([held.values, new.values], dim=2),
-            region.cut(entry.after.opened - ledger.opened),
+            torch.cat([state.keys, new.keys], dim=2),
+            torch.cat([state.values, new.values], dim=2),
+            region.part(entry.after.opened - state.ledger.opened),
             group_keys,
             group_values,
-            asking,
+            newest,
         )
-        shown = Summaries(group_keys[:, :, :count], group_values[:, :, :count], queries)
-        return state, entry.groups, shown
+        summaries = Summaries(group_keys[:, :, :count], group_values[:, :, :count], queries)
+        return grown, entry.groups, summaries
 
-    # Undoing, and rows.
+    def _entry(
+        self,
+        layer: Layer,
+        state: SummaryState,
+        region: GroupTokens,
+        visibility: Visibility,
+        given: Given,
+    ) -> Entry:
+        """The groups with new tokens; of shared groups, the first layer makes them."""
+        ledger, config, like = state.ledger, layer.config, region.keys
+        stop = ledger.opened + region.count
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest `-tokens_to_remove` tokens."""
-        count, recent = -tokens_to_remove, self._recent
-        if count < 0:
-            raise ValueError(
-                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
+        def make() -> Entry:
+            places = _places(visibility, ledger.opened, stop, like, ledger.begins)
+            starts = _whole(visibility, stop, like).start.expand(len(like), -1)
+            document = starts.gather(1, ledger.begins[:, None])
+            grouping = self._grouping()
+            return entry_of(
+                ledger, region.count, region.grouping, places, document, grouping, config.window
             )
-        known = 0 if recent is None else recent.arrived.tokens
-        if count > known:
-            raise ValueError(
-                f"crop can take back {known} tokens here, asked for {count}: call "
-                "activate_past_recording() before the calls that may be undone"
-            )
-        layer = None if self._owner is None else self._owner()
-        if 0 < count < known and (layer is None or self._grouping is None):
-            raise ValueError(
-                "crop cannot make groups anew in a cache that comes from a file: call the model "
-                f"with it first, or take back all {known} tokens"
-            )
-        self._recent = None
-        if count:
-            self.seen -= count
-            self._held = recent.before
-            if known > count:
-                visibility = recent.visibility.part(0, self.seen)
-                left = recent.arrived.cut(0, known - count)
-                grown, groups, _ = self._grown(layer, recent.before, left, visibility, recent.given)
-                self._held = _without_far(grown, groups.first)
-        self._measure()
 
-    def _on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self._held is not None:
-            self._held = self._held.changed(change)
-        if self._recent is not None:
-            before = self._recent.before
-            self._recent = self._recent._replace(
-                before=None if before is None else before.changed(change),
-                arrived=self._recent.arrived.changed(change),
-            )
-        self._measure()
+        if given.shared is None:  # undoing, of one layer alone
+            return make()
+        span = f"groups of {ledger.opened} to {stop} on {like.device}"
+        return layer.shared(given, f"{span} in a window of {config.window}", make)
+
+    # Taking calls back.
+
+    def _record(
+        self, before: SummaryState | None, new: GroupTokens, visibility: Visibility, given: Given
+    ) -> None:
+        """Note what taking back this call needs, and those before it."""
+        if self._undo is not None:
+            before, new = self._undo.state, self._undo.tokens.followed_by(new)
+        self._undo = SummaryUndo(before, new, visibility, Given(rotation=given.rotation))
+
+    def _undoable(self) -> int:
+        return 0 if self._undo is None else self._undo.tokens.count
+
+    def _take_back(self, count: int) -> None:
+        undo = self._undo
+        anew = undo is not None and 0 < count < undo.tokens.count
+        layer = self._owner.for_undo(undo.tokens.count) if anew else None
+        self._undo = None
+        if not count:
+            return
+        self.counters.take_back(count)
+        self._state = undo.state
+        if anew:
+            visibility = undo.visibility.part(0, self.counters.total)
+            left = undo.tokens.part(0, undo.tokens.count - count)
+            grown, groups, _ = self._grown(layer, undo.state, left, visibility, undo.given)
+            self._state = grown.without_far(groups.first)
+
+    # Batches, devices, bytes.
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self._state is not None:
+            self._state = self._state.map(change)
+        if self._undo is not None:
+            self._undo = self._undo.map(change)
 
     def offload(self) -> None:
         """Keys and values go to the CPU, of groups and of tokens; the rest is small and stays.
 
-        Not before tokens that have arrived are attended to, which takes what is held.
+        Not before the pending tokens are attended to, which takes the state.
         """
-        self._leaves = self.arrived > 0
+        self._leaves = self.counters.pending > 0
         if not self._leaves:
             self._move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        if self._held is not None:  # transformers asks before the first tokens too
+        if self._state is not None:  # transformers asks before the first tokens too
             self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        if self._held is not None:
-            self._held = self._held.moved(device)
+        if self._state is not None:
+            self._state = self._state.on(device)
 
-    def __getstate__(self) -> dict:
-        return super().__getstate__() | {"_grouping": None}
-
-    def _measure(self, *, most: int = 0, copied: int = 0) -> None:
-        tensors: list[Tensor | None] = []
-        for state in (self._held, self._recent and self._recent.before):
-            if state is not None:
-                tensors += state.tensors()
-        if self._recent is not None:
-            tensors += list(self._recent.arrived)
-        now = nbytes_of(tensors)
-        self.meter.change(now - self._bytes, max(copied, most - now))
-        self._bytes = now
+    def _tensors(self) -> list[Tensor | None]:
+        state = [] if self._state is None else self._state.tensors()
+        return state if self._undo is None else [*state, *self._undo.tensors()]
 
 
 def _places(
     visibility: Visibility, start: int, stop: int, like: Tensor, begins: Tensor | None = None
 ) -> Places:
-    """Where the tokens `start .. stop - 1` stand; padding parts documents, as in whole rows.
+    """Where the tokens `start .. stop - 1` are; padding parts documents, as in whole sequences.
 
     With `begins`, tokens before these are none of any open group's, as if they were padding.
     """
@@ -393,37 +277,19 @@ def _places(
 
 
 def _whole(visibility: Visibility, stop: int, like: Tensor) -> Places:
-    """Where all tokens before `stop` stand in their rows."""
+    """Where all tokens before `stop` are in their sequences."""
     padding = visibility.padding
-    seen = None if padding is None else Visibility(padding=padding[:, :stop])
-    return places_of(stop, seen, like.device)
-
-
-def _newest_complete(ledger: Ledger) -> Int[Tensor, "B 1 1 1"]:
-    """The newest of the groups that are complete and do not change any more; 0 for none."""
-    number = torch.arange(ledger.start.shape[1], device=ledger.start.device)
-    known = ledger.complete & (number < ledger.count[:, None])
-    newest = pad(number.where(known, 0), (1, 0)).amax(1)
-    return newest[:, None, None, None]
-
-
-def _without_far(grown: State, first: int) -> State:
-    """Without the tokens, `first` and on, that the next query sees in summaries alone."""
-    drop = grown.ledger.first - first
-    keys, values = (x if not drop else _only(x[:, :, drop:]) for x in grown[1:3])
-    features = {
-        name: _only(x)
-        for name in ("queries", "grouping", "pooling", "positions")
-        if (x := getattr(grown.open, name)) is not None
-    }
-    near = grown.open._replace(**features)
-    return grown._replace(keys=keys, values=values, open=near)._with_views()
+    padded = None if padding is None else Visibility(padding=padding[:, :stop])
+    return places_of(stop, padded, like.device)
 
 
 def _placed(
-    store: Float[Tensor, "B Hk room D"], new: Float[Tensor, "B Hk m D"], at: Tensor, count: int
+    store: Float[Tensor, "B Hk room D"],
+    new: Float[Tensor, "B Hk m D"],
+    at: Int[Tensor, "B 1 m 1"],
+    count: int,
 ) -> Float[Tensor, "B Hk room D"]:
-    """The summaries with new ones in their places; the last slot takes what no row has."""
+    """The summaries with new ones in their places; the last slot takes what no sequence has."""
     learns = torch.is_grad_enabled() and (new.requires_grad or store.requires_grad)
     frozen = store.is_inference() and not torch.is_inference_mode_enabled()
     if store.shape[2] < count + 1 or store.requires_grad or learns or frozen:
@@ -433,7 +299,13 @@ def _placed(
     return store.scatter(2, at, new) if learns else store.scatter_(2, at, new)
 
 
-def _only(x: Tensor) -> Tensor:
-    """A view without what lies around it, where that is much."""
-    whole = x.untyped_storage().nbytes()
-    return x.clone() if whole > 2 * x.numel() * x.element_size() else x
+def _queries(
+    state: SummaryState, new: Float[Tensor, "B H m D"], entry: Entry
+) -> tuple[Float[Tensor, "B H M D"], Float[Tensor, "B H 1 D"]]:
+    """The groups' queries, of complete groups the newest one's alone; and the next such one."""
+    at, count, last = entry.to[:, None, :, None], entry.groups.count, state.newest_query
+    queries = new.new_zeros(*new.shape[:2], count + 1, new.shape[3])
+    queries = queries.scatter(2, newest_complete(state.ledger).expand_as(last), last)
+    queries = queries.scatter(2, at.expand_as(new), new)
+    newest = queries.gather(2, newest_complete(entry.after).expand_as(last))
+    return queries[:, :, :count], newest

@@ -1,62 +1,55 @@
-"""What a cache keeps of the newest tokens beside their keys: to go on, and to take them back."""
+"""What a cache records of the newest calls, so that `crop` can take them back."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from heedful.nn import Given
 from heedful.ops import Visibility
 
+UNDO_ROWS = 128  # tokens of the last calls that can be taken back where a state runs through them
 
-class Recorded(NamedTuple):
-    """What undoing the newest calls takes.
 
-    state: the layer's state before them.
-    rows: how many of their newest query rows are kept.
-    visibility, scale, given: of the last of these calls; `given` of all kept rows.
+class LastCall(NamedTuple):
+    """The arguments of one call of attention.
+
+    queries: of the new tokens; `None` once the call is recorded.
+    visibility: who sees whom among all tokens so far.
+    scale, given: for the layer; `given.state` is the running state before these tokens.
     """
 
-    state: Tensor | None
-    rows: int
+    queries: Float[Tensor, "B H Tq D"] | None
     visibility: Visibility
     scale: float | None
     given: Given
 
 
-class Newest:
-    """The newest tokens' rows as they enter and leave a layer's projections, by part."""
+class Undo(NamedTuple):
+    """What taking back the newest tokens needs.
 
-    def __init__(self) -> None:
-        self._rows: dict[str, Float[Tensor, "B r ..."]] = {}
+    tokens: how many can be taken back.
+    call: the last call, with `given` of all these tokens.
+    """
 
-    def add(self, part: str, rows: Float[Tensor, "B T ..."], count: int, *, all_of_them: bool):
-        """Add new tokens' rows; returns the newest `count` before these, `None` if there are none.
+    tokens: int
+    call: LastCall
 
-        `count` of all are kept, or all where some may be taken back.
+    @classmethod
+    def after(cls, undo: "Undo | None", call: LastCall, stateful: bool) -> "Undo":
+        """What can be taken back after one more call.
+
+        Arguments:
+            undo: what could be taken back before it.
+            call: the new call.
+            stateful: whether the layer has a running state, which is computed anew from the one
+                before the recorded tokens.
         """
-        held = self._rows.get(part)
-        joined = rows if held is None else torch.cat([held, rows.to(held.dtype)], dim=1)
-        # A copy, since a part would hold the whole.
-        self._rows[part] = joined if all_of_them else joined[:, -count:].clone()
-        return None if held is None else held[:, -count:]
-
-    def drop_last(self, count: int) -> None:
-        """Take the newest tokens' rows back."""
-        for part, rows in self._rows.items():
-            self._rows[part] = rows[:, : rows.shape[1] - count]
-
-    def keep(self, count: int) -> None:
-        """Only so many rows, from now on."""
-        for part, rows in self._rows.items():
-            self._rows[part] = rows[:, max(0, rows.shape[1] - count) :].clone()
-
-    def on_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        """The rows of the batch changed by a function of tensors."""
-        self._rows = {part: change(rows) for part, rows in self._rows.items()}
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return list(self._rows.values())
+        new, given = call.queries.shape[2], call.given
+        tokens = new + (0 if undo is None else undo.tokens)
+        if undo is not None and tokens <= UNDO_ROWS:
+            before = undo.call.given
+            given = before.joined(given)._replace(state=before.state)
+        elif stateful:
+            tokens = min(new, UNDO_ROWS)
+        return cls(tokens, call._replace(queries=None, given=given))

@@ -1,0 +1,75 @@
+"""One layer's budget of tokens, and the step that evicts what it has no room for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from heedful.eviction import CachedTokens, Eviction, gather
+from heedful.eviction.gather import Moves, Protection
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The policy of one layer, and its number of tokens.
+
+    Arguments:
+        policy: chooses what is evicted.
+        tokens: less than so many are cached between two calls.
+    """
+
+    policy: Eviction
+    tokens: int
+
+    def __deepcopy__(self, memo: dict) -> "Budget":
+        return self  # nothing in it changes
+
+
+class EvictionStep:
+    """Scores a layer's tokens after each call, and says which slots are filled by which others.
+
+    Arguments:
+        budget: of the layer.
+
+    Attributes:
+        score: the policy's last scores, of policies that add them up, `[B, 1, n]`.
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.score: Float[Tensor, "B 1 n"] | None = None
+
+    def due(self, length: int) -> bool:
+        """Whether a call is followed by a step, with so many tokens cached."""
+        return self.budget.policy.observes != 0 or length >= self.budget.tokens
+
+    def queries(self, new: int) -> int:
+        """How many of the newest queries the policy observes, of a call with so many."""
+        observes = self.budget.policy.observes
+        return new if observes is None else min(observes, new)
+
+    def moves(self, cached: CachedTokens, protection: Protection) -> Moves | None:
+        """Score all tokens; what fills the slots of the evicted ones, `None` if all fit."""
+        policy, count = self.budget.policy, cached.positions.shape[1]
+        if self.score is not None:
+            last = self.score[:, 0]
+            cached = cached._replace(score=pad(last, (0, count - last.shape[1])))
+        score = policy.score(cached)
+        if policy.observes != 0:
+            self.score = score[:, None]
+        if count < self.budget.tokens:
+            return None
+        slots = gather.slots_to_evict(
+            score, cached.positions, policy, self.budget.tokens, protection
+        )
+        moves = gather.moves(slots, count)
+        if self.score is not None:
+            self.score = moves.of(self.score)
+        return moves
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the scores by a function of them, such as a choice of sequences."""
+        if self.score is not None:
+            self.score = change(self.score)

@@ -1,0 +1,47 @@
+"""The counters of one attention layer's cache, and what always holds between them."""
+
+
+class Counters:
+    """How many tokens of each sequence have come, and what part of the text they are.
+
+    total: tokens that have come and were not taken back by `crop`, evicted ones included; the next
+        token's position.
+    pending: those of them that came with the last `update` and wait for `attend`.
+    prompt: those that came before the first call of a single token.
+    prefill: whether that call is still to come.
+
+    Beside them a cache has its `length`: how many tokens' keys it has. The rest was evicted, has
+    left every window, or is in summaries alone. What holds:
+
+    * `length <= total` and `pending <= total`; between two calls of the model `pending == 0`.
+    * `prompt <= total`, and `prompt == total` while `prefill`.
+    * Without a window and a budget `length == total`. With a window of w tokens and r past query
+      rows it is at most `w - 1 + r` between two calls, with a budget of n tokens at most `n - 1`;
+      while calls can be taken back it grows beyond, by these calls' tokens.
+    * `LayerCache`: all streams, the positions, the running state and the policy's scores have
+      `length` tokens between two calls. Positions are distinct, and ascending until a token is
+      evicted; those of the pending tokens are always the last, in order.
+    * `SummaryCache`: `ledger.first <= ledger.opened <= total`, and `length == total -
+      ledger.first`.
+    * The meter's bytes are the sum of its layers', and a layer's are those of its tensors.
+
+    In cross-attention the tokens are the source's, and none is ever pending or evicted.
+    """
+
+    def __init__(self) -> None:
+        self.total = self.pending = self.prompt = 0
+        self.prefill = True
+
+    def add(self, new: int) -> None:
+        """Count the tokens of an `update`."""
+        if new == 1 and self.total:
+            self.prefill = False
+        self.total += new
+        self.pending = new
+        if self.prefill:
+            self.prompt = self.total
+
+    def take_back(self, count: int) -> None:
+        """Count the newest tokens no more."""
+        self.total -= count
+        self.prompt = min(self.prompt, self.total)

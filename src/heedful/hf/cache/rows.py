@@ -1,0 +1,50 @@
+"""The newest tokens' rows, which the outputs of later tokens depend on."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class PastRows:
+    """The newest rows of one stream: of queries, or of what enters and leaves a projection.
+
+    Between calls it has the `count` newest, and more of them while calls can be taken back.
+
+    Arguments:
+        count: how many rows the next token's output depends on.
+        dim: along which dimension the tokens are.
+    """
+
+    def __init__(self, count: int, dim: int) -> None:
+        self.count, self.dim = count, dim
+        self.rows: Float[Tensor, "B ..."] | None = None
+
+    def add(self, new: Float[Tensor, "B ..."], *, keep_all: bool = False) -> Tensor:
+        """Add new rows; returns the `count` newest ones before them, followed by these."""
+        joined = new
+        if self.rows is not None:
+            joined = torch.cat([self.rows, new.to(self.rows.dtype)], dim=self.dim)
+        # A copy, since a part would keep the whole.
+        self.rows = joined if keep_all else self._newest(joined, self.count).clone()
+        return self._newest(joined, self.count + new.shape[self.dim]) if self.count else new
+
+    def drop_last(self, count: int) -> None:
+        """Drop the newest rows."""
+        if self.rows is not None:
+            self.rows = self.rows.narrow(self.dim, 0, max(0, self.rows.shape[self.dim] - count))
+
+    def trim(self) -> None:
+        """Keep no more than the next token's output depends on."""
+        if self.rows is not None:
+            self.rows = self._newest(self.rows, self.count).clone() if self.count else None
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the rows by a function of them, such as a choice of sequences."""
+        if self.rows is not None:
+            self.rows = change(self.rows)
+
+    def _newest(self, rows: Tensor, count: int) -> Tensor:
+        spare = rows.shape[self.dim] - count
+        return rows if spare <= 0 else rows.narrow(self.dim, spare, count)

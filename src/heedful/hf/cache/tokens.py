@@ -1,0 +1,87 @@
+"""The tokens of one layer's cache: keys, values and what the mechanism caches beside them."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from heedful.eviction.gather import Moves
+from heedful.hf.cache.slots import Slots
+
+
+class StoredTokens:
+    """Three streams of the same tokens, and their positions once these are no longer plain.
+
+    keys, values: as the model gave them.
+    beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
+    positions: of the tokens in all slots, `[B, 1, n]`; `None` where no token can be evicted, so
+        that they are the newest ones in order.
+    """
+
+    def __init__(self) -> None:
+        self.keys, self.values, self.beside = Slots(), Slots(), Slots()
+        self.positions: Int[Tensor, "B 1 n"] | None = None
+
+    @property
+    def streams(self) -> list[Slots]:
+        """Those that have tokens."""
+        every = (self.keys, self.values, self.beside)
+        return [slots for slots in every if slots.buffer is not None]
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [self.keys.buffer, self.values.buffer, self.beside.buffer, self.positions]
+
+    def append(
+        self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
+    ) -> tuple[Tensor, Tensor, int]:
+        """Add tokens; returns all keys, all values, and the bytes that were copied for more room.
+
+        Arguments:
+            keys, values: of the new tokens.
+            limit: for how many tokens room is made ahead of them.
+        """
+        before = self.keys.nbytes, self.values.nbytes
+        keys, values = self.keys.append(keys, limit), self.values.append(values, limit)
+        after = self.keys.nbytes, self.values.nbytes
+        moved = [old for old, new in zip(before, after, strict=True) if old != new]
+        return keys, values, max(moved, default=0)  # old and new were there at once
+
+    def place(self, start: int, count: int) -> None:
+        """Note the positions of the newest tokens, from `start` on."""
+        positions = torch.arange(start, start + count, device=self.keys.buffer.device)
+        positions = positions.expand(self.keys.buffer.shape[0], 1, -1)
+        if self.positions is not None:
+            positions = torch.cat([self.positions, positions], dim=2)
+        self.positions = positions
+
+    def drop_first(self, count: int) -> None:
+        """Drop the oldest tokens, where all are in order."""
+        for slots in self.streams:
+            slots.drop_first(count)
+
+    def drop_last(self, count: int) -> None:
+        """Drop the newest tokens."""
+        for slots in self.streams:
+            slots.drop_last(count)
+        if self.positions is not None:
+            self.positions = self.positions[..., : self.keys.length]
+
+    def move(self, moves: Moves, limit: int) -> int:
+        """Fill the slots of evicted tokens; returns the bytes that were copied for less room."""
+        copied = 0
+        for slots in self.streams:
+            before = slots.buffer
+            slots.move(moves.on(before.device), limit)
+            if slots.buffer is not before:  # for a moment both were there
+                copied = max(copied, slots.nbytes)
+        self.positions = moves.of(self.positions)
+        return copied
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by a function of it, such as a choice of sequences."""
+        for slots in self.streams:
+            slots.map_batch(change)
+        if self.positions is not None:
+            self.positions = change(self.positions)
