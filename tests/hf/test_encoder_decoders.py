@@ -6,6 +6,7 @@ import pytest
 import torch
 from encoder_families import ENCODER_DECODERS, exactly, logits, tiny
 from families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
+from test_cache_invariants import tensors_in
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
@@ -204,18 +205,10 @@ def test_the_cache_knows_its_bytes(family, name):
     assert isinstance(cache, EncoderDecoderCache) and cache.nbytes == 0
     with torch.no_grad():
         model(input_ids=source, decoder_input_ids=tokens(2, 6), cache=cache)
-    held: dict[int, int] = {}
-    for part in (cache.self_attention_cache, cache.cross_attention_cache):
-        for layer in part.layers:
-            values = [
-                y
-                for x in vars(layer).values()
-                for y in (vars(x).values() if hasattr(x, "buffer") else [x])
-            ]
-            for x in values:
-                if isinstance(x, Tensor):
-                    held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    assert cache.nbytes == sum(held.values()) <= cache.peak_nbytes
+    parts = (cache.self_attention_cache, cache.cross_attention_cache)
+    storages = [x.untyped_storage() for part in parts for x in tensors_in(part.layers)]
+    expected = sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+    assert cache.nbytes == expected <= cache.peak_nbytes
     narrow = family == "t5gemma"  # windows of 4, of which the newest token's own is not kept
     assert cache.tokens == ([3, 6, 3] if narrow and name == "selective" else [6, 6, 6])
     copied = copy.deepcopy(cache)

@@ -106,17 +106,23 @@ def entry_of(
 
     final = (end < stop - 1).sum(1)
     begins = _at(start, final).clamp(max=stop)
+    fill = _fill(ledger, features, new, grouping, begins, final)
     opened = int(begins.min())
-    far = (end <= stop - window).sum(1).minimum(final)
-    first = max(ledger.first, min(int(_at(start, far).min()), opened))
-    drop = first - ledger.first
     after = Ledger(
-        index[:, drop:].clone(), weight[:, drop:].clone(), start, end, complete, mass, final,
-        begins, _fill(ledger, features, new, grouping, begins, final), first, opened,
-    )  # fmt: skip
+        index, weight, start, end, complete, mass, final, begins, fill, ledger.first, opened
+    )
     reach = grouping.longest_span
     groups = Groups(index, weight, start, end, complete, reach, mass, ledger.first, new.hard)
-    return Entry(new, to, groups, after)
+    return Entry(new, to, groups, _without_far(after, stop, window))
+
+
+def _without_far(ledger: Ledger, stop: int, window: int) -> Ledger:
+    """Without the memberships of tokens that the token `stop` sees in summaries alone."""
+    far = (ledger.end <= stop - window).sum(1).minimum(ledger.count)
+    first = max(ledger.first, min(int(_at(ledger.start, far).min()), ledger.opened))
+    drop = first - ledger.first
+    index, weight = (x[:, drop:].clone() for x in (ledger.index, ledger.weight))
+    return ledger._replace(index=index, weight=weight, first=first)
 
 
 def _final(ledger: Ledger) -> Bool[Tensor, "B M"]:

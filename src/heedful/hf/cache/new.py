@@ -71,7 +71,7 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors that both caches hold now."""
+        """Bytes of all tensors of both caches now."""
         return self.self_attention_cache.nbytes
 
     @property
@@ -175,7 +175,7 @@ def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
 
 
 def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
-    """The attention modules of a converted model that stand there, in order."""
+    """The attention modules of a converted model in that role, in order."""
     # PEFT puts a module of its own around a layer that it saves, which answers as the layer does.
     shapes = [(m, getattr(getattr(m, "heedful", None), "shape", None)) for m in model.modules()]
     return [m for m, shape in shapes if isinstance(shape, HeadShape) and shape.role == role]
