@@ -20,7 +20,7 @@ from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
-from test_generate import files_of, made, small, tokenizer_of_words
+from small_models import files_of, made, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
     f"{a} has a {b} {c}. the {c} of {a} is {b}. "

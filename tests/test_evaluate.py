@@ -10,6 +10,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import heedful
+from evaluations import BOOK, asked, folder, here
 from heedful.cli import main
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Budget, Size, from_scratch
@@ -25,37 +26,11 @@ from heedful.eviction import StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
-from test_generate import small, tokenizer_of_words
+from small_models import small, tokenizer_of_words
 
-BOOK = "The red bus went to the garden, and nobody in the garden saw a bus before. " * 60
 NEEDLES = {
     "tasks": ("needles",), "lengths": (420,), "depths": (0.0, 1.0), "needles": (1, 2), "samples": 3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """plain: an ordinary model; selective: a converted one with a budgets.json; text."""
-    root = tmp_path_factory.mktemp("evaluated")
-    small(positions=1024).save_pretrained(root / "plain")
-    model = small(positions=1024, seed=1)
-    heedful.convert(model, "selective")
-    model.save_pretrained(root / "selective")
-    write_budgets(root / "selective" / "budgets.json", StreamingLLM(tokens=30), model, {})
-    for name in ("plain", "selective"):
-        tokenizer_of_words().save_pretrained(root / name)
-    (root / "book.txt").write_text(BOOK)
-    return root
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(folder)
-
-
-def asked(tmp_path: Path, *models: str, **options) -> Evaluation:
-    options = {"haystack": ("book.txt",), "data": ("book.txt",), "samples": 2} | options
-    return Evaluation(models or ("plain",), out=str(tmp_path / "run"), **options)
 
 
 class Oracle:

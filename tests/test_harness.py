@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import heedful
+from evaluations import asked, folder, here
 from heedful.commands.evaluate import run as runner
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import WRITTEN, Evaluation
 from heedful.commands.evaluate.run import Asked, evaluate, export
 from heedful.commands.models import open_model
-from test_evaluate import asked, folder, here
-from test_generate import small, tokenizer_of_words
+from small_models import small, tokenizer_of_words
 
 
 @pytest.fixture(scope="module")

@@ -42,24 +42,10 @@ from heedful.hf.look import held_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
-from test_generate import small, tokenizer_of_words
+from small_models import converted, ids_of, small, tokenizer_of_words
 
 HALF = 2**-11  # relative: what rounding to half precision changes
 TEXT = "the red bus and the red car: a bus is a bus, and the car is red."
-
-
-def converted(mechanism, **options):
-    """A small converted model whose kernels and mixing are not the identity any more."""
-    model = small(**options)
-    heedful.convert(model, mechanism)
-    generator = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        for name in ("conv", "post_conv", "mix", "post_mix"):
-            weight = getattr(module, name, None)
-            if isinstance(weight, torch.nn.Parameter):
-                with torch.no_grad():
-                    weight += 0.2 * torch.randn(weight.shape, generator=generator)
-    return model
 
 
 def saved(folder: Path, mechanism=None, **options) -> Path:
@@ -67,10 +53,6 @@ def saved(folder: Path, mechanism=None, **options) -> Path:
     model.save_pretrained(folder)
     tokenizer_of_words().save_pretrained(folder)
     return folder
-
-
-def ids_of(count: int):
-    return torch.randint(0, 256, (1, count), generator=torch.Generator().manual_seed(3))
 
 
 def data_of(model, ids, **more):

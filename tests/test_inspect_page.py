@@ -19,9 +19,8 @@ from heedful.commands.inspect.page import write_inspection
 from heedful.eviction import MostHidden
 from heedful.hf.look import held_over_time, look_into
 from heedful.nn import MultiToken
-from test_generate import small
-from test_inspect import converted, ids_of
-from test_report import exhibits, runs
+from invented_runs import exhibits, runs
+from small_models import converted, ids_of, small
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine: the pages are not opened"

@@ -33,7 +33,7 @@ from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
-from test_generate import small, tokenizer_of_words
+from small_models import small, tokenizer_of_words
 
 ROOT = Path(__file__).parent.parent
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))

@@ -5,7 +5,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Llama4TextConfig,
+    PhimoeConfig,
+    PreTrainedModel,
+)
 
 VOCABULARY = 40
 COMMON = {
@@ -144,3 +150,38 @@ def checkpoint_layers(model, options: dict | None = None) -> None:
     """Compute layers again in the backward pass; transformers calls it otherwise since 5.23."""
     new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"
     getattr(model, new if hasattr(model, new) else old)(options)
+
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def chunked():
+    """A Llama 4 whose attention ends at chunks of 6 tokens in some layers."""
+    return built(
+        Llama4TextConfig(**SMALL, head_dim=16, intermediate_size_mlp=48, attention_chunk_size=6)
+    )
+
+
+def windowed():
+    """A PhiMoE, which puts its window into the mask alone."""
+    return built(PhimoeConfig(**SMALL, sliding_window=6))
+
+
+def built(config):
+    experts = {"experts_implementation": "eager"}  # fused ones know no fp64
+    model = AutoModelForCausalLM.from_config(config, **experts).double().eval()
+    stir(model, 0.2)
+    return model

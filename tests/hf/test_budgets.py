@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from cached import greedy
 from families import stir, tiny, tokens, twin
-from test_cache import greedy
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cached import in_steps
 from families import logits, ragged_mask, stir, tiny, tokens
-from test_cache import in_steps
 
 import heedful
 from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM

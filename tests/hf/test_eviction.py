@@ -5,9 +5,8 @@ import math
 
 import pytest
 import torch
-from families import logits, ragged_mask, tiny, tokens
-from test_cache import converted, greedy, in_steps
-from test_mask import chunked
+from cached import converted, greedy, in_steps
+from families import chunked, logits, ragged_mask, tiny, tokens
 from torch import Tensor
 
 import heedful

@@ -4,13 +4,11 @@ import itertools
 
 import pytest
 import torch
-from families import checkpoint_layers, logits, stir, tiny, tokens, twin
+from families import SMALL, checkpoint_layers, chunked, logits, stir, tiny, tokens, twin, windowed
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     Lfm2Config,
-    Llama4TextConfig,
-    PhimoeConfig,
 )
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -26,32 +24,6 @@ MECHANISMS = {
     "selective": Selective(),
     "differential": Differential(),
 }
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-
-
-def chunked():
-    """A Llama 4 whose attention ends at chunks of 6 tokens in some layers."""
-    return built(
-        Llama4TextConfig(**SMALL, head_dim=16, intermediate_size_mlp=48, attention_chunk_size=6)
-    )
-
-
-def windowed():
-    """A PhiMoE, which puts its window into the mask alone."""
-    return built(PhimoeConfig(**SMALL, sliding_window=6))
 
 
 def windowed_above():
@@ -60,13 +32,6 @@ def windowed_above():
 
 
 FAMILIES = {"chunks": chunked, "window": windowed, "window in some layers": windowed_above}
-
-
-def built(config):
-    experts = {"experts_implementation": "eager"}  # fused ones know no fp64
-    model = AutoModelForCausalLM.from_config(config, **experts).double().eval()
-    stir(model, 0.2)
-    return model
 
 
 def left_padded(ids: torch.Tensor, padding: int = 4) -> torch.Tensor:

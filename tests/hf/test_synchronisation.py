@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from families import tiny, tokens
-from test_mask import chunked, windowed
+from families import chunked, tiny, tokens, windowed
 
 import heedful
 from heedful.hf.versions import cache_argument

@@ -10,6 +10,12 @@ from heedful.testing import assert_matches_oracle
 Tensors = dict[str, Tensor]
 Function = Callable[[Tensors], Tensor | tuple[Tensor | None, ...] | dict[str, Tensor | None]]
 
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
 
 def fixed(like: Tensor) -> Tensor:
     """The same normal numbers at every call, in fp64, on any device."""

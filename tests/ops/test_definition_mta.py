@@ -3,6 +3,7 @@
 import pytest
 import torch
 from loops import capped, cases, dot, grid, sight, softmax, weighted
+from oracle import EXACT, draw
 from torch import Tensor
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
@@ -10,11 +11,6 @@ from heedful.ops import Visibility, multi_token_attention
 from heedful.testing import assert_causal
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
-EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def by_loops(

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from mechanisms import TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
-from oracle import against_oracle
-from test_definition_mta import EXACT, draw
+from oracle import EXACT, against_oracle, draw
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Visibility, multi_token_attention

@@ -138,6 +138,23 @@ def kernel_gradient_kernel(
 
 
 @triton.jit
+def visible_logits(
+    logits, segments, row_stride, batch, n, j, rows, columns, first_row, first_column, tokens,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """`[len(n), len(j)]` in fp32, -inf where a row cannot see; their places; what is inside."""
+    inside = (n < rows)[:, None] & (j < columns)[None, :]
+    kept = inside & visible_tile(
+        segments, row_stride, batch, first_row + n, first_column + j, tokens, CAUSAL, WINDOW,
+        SEGMENTS,
+    )  # fmt: skip
+    # What is hidden is loaded too: with a mask along the diagonal no load could be wide.
+    at = n[:, None] * columns + j[None, :]
+    x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(kept, x, float("-inf")), at, inside
+
+
+@triton.jit
 def softmax_kernel(
     logits, p, segments, heads, rows, columns, first_row, first_column, tokens, row_stride,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, BM: tl.constexpr,
@@ -155,16 +172,10 @@ def softmax_kernel(
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     for start in range(0, columns, BN):
-        j = start + tl.arange(0, BN)
-        inside = (n < rows)[:, None] & (j < columns)[None, :]
-        kept = inside & visible_tile(
-            segments, row_stride, tile // heads, first_row + n, first_column + j, tokens, CAUSAL,
-            WINDOW, SEGMENTS,
+        x, _, _ = visible_logits(
+            logits, segments, row_stride, tile // heads, n, start + tl.arange(0, BN), rows, columns,
+            first_row, first_column, tokens, CAUSAL, WINDOW, SEGMENTS,
         )  # fmt: skip
-        # What is hidden is loaded too: with a mask along the diagonal no load could be wide.
-        at = n[:, None] * columns + j[None, :]
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(kept, x, float("-inf"))
         highest = tl.maximum(top, tl.max(x, 1))
         level = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - level) + tl.sum(tl.exp(x - level[:, None]), 1)
@@ -172,15 +183,10 @@ def softmax_kernel(
     level = tl.where(top == float("-inf"), 0.0, top)
     total = tl.where(total == 0.0, 1.0, total)
     for start in range(0, columns, BN):
-        j = start + tl.arange(0, BN)
-        inside = (n < rows)[:, None] & (j < columns)[None, :]
-        kept = inside & visible_tile(
-            segments, row_stride, tile // heads, first_row + n, first_column + j, tokens, CAUSAL,
-            WINDOW, SEGMENTS,
+        x, at, inside = visible_logits(
+            logits, segments, row_stride, tile // heads, n, start + tl.arange(0, BN), rows, columns,
+            first_row, first_column, tokens, CAUSAL, WINDOW, SEGMENTS,
         )  # fmt: skip
-        at = n[:, None] * columns + j[None, :]
-        x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-        x = tl.where(kept, x, float("-inf"))
         weight = tl.exp(x - level[:, None]) / total[:, None]
         tl.store(p + at, weight.to(p.dtype.element_ty), mask=inside)
 

@@ -16,15 +16,18 @@ import triton.language as tl
 
 from heedful.ops.selective.fused.tile import (
     LOG2E,
-    hiding_logits,
     load_rows,
     matmul,
+    next_keys,
+    next_queries,
+    of_head,
+    own_queries,
+    own_selector,
     store_rows,
     sum_later,
     tile_f,
     tile_penalty,
     tile_visible,
-    visit,
 )
 
 
@@ -46,9 +49,7 @@ def query_gradients_kernel(
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)  # the longest rows first
     head, batch = tl.program_id(1) * HEADS, tl.program_id(2)
-    selector = (batch * (heads // PER_SELECTOR) + head // PER_SELECTOR).to(tl.int64)
-    head_q = (batch * heads + head).to(tl.int64)
-    head_k = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    selector, head_q, head_k = of_head(batch, head, heads, PER_SELECTOR, GROUP)
     q += head_q * queries * D
     dq += head_q * queries * D
     k += head_k * keys * D
@@ -63,9 +64,7 @@ def query_gradients_kernel(
     order += place * tl.cdiv(keys, COLUMNS)
     bases += place * (ROWS // STEP) * keys
 
-    row = block * ROWS + tl.arange(0, ROWS)
-    i = keys - queries + row
-    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     dsel_q = tl.zeros((ROWS, WDS), tl.float32)
     qs, douts, lses, deltas, dqs = (), (), (), (), ()
     for h in tl.static_range(HEADS):
@@ -85,11 +84,9 @@ def query_gradients_kernel(
         dqs += (tl.zeros((ROWS, WD), tl.float32),)
 
     for n in range(tl.load(count + place)):
-        key_block, clear = visit(order, n)
-        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        sel_k = load_rows(selector_k, j, keys, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        j, clear, sel_k, hiding = next_keys(
+            order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
+            COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
@@ -140,9 +137,7 @@ def key_gradients_kernel(
     block, key_blocks = tl.program_id(0), tl.num_programs(0)
     batch, nth = tl.program_id(2), tl.program_id(1) % chunks
     head = tl.program_id(1) // chunks * PER_SELECTOR + (begin + nth) * HEADS
-    selector = (batch * (heads // PER_SELECTOR) + head // PER_SELECTOR).to(tl.int64)
-    head_q = (batch * heads + head).to(tl.int64)
-    head_k = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    selector, head_q, head_k = of_head(batch, head, heads, PER_SELECTOR, GROUP)
     q += head_q * queries * D
     k += head_k * keys * D
     v += head_k * keys * DV
@@ -171,12 +166,9 @@ def key_gradients_kernel(
     behind = tl.zeros((COLUMNS,), tl.float32)  # what the block's steps visited so far have of G
     previous = -1
     for n in range(tl.load(count + place)):
-        query_block, clear = visit(order, n)
-        row = query_block * ROWS + tl.arange(0, ROWS)
-        i = keys - queries + row
-        sel_q = load_rows(selector_q, row, queries, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, True,
+        query_block, row, i, clear, sel_q, hiding = next_queries(
+            order, n, selector_q, sel_k, j, segments, first, row_stride, batch, queries, keys, DS,
+            WDS, ROWS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + query_block.to(tl.int64) * keys + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
@@ -254,8 +246,7 @@ def selector_key_gradients_kernel(
     `key_gradients_kernel`, now over all heads. `grad_memory`: `[B, Tq]`, divided by the number of
     selectors.
     """
-    batch, selectors = tl.program_id(2), tl.num_programs(1)
-    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    batch, selector = own_selector()
     blocks = tl.cdiv(queries, ROWS)
     STEPS: tl.constexpr = ROWS // STEP
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -270,12 +261,9 @@ def selector_key_gradients_kernel(
 
     df = tl.load(grad_state + selector * keys + j, mask=j < keys, other=0.0)
     for n in range(tl.load(count + place)):
-        query_block, clear = visit(order, n)
-        row = query_block * ROWS + tl.arange(0, ROWS)
-        i = keys - queries + row
-        sel_q = load_rows(selector_q, row, queries, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, True,
+        query_block, row, i, clear, sel_q, hiding = next_queries(
+            order, n, selector_q, sel_k, j, segments, first, row_stride, batch, queries, keys, DS,
+            WDS, ROWS, WINDOW,
         )  # fmt: skip
         at = query_block.to(tl.int64) * keys + j
         tl.store(later + at, df, mask=j < keys)
@@ -308,23 +296,18 @@ def selector_query_gradients_kernel(
     """The same for one block of queries, from the sums `later` of the kernel above."""
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)
-    batch, selectors = tl.program_id(2), tl.num_programs(1)
-    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    batch, selector = own_selector()
     place = selector * blocks + block
     order += place * tl.cdiv(keys, COLUMNS)
     later += place * keys
     bases += place * (ROWS // STEP) * keys
     selector_k += selector * keys * DS
-    row = block * ROWS + tl.arange(0, ROWS)
-    i = keys - queries + row
-    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     dsel_q = tl.zeros((ROWS, WDS), tl.float32)
     for n in range(tl.load(count + place)):
-        key_block, clear = visit(order, n)
-        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        sel_k = load_rows(selector_k, j, keys, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        j, clear, sel_k, hiding = next_keys(
+            order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
+            COLUMNS, WINDOW,
         )  # fmt: skip
         df = tl.load(later + j, mask=j < keys, other=0.0)
         ds = tl.zeros((ROWS, COLUMNS), tl.float32) + df[None, :]

@@ -12,14 +12,17 @@ import triton.language as tl
 from heedful.ops.selective.fused.tile import (
     LOG2E,
     can_hide,
-    hiding_logits,
     load_rows,
     matmul,
+    next_keys,
+    next_queries,
+    of_head,
+    own_queries,
+    own_selector,
     store_rows,
     tile_f,
     tile_penalty,
     tile_visible,
-    visit,
 )
 
 
@@ -56,8 +59,7 @@ def accumulate_kernel(
     query blocks that see a key of the block. Programs (key block, selector, batch) visit query
     blocks from first to last.
     """
-    batch, selectors = tl.program_id(2), tl.num_programs(1)
-    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    batch, selector = own_selector()
     blocks = tl.cdiv(queries, ROWS)
     j = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sel_k = load_rows(selector_k + selector * keys * DS, j, keys, DS, WDS)
@@ -73,12 +75,9 @@ def accumulate_kernel(
         f += tl.load(state + selector * keys + j, mask=j < keys, other=0.0)
     within = tl.arange(0, ROWS)
     for n in range(visits):
-        block, clear = visit(order, visits - 1 - n)
-        row = block * ROWS + within
-        sel_q = load_rows(selector_q, row, queries, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, keys - queries + row, j, clear, segments, first, row_stride, batch,
-            keys, WINDOW, True,
+        block, _, _, _, _, hiding = next_queries(
+            order, visits - 1 - n, selector_q, sel_k, j, segments, first, row_stride, batch,
+            queries, keys, DS, WDS, ROWS, WINDOW,
         )  # fmt: skip
         s = tl.maximum(hiding, 0.0)
         at = block.to(tl.int64) * STEPS * keys + j
@@ -110,9 +109,7 @@ def attend_kernel(
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)  # the longest rows first
     head, batch = tl.program_id(1) * HEADS, tl.program_id(2)
-    selector = (batch * (heads // PER_SELECTOR) + head // PER_SELECTOR).to(tl.int64)
-    head_q = (batch * heads + head).to(tl.int64)
-    head_k = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    selector, head_q, head_k = of_head(batch, head, heads, PER_SELECTOR, GROUP)
     q += head_q * queries * D
     k += head_k * keys * D
     v += head_k * keys * DV
@@ -125,9 +122,7 @@ def attend_kernel(
     bases += place * keys
     order += place * tl.cdiv(keys, COLUMNS)
 
-    row = block * ROWS + tl.arange(0, ROWS)
-    i = keys - queries + row
-    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     qs, tops, totals, accs = (), (), (), ()
     for h in tl.static_range(HEADS):
         qs += (load_rows(q + h * queries * D, row, queries, D, WD),)
@@ -136,11 +131,9 @@ def attend_kernel(
         accs += (tl.zeros((ROWS, WDV), tl.float32),)
 
     for n in range(tl.load(count + place)):
-        key_block, clear = visit(order, n)
-        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        sel_k = load_rows(selector_k, j, keys, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        j, clear, _, hiding = next_keys(
+            order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
+            COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         penalty = tile_penalty(
@@ -187,22 +180,17 @@ def remember_kernel(
     """
     blocks = tl.num_programs(0)
     block = blocks - 1 - tl.program_id(0)
-    batch, selectors = tl.program_id(2), tl.num_programs(1)
-    selector = (batch * selectors + tl.program_id(1)).to(tl.int64)
+    batch, selector = own_selector()
     place = selector * blocks + block
     bases += place * keys
     order += place * tl.cdiv(keys, COLUMNS)
     selector_k += selector * keys * DS
-    row = block * ROWS + tl.arange(0, ROWS)
-    i = keys - queries + row
-    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    row, i, sel_q = own_queries(selector_q, selector, block, queries, keys, DS, WDS, ROWS)
     sums = tl.zeros((ROWS,), tl.float32)
     for n in range(tl.load(count + place)):
-        key_block, clear = visit(order, n)
-        j = key_block * COLUMNS + tl.arange(0, COLUMNS)
-        sel_k = load_rows(selector_k, j, keys, DS, WDS)
-        hiding = hiding_logits(
-            sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+        j, clear, _, hiding = next_keys(
+            order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS, WDS,
+            COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
         kept = tl.minimum(tile_f(hiding, base, scale, sel_q, False), tau)

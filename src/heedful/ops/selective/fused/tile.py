@@ -86,6 +86,64 @@ def hiding_logits(
 
 
 @triton.jit
+def own_selector():
+    """Batch and selector (among all rows' selectors) of a program (block, selector, batch)."""
+    batch = tl.program_id(2)
+    return batch, (batch * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+
+
+@triton.jit
+def of_head(batch, head, heads, PER_SELECTOR: tl.constexpr, GROUP: tl.constexpr):
+    """Selector, query head and key head of a head, each among those of all rows."""
+    selector = (batch * (heads // PER_SELECTOR) + head // PER_SELECTOR).to(tl.int64)
+    head_q = (batch * heads + head).to(tl.int64)
+    head_k = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    return selector, head_q, head_k
+
+
+@triton.jit
+def own_queries(
+    selector_q, selector, block, queries, keys, DS: tl.constexpr, WDS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of a program's block of queries the rows, their tokens, and the selector's queries."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    sel_q = load_rows(selector_q + selector * queries * DS, row, queries, DS, WDS)
+    return row, keys - queries + row, sel_q
+
+
+@triton.jit
+def next_keys(
+    order, n, selector_k, sel_q, i, segments, first, row_stride, batch, keys, DS: tl.constexpr,
+    WDS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The n-th block of keys to visit: its tokens, whether it is clear, and what hides there."""
+    block, clear = visit(order, n)
+    j = block * COLUMNS + tl.arange(0, COLUMNS)
+    sel_k = load_rows(selector_k, j, keys, DS, WDS)
+    hiding = hiding_logits(
+        sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, False,
+    )  # fmt: skip
+    return j, clear, sel_k, hiding
+
+
+@triton.jit
+def next_queries(
+    order, n, selector_q, sel_k, j, segments, first, row_stride, batch, queries, keys,
+    DS: tl.constexpr, WDS: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The n-th block of queries to visit: number, rows, tokens, and as `next_keys`, transposed."""
+    block, clear = visit(order, n)
+    row = block * ROWS + tl.arange(0, ROWS)
+    i = keys - queries + row
+    sel_q = load_rows(selector_q, row, queries, DS, WDS)
+    hiding = hiding_logits(
+        sel_q, sel_k, i, j, clear, segments, first, row_stride, batch, keys, WINDOW, True,
+    )  # fmt: skip
+    return block, row, i, clear, sel_q, hiding
+
+
+@triton.jit
 def tile_f(hiding, base, scale, like, TRANSPOSED: tl.constexpr):
     """F of a tile from its hiding logits and F at its first query: `base`, one number per key.
 

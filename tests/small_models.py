@@ -1,0 +1,76 @@
+"""Small models, tokenizers and what they write, for the tests of the commands."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+import heedful
+from heedful.commands.generate.options import Generation
+from heedful.commands.generate.run import Generated, generate
+
+PROMPT = "the red bus and the red car: a bus is "
+
+
+def small(layers: int = 2, vocabulary: int = 260, positions: int = 256, seed: int = 0, **options):
+    """A random model whose attention is far from uniform."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=positions,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=None, pad_token_id=None, **options,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tokenizer_of_words(chat: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte, BOS in front, and a chat template if asked for."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {c: i for i, c in enumerate(letters)} | {"<bos>": 256, "<user>": 257, "<bot>": 258}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<bos>", "<user>", "<bot>"])
+    made.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 256)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>")
+    if chat:
+        tokenizer.chat_template = (
+            "<bos>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<bot>{% endif %}"
+        )
+    return tokenizer
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def made(model: Path, **options) -> tuple[Generated, str]:
+    """What was generated, and the pieces in which it was told."""
+    defaults = {"prompt": PROMPT, "max_new_tokens": 12, "tokenizer": "bytes"}
+    if (model / "tokenizer.json").exists():
+        del defaults["tokenizer"]
+    asked = Generation(model=str(model), **(defaults | options))
+    pieces: list[str] = []
+    found = generate(asked, pieces.append)
+    assert "".join(pieces) == found.text
+    return found, pieces
+
+
+def converted(mechanism, **options):
+    """A small converted model whose kernels and mixing are not the identity any more."""
+    model = small(**options)
+    heedful.convert(model, mechanism)
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        for name in ("conv", "post_conv", "mix", "post_mix"):
+            weight = getattr(module, name, None)
+            if isinstance(weight, torch.nn.Parameter):
+                with torch.no_grad():
+                    weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+def ids_of(count: int):
+    return torch.randint(0, 256, (1, count), generator=torch.Generator().manual_seed(3))
