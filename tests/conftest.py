@@ -12,7 +12,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from crosses import leave_covers
+from helpers.crosses import leave_covers
 
 # Shapes inside the operators are checked at every call. The public functions are left out, as they
 # answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from crosses import cover
+from helpers.crosses import cover
 
 
 def test_every_value_of_each_axis_is_covered():

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import heedful
+from helpers import ROOT as CHECKOUT
 
 ROOT = Path(heedful.__file__).parent
-TESTS = Path(__file__).parent
-STUDIES = TESTS.parent / "benchmarks"
+TESTS, STUDIES = CHECKOUT / "tests", CHECKOUT / "benchmarks"
 
 # What each room may import: a foreign package, a room of this one, or one file of a room.
 COMPUTING = {"torch", "jaxtyping"}

@@ -4,13 +4,12 @@ import subprocess
 import sys
 import tomllib
 import venv
-from pathlib import Path
 
 import pytest
 
 from heedful.records.environment import TESTED
+from helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST, *_, NEWEST = TESTED["transformers"]
 

@@ -6,7 +6,6 @@ import warnings
 import peft
 import pytest
 import torch
-from families import logits, stir, tiny, tokens
 
 import heedful
 from heedful.nn import (
@@ -18,6 +17,7 @@ from heedful.nn import (
     MultiToken,
     Selective,
 )
+from helpers.families import logits, stir, tiny, tokens
 
 CONFIGS = {
     "mta-published": MultiToken.published(),

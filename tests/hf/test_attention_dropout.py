@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from encoder_families import logits as pair_logits
-from encoder_families import tiny as tiny_pair
-from families import checkpoint_layers, exactly, logits, stir, tiny, tokens, twin
 
 import heedful
 from heedful.nn import Grouped, MultiToken, Selective
+from helpers.encoder_families import logits as pair_logits
+from helpers.encoder_families import tiny as tiny_pair
+from helpers.families import checkpoint_layers, exactly, logits, stir, tiny, tokens, twin
 
 MECHANISMS = {
     "standard": "standard",

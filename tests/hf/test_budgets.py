@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
-from cached import greedy
-from families import stir, tiny, tokens, twin
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import NAME, fingerprint, is_of, read_budgets, write_budgets
 from heedful.hf.versions import cache_of
 from heedful.nn import Differential
+from helpers.cached import greedy
+from helpers.families import stir, tiny, tokens, twin
 
 POLICY = MostHidden(tokens=(14, 16, 15), sinks=2)
 

@@ -1,16 +1,16 @@
 """Families that cap logits or have sinks: training, caches and maps as their own attention."""
 
-import encoder_families
 import pytest
 import torch
-from encoder_families import ENCODER_DECODERS
-from families import EAGER, exactly, logits, ragged_mask, stir, tiny, tokens, twin
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 import heedful
 from heedful.hf.versions import cache_of
 from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
+from helpers import encoder_families
+from helpers.encoder_families import ENCODER_DECODERS
+from helpers.families import EAGER, exactly, logits, ragged_mask, stir, tiny, tokens, twin
 
 each_family = pytest.mark.parametrize("family", EAGER)
 UNCHANGING = {

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import config_of, logits, stir, tiny, tokens
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -24,6 +23,7 @@ from transformers import (
 import heedful
 from heedful.hf import register
 from heedful.nn import NAMES, Differential, MultiToken, Selective, ablations, mechanism
+from helpers.families import config_of, logits, stir, tiny, tokens
 
 
 def converted(config="mta-published", dtype=torch.float32):

@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from helpers import ROOT
 
 
 @pytest.fixture(scope="module")
 def problems() -> dict[str, str | None]:
-    program = Path(__file__).with_name("compiled_models.py")
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    program = [sys.executable, "-m", "helpers.compiled_models"]
+    done = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["check"]: line["problem"] for line in lines}

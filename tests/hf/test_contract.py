@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from families import logits, ragged_mask, stir, tiny, tokens, twin
 from torch import nn
 
 import heedful
@@ -22,6 +21,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.nn.layer import ALONE
+from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin
 
 
 class Noting(StandardAttention):

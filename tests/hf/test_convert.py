@@ -9,7 +9,6 @@ import sys
 
 import pytest
 import torch
-from families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -39,6 +38,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.testing import assert_causal
+from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
 
 EVERYWHERE = {
     "standard": "standard",

@@ -4,9 +4,6 @@ import copy
 
 import pytest
 import torch
-from encoder_families import ENCODER_DECODERS, exactly, logits, tiny
-from families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
-from test_cache_invariants import tensors_in
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
 
@@ -26,6 +23,9 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.testing import assert_causal
+from helpers.cached import tensors_in
+from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
+from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
 
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)

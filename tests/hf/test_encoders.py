@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from encoder_families import ENCODER_DECODERS, ENCODERS, tiny
-from families import ragged_mask, stir, tokens
 from torch import Tensor
 from transformers import T5EncoderModel
 
 import heedful
 from heedful.nn import Differential, KnockingHeads, MultiToken, Selective, Standard, TalkingHeads
+from helpers.encoder_families import ENCODER_DECODERS, ENCODERS, tiny
+from helpers.families import ragged_mask, stir, tokens
 
 every = pytest.mark.parametrize("family", ENCODERS)
 IDENTITIES = {

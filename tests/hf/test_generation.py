@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from families import VOCABULARY, fits, logits, stir, tiny, tokens
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
 from heedful.nn import NAMES, mechanism
+from helpers.families import VOCABULARY, fits, logits, stir, tiny, tokens
 
 
 def converted(name: str, family: str = "llama"):

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import heedful
 from heedful import Grouped
+from helpers.families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens
 
 GROUPINGS = {
     "fixed": Grouped(size=4, window=2),

@@ -1,10 +1,10 @@
 """Models that also take images: their text part is converted, and images still look ahead."""
 
 import torch
-from families import logits, ragged_mask, stir, tokens
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 import heedful
+from helpers.families import logits, ragged_mask, stir, tokens
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

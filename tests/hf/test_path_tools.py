@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from encoder_families import tiny as tiny_pair
-from families import logits, stir, tiny, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,6 +19,8 @@ import heedful
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.format import SHIM
+from helpers.encoder_families import tiny as tiny_pair
+from helpers.families import logits, stir, tiny, tokens
 
 TIMEOUT = 120  # seconds; each takes about ten
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from encoder_families import tiny as tiny_pair
-from families import FAMILIES, logits, tiny
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful.hf import attention, versions
 from heedful.hf.cache import new as cache
 from heedful.hf.family import call, mask
+from helpers.encoder_families import tiny as tiny_pair
+from helpers.families import FAMILIES, logits, tiny
 
 ENCODERS = ("bart", "t5", "t5gemma", "bert", "modernbert")
 

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from families import logits, stir, tiny, tokens
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import heedful
 from heedful.nn import MultiToken, Selective
+from helpers.families import logits, stir, tiny, tokens
 
 MECHANISMS = {
     "mta": MultiToken(conv_every=1),

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from families import tiny, tokens
 from transformers import DynamicCache
 
 import heedful
 from heedful.hf import versions
 from heedful.records.environment import release
+from helpers.families import tiny, tokens
 
 SRC = Path(heedful.__file__).parent
 HERE = SRC / "hf" / "versions.py"

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from compiled import CHECKS
+
+from helpers import ROOT
+from helpers.compiled import CHECKS
 
 # Of the rest the operator of mta alone takes half a minute.
 USUAL = ("operator selective", "whole graph mta-full", "whole graph grouped", "llama mta-published")
@@ -16,8 +17,8 @@ USUAL = ("operator selective", "whole graph mta-full", "whole graph grouped", "l
 def problems(request) -> dict[str, str | None]:
     mine = [x for x in request.session.items if getattr(x, "originalname", "") == "test_compile"]
     checks = [x.callspec.params["check"] for x in mine]
-    program = [sys.executable, str(Path(__file__).with_name("compiled.py")), *checks]
-    done = subprocess.run(program, capture_output=True, text=True)
+    program = [sys.executable, "-m", "helpers.compiled", *checks]
+    done = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["check"]: line["problem"] for line in lines}

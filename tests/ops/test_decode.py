@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Shape
-from oracle import cast
 
 from heedful.ops import Visibility
 from heedful.ops.common.few import FEW
 from heedful.testing import assert_matches_oracle
+from helpers.mechanisms import MECHANISMS, Shape
+from helpers.oracle import cast
 
 KEYS = 61
 PADDING = torch.ones(2, KEYS, dtype=torch.bool)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loops import capped, cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import differential_attention
+from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
 
 
 def draw(*shape: int) -> Tensor:

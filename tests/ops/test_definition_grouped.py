@@ -5,7 +5,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import (
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful.ops import Queries, Visibility, grouped_attention, summarise
+from heedful.ops.grouped import (
+    cif_groups,
+    fixed_groups,
+    sliding_groups,
+    slot_groups,
+)
+from heedful.ops.grouped.reference import memberships
+from helpers.grouped_cases import (
     BY_NAME,
     EXACT,
     TOKENS,
@@ -19,19 +30,8 @@ from grouped_cases import (
     shares_by_hand,
     tensors,
 )
-from loops import dot, sight, softmax
-from oracle import against_oracle, with_grads
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
-from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import (
-    cif_groups,
-    fixed_groups,
-    sliding_groups,
-    slot_groups,
-)
-from heedful.ops.grouped.reference import memberships
+from helpers.loops import dot, sight, softmax
+from helpers.oracle import against_oracle, with_grads
 
 SEEN = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",

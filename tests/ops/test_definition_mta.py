@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from loops import capped, cases, dot, grid, sight, softmax, weighted
-from oracle import EXACT, draw
 from torch import Tensor
 from torch.nn.functional import conv2d, scaled_dot_product_attention
 
 from heedful.ops import Visibility, multi_token_attention
 from heedful.testing import assert_causal
+from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
+from helpers.oracle import EXACT, draw
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from loops import capped, cases, dot, grid, sight, softmax, weighted
 from torch import Tensor
 
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.selective.tiled import RunningTotal
 from heedful.testing import assert_matches_oracle
+from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 EXACT = {"rtol": 0, "atol": 1e-12}

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from mechanisms import FUSED, MECHANISMS, Shape
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
+
+from helpers.mechanisms import FUSED, MECHANISMS, Shape
 
 SHAPE = Shape(batch=1, heads=2, key_heads=2, queries=9, keys=9, dim=4)
 BY_NAME = {str(m): m for m in MECHANISMS}

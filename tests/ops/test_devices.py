@@ -7,12 +7,12 @@ import contextlib
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Shape
 
 from heedful.ops.common.tiles import Scope, Sight, segment_bounds
 from heedful.ops.mta import tiled, wide
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.selective import tiled as selective
+from helpers.mechanisms import MECHANISMS, Shape
 
 META = torch.device("meta")
 Q = torch.zeros(1, 4, 130, 8, device=META)

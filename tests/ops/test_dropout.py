@@ -4,8 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mechanisms import FUSED, MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
-from oracle import Tensors, against_oracle, with_grads
 
 from heedful.ops import (
     Visibility,
@@ -15,6 +13,8 @@ from heedful.ops import (
 )
 from heedful.ops.common import tiles
 from heedful.ops.common.dropout import dropout_of
+from helpers.mechanisms import FUSED, MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
+from helpers.oracle import Tensors, against_oracle, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Shape, ragged
-from oracle import against_oracle, with_grads
 from torch import Tensor
 
-from crosses import exhausting
 from heedful.ops import Visibility
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.mta import tiled
@@ -16,6 +13,9 @@ from heedful.ops.mta.fused.plan import multi_token_attention_limit
 from heedful.ops.mta.reference import multi_token_attention_map
 from heedful.ops.mta.reference import multi_token_attention_reference as reference
 from heedful.testing import assert_causal
+from helpers.crosses import exhausting
+from helpers.mechanisms import MECHANISMS, Shape, ragged
+from helpers.oracle import against_oracle, with_grads
 
 # The interpreter's time goes by operations, whatever their size: larger blocks than on a GPU.
 LARGE = blocks.BlockLaunch(64, 128, 4, 64)

@@ -1,7 +1,8 @@
 """The fused kernels compile for an H200 without one, fit, and keep to its registers."""
 
 import pytest
-from aot import CASES, SHARED_LIMIT, compile_case
+
+from helpers.aot import CASES, SHARED_LIMIT, compile_case
 
 SELECTOR = [
     "survey_kernel", "accumulate_kernel", "selector_key_gradients_kernel",

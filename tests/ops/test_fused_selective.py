@@ -5,12 +5,9 @@ The interpreter's time goes by operations, whatever their size: few heads, few b
 
 import pytest
 import torch
-from mechanisms import VISIBILITIES, ragged
-from oracle import against_oracle, cast, with_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from crosses import exhausting
 from heedful.ops import Visibility
 from heedful.ops.selective.fused import plan as launches
 from heedful.ops.selective.fused.flash import (
@@ -22,6 +19,9 @@ from heedful.ops.selective.fused.flash import (
 )
 from heedful.ops.selective.reference import selection, selective_attention_reference
 from heedful.testing import assert_causal, assert_matches_oracle
+from helpers.crosses import exhausting
+from helpers.mechanisms import VISIBILITIES, ragged
+from helpers.oracle import against_oracle, cast, with_grads
 
 SCALE = 0.3
 SMALL = (32, 16, 16)  # several tiles in few tokens, and steps that are half a tile

@@ -4,18 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import (
-    EXACT,
-    LONGEST,
-    TOKENS,
-    VISIBILITIES,
-    attend,
-    draw,
-    each_case,
-    each_impl,
-    tensors,
-)
-from oracle import with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -31,6 +19,18 @@ from heedful.ops.grouped import tiled as tiled_form
 from heedful.ops.grouped.groups import NEVER
 from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.testing import assert_matches_oracle
+from helpers.grouped_cases import (
+    EXACT,
+    LONGEST,
+    TOKENS,
+    VISIBILITIES,
+    attend,
+    draw,
+    each_case,
+    each_impl,
+    tensors,
+)
+from helpers.oracle import with_grads
 
 # Shapes, cost, and what cannot be.
 

@@ -9,7 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import (
+
+from heedful.ops import Queries, Visibility, grouped_attention, summarise
+from heedful.ops.grouped import fixed_groups, sliding_groups
+from heedful.ops.grouped.fused import _blocks
+from heedful.ops.grouped.neighbourhood import reach_of
+from helpers.grouped_cases import (
     EXACT,
     TOKENS,
     VISIBILITIES,
@@ -17,12 +22,7 @@ from grouped_cases import (
     each_case,
     tensors,
 )
-from oracle import against_oracle, with_grads
-
-from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import fixed_groups, sliding_groups
-from heedful.ops.grouped.fused import _blocks
-from heedful.ops.grouped.neighbourhood import reach_of
+from helpers.oracle import against_oracle, with_grads
 
 SEEN = [name for name in VISIBILITIES if "mutual" not in name]
 asked = pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])

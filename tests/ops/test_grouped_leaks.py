@@ -4,12 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from grouped_cases import (
-    attend,
-    draw,
-    each_impl,
-    tensors,
-)
 
 from heedful.ops import Summaries, grouped_attention, summarise
 from heedful.ops.grouped import (
@@ -18,6 +12,12 @@ from heedful.ops.grouped import (
     member_attention,
     sliding_groups,
     slot_groups,
+)
+from helpers.grouped_cases import (
+    attend,
+    draw,
+    each_impl,
+    tensors,
 )
 
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.

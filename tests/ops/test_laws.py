@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mechanisms import FUSED, MECHANISMS, VISIBILITIES, Mechanism, Shape, forms, ragged
-from oracle import against_oracle, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility
 from heedful.testing import assert_causal, assert_matches_oracle
+from helpers.mechanisms import FUSED, MECHANISMS, VISIBILITIES, Mechanism, Shape, forms, ragged
+from helpers.oracle import against_oracle, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from mechanisms import FUSED, MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
-from oracle import Tensors, against_oracle, cast, with_grads
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Visibility, multi_token_attention, selective_attention
 from heedful.testing import assert_matches_oracle, peak_memory_mib
+from helpers.mechanisms import FUSED, MECHANISMS, TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
+from helpers.oracle import Tensors, against_oracle, cast, with_grads
 
 CAP = 1.5  # logits here are about one, and larger after a convolution
 

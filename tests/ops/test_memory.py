@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from mechanisms import MECHANISMS, Shape
 
 from heedful.testing import peak_memory_mib
+from helpers.mechanisms import MECHANISMS, Shape
 
 PROGRAM = """
 import torch

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mechanisms import ragged
 from torch import Tensor
 
 from heedful.ops import Visibility, multi_token_attention, selective_attention
+from helpers.mechanisms import ragged
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 EXACT = {"rtol": 0, "atol": 1e-12}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from mechanisms import TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
-from oracle import EXACT, against_oracle, draw
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Visibility, multi_token_attention
+from helpers.mechanisms import TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
+from helpers.oracle import EXACT, against_oracle, draw
 
 every = pytest.mark.parametrize("mechanism", TWO_SIDED, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loops import cases, sight
 
 from heedful.ops import Queries, Visibility
+from helpers.loops import cases, sight
 
 CPU = torch.device("cpu")
 

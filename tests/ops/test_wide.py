@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mechanisms import ragged
 from torch import Tensor
 
 from heedful.ops import Visibility, multi_token_attention
@@ -16,6 +15,7 @@ from heedful.ops.mta.wide import (
     wide_keys,
     wide_queries,
 )
+from helpers.mechanisms import ragged
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 KERNELS = [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1)]

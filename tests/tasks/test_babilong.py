@@ -1,7 +1,6 @@
 """Stories: their answers derived anew, where they stand in long text, and the strict metric."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +8,9 @@ import pytest
 from heedful.tasks.babilong import UNWANTED, BabiLong, only_label
 from heedful.tasks.background import Background
 from heedful.tasks.stories import OBJECTS, PEOPLE, PLACES, read_stories, story
+from helpers import ROOT
 
-PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data"
+PUBLIC = ROOT.parent / "shared" / "data"
 TEXT = [f"Sentence {i} says nothing at all{' again' * (i % 7)}." for i in range(300)]
 AGAINST = {"north": "south", "south": "north", "east": "west", "west": "east"}
 

@@ -8,8 +8,9 @@ import torch
 
 from heedful.data import corpus
 from heedful.tasks import Text, token_losses
+from helpers import ROOT
 
-PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data"
+PUBLIC = ROOT.parent / "shared" / "data"
 WORDS = "thé quick brown fox jumps over the lazy dog while seven wizards — boxing — jest "
 
 

@@ -1,0 +1,426 @@
+"""`heedful budget`: trials are what whole evaluations give, and the search is the plain one."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import heedful
+from heedful.cli import main
+from heedful.commands.budget import search as budget
+from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.search import LOG, Found, Log, greedy, search
+from heedful.commands.models import rows_of
+from heedful.data import ByteTokenizer
+from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.nn import MultiToken, Selective
+from helpers.small_models import files_of, made, small, tokenizer_of_words
+
+TEXT = 2 * "".join(
+    f"{a} has a {b} {c}. the {c} of {a} is {b}. "
+    for a in ("ann", "bob", "eve", "joe", "kim")
+    for b in ("red", "blue", "old")
+    for c in ("bus", "car", "hat", "dog")
+)
+LENGTH, ROWS = 48, 2
+
+
+def perplexity(model, rows, policy) -> float:
+    """By the whole forward pass, and nothing else."""
+    with evicting(model, policy), torch.no_grad():
+        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].double()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).exp()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A selective model and a standard one that have seen the text, with it beside them."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "text.txt").write_text(TEXT)
+    rows = rows_of((str(root / "text.txt"),), ByteTokenizer(), 64, 64)
+    for name in ("selective", "standard"):
+        model = small(layers=3, vocabulary=256)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.2 if p.ndim > 1 else 1)
+        heedful.convert(model, name)
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+        for step in range(150):
+            batch = rows[step * 8 % 64 :][:8]
+            model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # In fp64 the two ways to a perplexity agree far closer than any two trials of a search.
+        model.eval().double().save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture
+def folder(trained, tmp_path) -> Path:
+    """A copy that may be written to."""
+    return shutil.copytree(trained, tmp_path / "here")
+
+
+@pytest.fixture(scope="module")
+def finished(trained, tmp_path_factory) -> tuple[Path, Found]:
+    """The selective model after a search."""
+    root = shutil.copytree(trained, tmp_path_factory.mktemp("finished") / "here")
+    return root, search(asked(root))
+
+
+@pytest.fixture
+def searched(finished, tmp_path) -> tuple[Path, Found]:
+    """A copy of it that may be written to."""
+    folder = shutil.copytree(finished[0], tmp_path / "searched")
+    return folder, finished[1]
+
+
+def asked(folder: Path, name: str = "selective", **options) -> BudgetSearch:
+    defaults = {"model": str(folder / name), "data": (str(folder / "text.txt"),),
+                "length": LENGTH, "rows": ROWS, "tokenizer": "bytes", "sinks": 1, "recent": 4,
+                "loss": 1.0}  # fmt: skip
+    return BudgetSearch(**(defaults | options))
+
+
+def plain_greedy(start, least, step, limit, perplexity_of) -> tuple[int, ...]:
+    """Every layer at every step, from the rule itself."""
+    budgets = list(start)
+    while step >= 1:
+        while True:
+            values = {}
+            for i in range(len(budgets)):
+                trial = [*budgets[:i], budgets[i] - step, *budgets[i + 1 :]]
+                if trial[i] >= least and (value := perplexity_of(tuple(trial))) <= limit:
+                    values[i] = value
+            if not values:
+                break
+            budgets[min(values, key=values.__getitem__)] -= step
+        step //= 2
+    return tuple(budgets)
+
+
+@pytest.mark.parametrize("name", ["selective", pytest.param("standard", marks=pytest.mark.slow)])
+def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
+    found = finished[1] if name == "selective" else search(asked(folder, name))
+    model = heedful.load(folder / name)
+    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    policy = MostHidden if name == "selective" else StreamingLLM
+    known: dict[tuple, float] = {}
+
+    def value(budgets: tuple[int, ...]) -> float:
+        if budgets not in known:
+            chosen = policy(tokens=budgets, sinks=1, recent=4)
+            known[budgets] = float(perplexity(model, rows, chosen))
+        return known[budgets]
+
+    whole = value((LENGTH,) * 3)
+    assert found.whole == pytest.approx(whole, rel=1e-5)
+    assert found.perplexity == pytest.approx(value(found.eviction.tokens), rel=1e-5)
+    assert found.perplexity <= found.limit == found.whole * 1.01
+    for i in range(3):  # no layer can give up one more
+        less = tuple(n - (j == i) for j, n in enumerate(found.eviction.tokens))
+        assert less[i] < 6 or value(less) > found.limit
+    expected = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
+    assert found.eviction == policy(tokens=expected, sinks=1, recent=4)
+    assert found.kept == sum(expected) / (3 * LENGTH) < 0.9
+    assert len(set(expected)) > 1  # layers differ
+    assert found.trials < len(known)
+
+
+def test_greedy_on_costs_that_add_up():
+    """Against the plain rule, on many tables of costs, and in fewer trials."""
+    trials = {"plain": 0, "lazy": 0}  # different ones
+    for seed in range(40):
+        torch.manual_seed(seed)
+        costs = torch.rand(6, 40).square().sort().values.cumsum(1)  # of keeping 40, 39, ... tokens
+
+        seen = set()
+
+        def cost(budgets, kind, costs=costs, seen=seen) -> float:
+            trials[kind] += (kind, budgets) not in seen
+            seen.add((kind, budgets))
+            return 1 + sum(float(costs[i, 40 - n]) if n < 40 else 0 for i, n in enumerate(budgets))
+
+        limit = 1 + 20 * float(torch.rand(()))
+        found = greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "lazy"))
+        expected = plain_greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "plain"))
+        assert found == expected
+        assert cost(found, "lazy") <= limit
+    assert trials["lazy"] < trials["plain"]
+
+
+def test_layers_without_a_budget_take_no_part():
+    found = greedy((20, None, 20), 5, 4, 100, lambda x: sum(20 - (n or 20) for n in x))
+    assert found == (5, None, 5)
+
+
+def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
+    model = heedful.load(folder / "standard")
+    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, 3)
+    policy = StreamingLLM(tokens=(48, 20, 10), sinks=1, recent=4)
+    expected = float(perplexity(model, rows, policy))
+    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
+    monkeypatch.setattr(budget, "_LOGITS", 2 * LENGTH * 256)  # two rows, then one
+    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
+
+
+def test_what_is_written_is_used(searched):
+    folder, found = searched
+    data = json.loads((folder / "selective" / "budgets.json").read_text())
+    assert data["eviction"] == {"kind": "MostHidden", "tokens": list(found.eviction.tokens),
+                                "sinks": 1, "recent": 4, "keep_prompt": False}  # fmt: skip
+    about = data["about"]
+    assert about["perplexity"] == {"whole": found.whole, "found": found.perplexity,
+                                   "limit": found.limit}  # fmt: skip
+    assert (about["length"], about["rows"], about["limit"]) == (
+        48,
+        2,
+        "1.0 % above the whole cache",
+    )
+    assert about["share_of_tokens_kept"] == found.kept
+    assert {"commit", "machine", "date", "command"} <= about["environment"].keys()
+    model = heedful.load(folder / "selective")
+    cache = heedful.new_cache(model)
+    assert [layer.policy for layer in cache.layers] == [found.eviction] * 3
+    assert [layer.budget.tokens for layer in cache.layers] == list(found.eviction.tokens)
+    text, _ = made(folder / "selective", prompt=TEXT[:100], max_new_tokens=20)
+    assert text.nbytes < text.whole_nbytes
+    assert not (folder / "selective" / ".heedful.lock").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tova", "h2o", "snap-kv", "random", "window"])
+def test_other_policies_are_searched_too(folder, name):
+    found = search(asked(folder, "standard", eviction=name, sinks=None, length=40, rows=2))
+    assert found.perplexity <= found.limit and found.kept < 1
+    assert found.eviction.sinks == (0 if name == "window" else 4)
+    assert heedful.new_cache(heedful.load(folder / "standard")).layers[0].policy == found.eviction
+
+
+def test_an_ordinary_model_gets_budgets_too(folder):
+    model = heedful.revert(heedful.load(folder / "standard"))
+    model.save_pretrained(folder / "ordinary")
+    found = search(asked(folder, "ordinary"))
+    assert found.eviction.tokens == search(asked(folder, "standard")).eviction.tokens
+    assert made(folder / "ordinary", prompt=TEXT[:80])[0].nbytes < 80 * 3 * 2 * 2 * 8 * 4
+
+
+def test_layers_that_cannot_let_go_keep_everything(folder):
+    model = small(layers=3, vocabulary=256)
+    heedful.convert(model, {MultiToken(conv_every=1): [1], Selective(): [0, 2]})
+    model.save_pretrained(folder / "mixed")
+    found = search(asked(folder, "mixed", eviction="most-hidden", loss=50.0))
+    assert found.start == (LENGTH, None, LENGTH) and found.eviction.tokens[1] is None
+    assert "    1     all  100.0%" in budget.format_found(found)
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+        search(asked(folder, "standard", eviction="most-hidden"))
+
+
+def test_windows_are_where_the_search_begins(folder):
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING["mistral"](
+        vocab_size=256, num_hidden_layers=2, hidden_size=32, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, max_position_embeddings=64, sliding_window=24,
+        initializer_range=0.3,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "windows")
+    found = search(asked(folder, "windows", loss=5.0))
+    assert found.start == (24, 24) and found.kept <= 1
+
+
+@pytest.mark.slow
+def test_a_reference_sets_the_limit(folder):
+    worse = heedful.load(folder / "selective")
+    with torch.no_grad():
+        worse.lm_head.weight.mul_(0.5)
+    worse.save_pretrained(folder / "worse")
+    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    found = search(asked(folder, reference=str(folder / "worse")))
+    assert found.limit == pytest.approx(float(perplexity(worse, rows, None)), rel=1e-6)
+    assert found.whole < found.perplexity <= found.limit
+    said = "has a perplexity of .* and the model with its whole cache has .*: no budget can"
+    with pytest.raises(ValueError, match=said):
+        search(asked(folder, "worse", reference=str(folder / "selective")))
+    other = shutil.copytree(folder / "selective", folder / "other")
+    # The same bytes in another order: as many tokens, and other ones.
+    made_of = tokenizer_of_words()
+    text = made_of._tokenizer.to_str()
+    changed = json.loads(text)
+    vocabulary = changed["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    tokenizers = {"selective": text, "other": json.dumps(changed)}
+    for name, text in tokenizers.items():
+        model = small(layers=3)
+        heedful.convert(model, "selective")
+        model.save_pretrained(folder / name)
+        type(made_of._tokenizer).from_str(text).save(str(folder / name / "tokenizer.json"))
+        shutil.copy(_tokenizer_config(folder), folder / name / "tokenizer_config.json")
+    with pytest.raises(ValueError, match="splits the data into other tokens than"):
+        search(asked(folder, reference=str(other), tokenizer=None))
+
+
+def _tokenizer_config(folder: Path) -> Path:
+    tokenizer_of_words().save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer" / "tokenizer_config.json"
+
+
+def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
+    """After any number of trials, also with half a line at the end."""
+    folder, whole = searched
+    lines = (folder / "selective" / LOG).read_bytes().splitlines(keepends=True)
+    assert whole.trials == whole.measured == len(lines) - 1
+    (folder / "selective" / "budgets.json").unlink()
+    for count, half in ((9, b'{"budg'), (len(lines) - 5, b""), (len(lines) - 1, lines[-1][:-3])):
+        (folder / "selective" / LOG).write_bytes(b"".join(lines[:count]) + half)
+        if half:
+            with pytest.warns(UserWarning, match="removed a last line that was cut off"):
+                again = search(asked(folder))
+        else:
+            again = search(asked(folder))
+        assert again.measured == len(lines) - count
+        assert (folder / "selective" / LOG).read_bytes() == b"".join(lines)
+        same = {"path": whole.path, "measured": 0, "seconds": 0}
+        assert again._replace(**same) == whole._replace(**same)
+    monkeypatch.setattr(budget, "perplexity", None)  # all is known
+    again = search(asked(folder))
+    assert again.eviction == whole.eviction and again.measured == 0
+
+
+def test_another_search_is_refused_unless_told(searched):
+    folder, first = searched
+    before = files_of(folder)
+    for options, said in (
+        ({"loss": 2.0}, "loss was 1.0 and is 2.0 now"),
+        ({"rows": 3}, "rows was 2 and is 3 now"),
+        ({"recent": 5}, "policy.recent was 4 and is 5 now"),
+        ({"eviction": "tova"}, 'policy.kind was "MostHidden" and is "TOVA" now'),
+    ):
+        with pytest.raises(ValueError, match=f"holds another search: .*{said}.*--restart"):
+            search(asked(folder, **options))
+        assert files_of(folder) == before
+    second = search(asked(folder, loss=20.0, rows=1, restart=True))
+    assert second.kept < first.kept and second.measured == second.trials
+    model = heedful.load(folder / "selective")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.02)
+    model.save_pretrained(folder / "selective")
+    with pytest.raises(ValueError, match=r"holds another search: model\.weights was"):
+        search(asked(folder, loss=20.0, rows=1))
+    (folder / "selective" / LOG).write_text("{}\n[1]\n")
+    with pytest.raises(ValueError, match=r"is damaged .*; add --restart to search"):
+        search(asked(folder))
+
+
+def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
+    options = [
+        "--length",
+        "48",
+        "--rows",
+        "2",
+        "--tokenizer",
+        "bytes",
+        "--sinks",
+        "1",
+        "--recent",
+        "4",
+    ]
+    return ["budget", str(folder / name), "--data", str(folder / "text.txt"), *options, *more]
+
+
+def test_as_a_command(searched, capsys):
+    folder, found = searched
+    with pytest.raises(SystemExit) as stop:
+        main(command(folder, "--loss", "1"))
+    captured = capsys.readouterr()
+    assert stop.value.code == 0
+    tokens = found.eviction.tokens
+    printed = captured.out.splitlines()
+    assert printed[0] == "layer  tokens   share"
+    for i, n in enumerate(tokens):
+        assert printed[1 + i].split() == [str(i), str(n), f"{n / 48:.1%}"]
+    assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
+    assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
+    assert re.search(r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens \[\d+ trials",
+                     captured.err)  # fmt: skip
+
+
+def refused(capsys, arguments: list[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    captured = capsys.readouterr()
+    assert stop.value.code == 1 and captured.out == "", captured
+    (line,) = [line for line in captured.err.splitlines() if line.startswith("heedful: ")]
+    assert "Traceback" not in captured.err
+    return line
+
+
+WRONG = {
+    "data must name at least one text file: add --data": ["--data"],
+    "paths names 'nowhere.txt', which does not exist": ["--data", "nowhere.txt"],
+    "length must be at most the 256 tokens that .* has positions for, got 512": ["--length", "512"],
+    "length must be a whole number of at least 32, got 16": ["--length", "16"],
+    "data has 5120 tokens, and 1000 rows of 48 are asked for": ["--rows", "1000"],
+    "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
+    "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
+    "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],
+    "tokens must be whole numbers of at least sinks . recent . 1 = 75, got 48": ["--sinks", "70"],
+    "length must be more than the 48 tokens that every budget holds, got 48": ["--recent", "46"],
+    "model '/nothing' cannot be opened": ["--reference", "/nothing"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options_are_one_line_and_nothing_changes(folder, message, capsys):
+    before = files_of(folder)
+    assert re.search(message, refused(capsys, command(folder, *WRONG[message])))
+    assert files_of(folder) == before
+
+
+def test_models_that_are_no_folder_are_one_line(folder, capsys):
+    for name, said in {
+        "nothing": "model must be a folder, as budgets.json is written into it",
+        "": "is a folder without a config.json; name a model's folder",
+    }.items():
+        assert said in refused(capsys, command(folder, name=name))
+
+
+def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
+    with budget.only_writer(folder / "selective"):
+        assert "is in use by process" in refused(capsys, command(folder))
+
+
+def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
+    add = Log.add
+
+    def interrupted(self, *given):
+        add(self, *given)
+        if len(self.known) == 3:
+            raise KeyboardInterrupt  # as Python raises on SIGINT
+
+    monkeypatch.setattr(Log, "add", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(command(folder, "--loss", "1", "--length", "72"))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 130 and out == "", err
+    said = "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
+    assert said in err and "Traceback" not in err
+    assert not (folder / "selective" / "budgets.json").exists()
+    log = folder / "selective" / LOG
+    assert log.read_bytes().endswith(b"}\n") and log.read_bytes().count(b"\n") == 4
+
+
+def test_a_model_that_diverged_is_refused(folder):
+    model = heedful.load(folder / "standard")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    model.save_pretrained(folder / "standard")
+    with pytest.raises(ValueError, match="has a perplexity of nan on the data"):
+        search(asked(folder, "standard"))

@@ -1,0 +1,424 @@
+"""Records, their summary, table and findings, and the page made of them."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from heedful.commands.compare import figures
+from heedful.commands.compare.exhibits import WrittenExhibit, written_tables
+from heedful.commands.compare.figures import (
+    KernelExhibit,
+    MapExhibit,
+    visible,
+)
+from heedful.commands.compare.findings import configurations, findings, summarise, table
+from heedful.commands.compare.page import write_report
+from heedful.records import Record, append_record, read_records
+from helpers.invented_runs import exhibits, run, runs
+
+# Records.
+
+
+def test_a_record_survives_its_line():
+    record = run(config={"lr": 1e-3, "path": "a\nb"}, loss_curve=[(1, math.inf), (2, 1.5)])
+    line = record.to_json()
+    assert "\n" not in line
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    back = Record.from_json(line)
+    assert back.to_json() == line
+    assert back.config == record.config and back.curve == ((50, 0.9), (100, 0.5))
+    assert math.isnan(back.loss_curve[0][1]) and back.loss_curve[1] == (2, 1.5)
+    assert Record.from_json(run().to_json()) == run()
+
+
+def test_the_value_of_a_run_is_its_metric_or_its_first_split():
+    assert run(final={"bits_per_byte": 1.0, "held-out": 9.0}, metric="perplexity").value == 9.0
+    assert run(final={"held-out": 9.0, "perplexity": 8.0}, metric="perplexity").value == 8.0
+    with pytest.raises(ValueError, match="final must hold a value of the metric 'error'"):
+        run(final={"perplexity": 2.0})
+    with pytest.raises(ValueError, match="metric must be one of"):
+        run(metric="accuracy")
+
+
+def test_records_append_and_read_back(tmp_path):
+    path = tmp_path / "results.jsonl"
+    written = runs("standard", [0.1, 0.2, 0.3])
+    for record in written:
+        append_record(path, record)
+    assert read_records(path) == written
+
+
+def test_a_truncated_last_line_is_left_out_and_repaired(tmp_path):
+    path = tmp_path / "results.jsonl"
+    first, second = runs("standard", [0.1, 0.2])
+    append_record(path, first)
+    whole = path.read_bytes()
+    path.write_bytes(whole + second.to_json().encode()[:40])
+    with pytest.warns(UserWarning, match="cut off"):
+        assert read_records(path) == [first]
+    with pytest.warns(UserWarning, match="cut off"):
+        append_record(path, second)
+    assert path.read_bytes().startswith(whole)
+    assert read_records(path) == [first, second]
+    # Cut off just before its newline, a line is whole.
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_records(path) == [first, second]
+    append_record(path, run("mta"))
+    assert read_records(path) == [first, second, run("mta")]
+
+
+@pytest.mark.parametrize("bad", ["{", "[]", '{"task": "blocks"}', None, "\xff"])
+def test_any_other_bad_line_is_named(tmp_path, bad):
+    path = tmp_path / "results.jsonl"
+    if bad is None:
+        bad = json.dumps({**json.loads(run().to_json()), "colour": 1})
+    good = run().to_json().encode()
+    path.write_bytes(good + b"\n" + bad.encode("latin-1") + b"\n" + good + b"\n")
+    with pytest.raises(ValueError, match=re.escape(str(path)) + ", line 2: not a record"):
+        read_records(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("task", 3, "task must be a text, got 3"),
+        ("metric", ["error"], "metric must be a text"),
+        ("seed", "x", "seed must be a whole number, 0 or more, got 'x'"),
+        ("steps", "many", "steps must be a whole number, 0 or more, got 'many'"),
+        ("batch", 1.5, "batch must be a whole number"),
+        ("parameters", True, "parameters must be a whole number"),
+        ("final", [0.5], r"final must be an object, got \[0.5\]"),
+        ("final", {"held-out": "low"}, "final must be a number or null, got 'low'"),
+        ("curve", "steep", "curve must be pairs of step and value, got 'steep'"),
+        ("loss_curve", [["1", 2]], "loss_curve must count steps in whole numbers, got '1'"),
+        ("seconds", "long", "seconds must be a number or null, got 'long'"),
+        ("environment", "here", "environment must be an object, got 'here'"),
+        ("device", 0, "device must be a text or null, got 0"),
+    ],
+)
+def test_a_wrong_typed_field_is_named_with_its_line(tmp_path, field, value, message):
+    path = tmp_path / "results.jsonl"
+    wrong = json.dumps(json.loads(run().to_json()) | {field: value})
+    # Also as a last line without its newline: it is wrong, but not cut off.
+    for content in (f"\n{wrong}\n", f"\n{wrong}"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: not a record \({message}"):
+            read_records(path)
+
+
+# Summary.
+
+
+def test_numbers_against_hand_computed_values():
+    standard = [
+        run(value=v, seed=i, tokens_per_second=t, peak_memory_mib=m)
+        for i, (v, t, m) in enumerate([(0.2, 100, 7), (0.4, 400, 9), (0.9, 200, 8)])
+    ]
+    row, other = summarise([*standard, *runs("mta", [0.1, 0.3], parameters=1200)])
+    assert row.values == (0.2, 0.4, 0.9) and row.seeds == (0, 1, 2)
+    assert row.mean == pytest.approx(0.5)
+    assert row.std == pytest.approx(math.sqrt((0.09 + 0.01 + 0.16) / 2))
+    assert (row.min, row.max, row.ratio, row.speed_ratio) == (0.2, 0.9, 1.0, 1.0)
+    assert (row.tokens_per_second, row.peak_memory_mib, row.parameters) == (200, 9, 1000)
+    assert other.ratio == pytest.approx(0.4) and other.speed_ratio == pytest.approx(5.0)
+    assert other.std == pytest.approx(0.1 * math.sqrt(2)) and other.parameters == 1200
+
+
+def test_one_seed_no_baseline_and_divergence():
+    (row,) = summarise([run("mta", 0.25)])
+    assert math.isnan(row.std) and math.isnan(row.ratio) and row.mean == 0.25
+    (row,) = summarise(runs("standard", [0.5, math.nan]))
+    assert math.isnan(row.mean) and "1 of 2 diverged" in table([row])
+
+
+def test_records_that_cannot_be_summed_up():
+    with pytest.raises(ValueError, match=r"seeds \[0, 0\] for 'standard' on 'blocks'"):
+        summarise([run(), run()])
+    with pytest.raises(ValueError, match="one metric, got error and perplexity"):
+        summarise([run(), run("mta", metric="perplexity")])
+
+
+# Table.
+
+
+def test_table_formats():
+    text = runs("standard", [12.0, 13.0], task="text", metric="perplexity")
+    rows = summarise([*runs("mta", [0.083, 0.163]), run(value=0.5), *text])
+    plain = table(rows)
+    assert "error 12.3 ± 5.7 % (2 seeds)" in plain
+    assert "error 50.0 % (1 seed)" in plain
+    assert "perplexity 12.50 ± 0.71 (2 seeds)" in plain
+    lines = plain.splitlines()
+    assert len(lines) == 5 and len({len(line) for line in lines}) == 1
+    assert "0.25" in lines[2] and lines[3].count("0.25") == 0
+    markdown = table(rows, "markdown").splitlines()
+    assert {line.count("|") for line in markdown} == {8} and set(markdown[1]) == set("|-: ")
+    page = table(summarise([run("<b>")]), "html")
+    assert "&lt;b&gt;" in page and "<b>" not in page
+    with pytest.raises(ValueError, match="format must be"):
+        table(rows, "latex")
+
+
+# Findings.
+
+
+def said(*groups) -> str:
+    (sentence,) = findings(summarise([record for group in groups for record in group]))
+    assert sentence.startswith("blocks: ") and sentence.endswith(".")
+    return sentence
+
+
+def test_finding_solved():
+    text = said(runs("standard", [0.96, 0.98]), runs("mta", [0.01, 0.02]))
+    assert text == "blocks: mta (1.5 % error) solved it where standard stayed at 97.0 % error."
+
+
+def test_finding_separated_both_ways():
+    text = said(
+        runs("standard", [0.5, 0.6]), runs("mta", [0.2, 0.3]), runs("selective", [0.7, 0.8])
+    )
+    assert "every seed of mta (25.0 % error) did better than any of standard" in text
+    assert "every seed of selective (75.0 % error) did worse than any of standard" in text
+    assert "no mechanism solved it" in text
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.55], [0.5, 0.5], [0.1, 0.9]])
+def test_finding_overlapping(values):
+    text = said(runs("standard", [0.5, 0.6]), runs("mta", values))
+    assert "no difference from standard (55.0 % error) beyond the spread of seeds shows" in text
+    assert "better" not in text and "worse" not in text
+
+
+def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
+    text = said(runs("standard", [1.0]), runs("mta", [0.031]), runs("selective", [0.0]))
+    assert text == (
+        "blocks: mta left 3.1 % of rows wrong, selective left no rows wrong, standard left all "
+        "rows wrong; one seed may be luck: run more (--seeds 3)."
+    )
+    for first, second in (([0.9], [0.01, 0.02]), ([0.9, 0.95], [0.01])):
+        text = said(runs("standard", first), runs("mta", second))
+        assert "; one seed may be luck: run more (--seeds 3)" in text
+        assert "better" not in text and "where" not in text
+    about = {"task": "text", "metric": "perplexity"}
+    pair = [run(value=5.0, **about), run("mta", 4.851, **about)]
+    (text,) = findings(summarise(pair))
+    assert text == (
+        "text: mta ended at perplexity 4.85, standard ended at perplexity 5.00; one seed may be "
+        "luck: run more (--seeds 3)."
+    )
+    answers = {"task": "recall", "metric": "answer_error"}
+    pair = [run(value=0.5, **answers), run("selective", 0.01, **answers)]
+    (text,) = findings(summarise(pair))
+    assert text.startswith("recall: selective left 1.0 % of answers wrong, standard left 50.0 % of")
+    assert "answer error 1.0 %" in table(summarise(pair))
+    assert "mta diverged, standard left" in said(runs("standard", [0.5]), runs("mta", [math.nan]))
+
+
+def test_one_name_for_two_configurations_is_said():
+    def made(task: str, every: int) -> Record:
+        return run("mta", task=task, config={"mechanism": {"conv": [6, 11], "conv_every": every}})
+
+    records = [made("blocks", 1), made("text", 4), made("parity", 4), run()]
+    sentence = "mta is not the same everywhere: conv_every=1 on blocks, 4 on text and parity."
+    assert configurations(records) == [sentence]
+    assert configurations(records[1:]) == []
+    page = _page(records)
+    assert sentence in page
+
+
+def _page(records: list[Record]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return write_report(folder, records).read_text()
+
+
+def test_peak_memory_says_whose_it_is():
+    old = {"environment": {"machine": "AMD EPYC, 2 cores, Linux"}}
+    cases = [
+        ([run(device="cpu"), run(seed=1, device="cpu")], "process peak MiB"),
+        ([run(**old), run(seed=1, device="mps")], "process peak MiB"),
+        ([run(device="cuda")], "GPU peak MiB"),
+        ([run(device="cpu"), run("mta", device="cuda")], "peak MiB (process or GPU)"),
+        ([run(environment={"machine": "AMD, 2 cores, Linux, NVIDIA H200"})], "peak MiB (process"),
+    ]
+    for records, label in cases:
+        assert label in table(summarise(records)).splitlines()[0]
+        assert f">{label}" in _page(records)
+
+
+def test_finding_divergence_counts_as_worst():
+    text = said(runs("standard", [0.5, math.nan]), runs("mta", [0.1, 0.2]))
+    assert "mta (15.0 % error) did better than any of standard (1 of 2 seeds diverged)" in text
+    text = said(runs("standard", [0.5, 0.6]), runs("mta", [0.1, math.nan]))
+    assert "for mta (1 of 2 seeds diverged) no difference" in text
+    text = said(runs("standard", [0.1, 0.2]), runs("mta", [math.nan, math.nan]))
+    assert "mta (2 of 2 seeds diverged) did worse than any of standard" in text
+
+
+def test_finding_without_a_fair_comparison():
+    assert "standard was not run" in said(runs("mta", [0.1, 0.2]))
+    assert "nothing to compare" in said(runs("standard", [0.1, 0.2]))
+    text = said(runs("standard", [0.5, 0.6]), runs("mta", [0.1, 0.2], steps=200))
+    assert "not like for like" in text
+
+
+def test_finding_of_perplexity_speaks_of_no_solution():
+    pair = [
+        *runs("standard", [30.0, 31.0], task="text", metric="perplexity"),
+        *runs("mta", [28.0, 29.0], task="text", metric="perplexity"),
+    ]
+    (text,) = findings(summarise(pair))
+    assert "mta (perplexity 28.50) did better" in text and "solved" not in text
+
+
+# The page.
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    text = runs("standard", [30.0, 31.0], task="text", metric="perplexity")
+    records = [
+        *runs("standard", [0.9, 0.95], final={"in-distribution": 0.9, "4x": math.nan}),
+        *runs("mta", [0.01, 0.02], final={"in-distribution": 0.01, "4x": 0.5}),
+        *text,
+        run("<i>&", 0.5, task="a$b$"),
+    ]
+    path = write_report(tmp_path_factory.mktemp("page"), records, exhibits(), {"note": "</pre>"})
+    assert os.listdir(path.parent) == ["report.html"]
+    return path.read_text(encoding="utf-8")
+
+
+class Balanced(HTMLParser):
+    """Fails on tags that do not close, and gathers what a browser would load."""
+
+    VOID = ("meta", "img", "br", "input")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.loads, self.tags = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attributes if name in ("src", "href", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_loads_nothing(page):
+    parser = Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert "script" not in parser.tags and "link" not in parser.tags
+    assert parser.loads and all(x.startswith("data:image/svg+xml;base64,") for x in parser.loads)
+    assert not re.search(r"https?://|url\(|@import", page)
+    headings = re.findall(r"<h2>(.*?)</h2>", page)
+    assert headings == [
+        "What it shows",
+        "Results",
+        "Learning curves",
+        "Beyond the training distribution",
+        "Cost",
+        "Inside: blocks",
+        "How it was run",
+    ]
+
+
+def test_page_shows_special_characters_escaped(page):
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "&lt;i&gt;&amp;" in page and "&lt;/pre&gt;" in page
+    for glyph in ("␣", "↵", "⇥", "\\u0007", "∅"):
+        assert f">{glyph}<" in page
+    assert "token 5 <code>$x$</code> hid token 0 <code>&lt;script&gt;</code> (2.41)" in page
+    assert re.search(r"<s [^>]*>␣</s>", page)  # exp(-9) is less than one percent
+    assert "Patterns: " in page
+    assert visible(" a\u200b") == "␣a\\u200b"
+
+
+def test_page_of_one_run(tmp_path):
+    bare = Record("blocks", "mta", 0, "error", 10, 2, 5, {"error": 0.5})
+    page = write_report(tmp_path / "new", [bare]).read_text()
+    assert "Learning curves" not in page and "Inside" not in page and "nan" not in page
+
+
+def test_bad_pages_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="records must hold at least one"):
+        write_report(tmp_path, [])
+    with pytest.raises(ValueError, match=r"exhibits must hold .*, got str"):
+        write_report(tmp_path, [run()], ["picture"])
+    with pytest.raises(ValueError, match=r"weights must have the shape \[2, 2\], got \[3, 3\]"):
+        wrong = MapExhibit("blocks", "mta", 0, 0, ["a", "b"], np.eye(3))
+        write_report(tmp_path, [run()], [wrong])
+    with pytest.raises(ValueError, match="rows must be positions from 0 to 1"):
+        wrong = MapExhibit("blocks", "mta", 0, 0, ["a", "b"], np.eye(2), rows=[2])
+        write_report(tmp_path, [run()], [wrong])
+    with pytest.raises(ValueError, match="kind must be 'pre' or 'post', got 'mid'"):
+        write_report(
+            tmp_path, [run()], [KernelExhibit("blocks", "mta", 0, "mid", np.ones((1, 2, 3)))]
+        )
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("broken", ["draw", "replace"])
+def test_old_page_survives_a_failure(tmp_path, monkeypatch, broken):
+    path = write_report(tmp_path, [run()])
+    before = path.read_bytes()
+
+    def fail(*args, **options):
+        raise RuntimeError("no more disk")
+
+    monkeypatch.setattr(*((figures, "svg") if broken == "draw" else (os, "replace")), fail)
+    with pytest.raises(RuntimeError, match="no more disk"):
+        write_report(tmp_path, [run(value=0.1)])
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["report.html"]
+
+
+def test_pictures_repeat_and_keep_one_colour_per_mechanism():
+    records = [*runs("standard", [0.9, 0.8]), *runs("mta", [0.1, 0.2])]
+    colour = figures.colours(["mta", "standard", "selective"])
+    assert len({shade for shade, _ in colour.values()}) == 3
+    assert len(set(figures.colours([str(i) for i in range(12)]).values())) == 13
+    assert figures.svg(figures.curves(records, colour)) == figures.svg(
+        figures.curves(records, colour)
+    )
+
+
+def test_loss_curves_are_thinned_by_means():
+    points = figures.thin([(step, float(step % 2)) for step in range(600)])
+    assert len(points) == 150 and points[-1][0] == 599 and {y for _, y in points} == {0.5}
+    assert figures.thin([(1, 2.0)]) == [(1, 2.0)] and figures.thin([]) == []
+
+
+def test_import_is_light_and_pyplot_stays_out(tmp_path):
+    code = (
+        "import sys, pathlib\n"
+        "from heedful.commands.compare.page import write_report\n"
+        "from heedful.records import Record\n"
+        "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules\n"
+        "record = Record('t', 'mta', 0, 'error', 2, 1, 1, {'error': 0.5}, [(1, 0.5), (2, 0.5)])\n"
+        f"write_report(pathlib.Path({str(tmp_path)!r}), [record])\n"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert (Path(tmp_path) / "report.html").stat().st_size > 1000
+
+
+def test_what_models_wrote_stands_by_its_source():
+    rows = [("a <source>", "right", "right"), ("x" * 700, "asked", "other & more")]
+    other = [(source, asked, "no") for source, asked, _ in rows]
+    page = written_tables([WrittenExhibit("t", "one", rows), WrittenExhibit("t", "two", other)])
+    assert page.count("<table>") == 2 and page.count("a &lt;source&gt;") == 1
+    assert "<th>one ✓</th><td>right</td>" in page and "<th>two ✗</th><td>no</td>" in page
+    assert "<th>one ✗</th><td>other &amp; more</td>" in page
+    assert "x" * 600 + " …" in page and "x" * 601 not in page

@@ -1,0 +1,158 @@
+"""lm-evaluation-harness on our models, and our tasks in its own command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import heedful
+from heedful.commands.evaluate import run as runner
+from heedful.commands.evaluate.numbers import summed_up
+from heedful.commands.evaluate.options import WRITTEN, Evaluation
+from heedful.commands.evaluate.run import Asked, evaluate, export
+from heedful.commands.models import open_model
+from helpers.evaluations import asked, folder, here
+from helpers.small_models import small, tokenizer_of_words
+
+
+@pytest.fixture(scope="module")
+def ended(folder) -> Path:
+    """A model whose tokenizer has an end and padding, as the harness wants it."""
+    tokenizer = tokenizer_of_words()
+    tokenizer.eos_token = tokenizer.pad_token = "<bot>"
+    small(positions=1024, seed=2).save_pretrained(folder / "ended")
+    tokenizer.save_pretrained(folder / "ended")
+    return folder / "ended"
+
+
+@pytest.fixture(scope="module")
+def exported(folder, ended, tmp_path_factory) -> Path:
+    """Our tasks as task files."""
+    made = tmp_path_factory.mktemp("tasks")
+    evaluation = Evaluation(
+        (str(ended),), ("needles", "babilong", "lambada"), lengths=(700,), depths=(0.5,), samples=3,
+        needles=(2,), kinds=(4,), haystack=(str(folder / "book.txt"),), export_lm_eval=str(made),
+        data=(str(folder / "book.txt"),),
+    )  # fmt: skip
+    assert export(evaluation) == ["heedful_needles", "heedful_babilong", "heedful_lambada"]
+    return made
+
+
+def test_our_tasks_are_graded_alike_by_the_harness(tmp_path, ended, exported):
+    """The same replies and likelihoods, hence the same numbers, on both ways."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    names = ["heedful_needles", "heedful_babilong", "heedful_lambada"]
+    evaluation = asked(
+        tmp_path, str(ended),
+        tasks=("needles", "babilong", "lambada", "lm-eval:" + ",".join(names)),
+        lengths=(700,), depths=(0.5,), samples=3, needles=(2,), kinds=(4,),
+        lm_eval_tasks=(str(exported),),
+    )  # fmt: skip
+    found = evaluate(evaluation)
+    by_harness = found.harness[str(ended)]
+    ours = {(x.task, x.measure.name): x.found.value for x in summed_up(found.samples)}
+    for name in ("needles", "babilong", "lambada"):
+        assert by_harness[f"heedful_{name}"]["acc"] == ours[name, "accuracy"]
+        assert by_harness[f"heedful_{name}"]["samples"] == 3
+    expected = ours["lambada", "perplexity"]
+    assert by_harness["heedful_lambada"]["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+    manager = TaskManager(include_path=str(exported), include_defaults=False)
+    lm = HFLM(pretrained=open_model(str(ended)), tokenizer=str(ended), max_length=1024)
+    direct = lm_eval.simple_evaluate(lm, tasks=names, task_manager=manager, log_samples=True)
+    for name in names:
+        assert direct["results"][name]["acc,none"] == by_harness[name]["acc"]
+    replies = [x["filtered_resps"][0] for x in direct["samples"]["heedful_needles"]]
+    assert replies == [x.reply for x in found.samples if x.task == "needles"]
+
+
+@pytest.mark.slow
+def test_the_command_line_of_the_harness_runs_our_tasks(tmp_path, folder, exported):
+    """In a process of its own, by the shim of a converted folder."""
+    model = small(positions=1024, seed=2)
+    heedful.convert(model, "talking-heads")
+    model.save_pretrained(tmp_path / "converted")
+    tokenizer = tokenizer_of_words()
+    tokenizer.eos_token = tokenizer.pad_token = "<bot>"
+    tokenizer.save_pretrained(tmp_path / "converted")
+    given = f"pretrained={tmp_path / 'converted'},trust_remote_code=True"
+    words = ["--model", "hf", "--model_args", given]
+    words += ["--include_path", str(exported), "--tasks", "heedful_needles,heedful_lambada"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (written,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(written.read_text())["results"]
+    assert results["heedful_needles"]["acc,none"] == 0
+    assert results["heedful_lambada"]["perplexity,none"] > 1
+
+
+def test_the_exported_grading_knows_right_from_wrong(exported, monkeypatch):
+    monkeypatch.syspath_prepend(exported)
+    import heedful_grading
+
+    for name in ("needles", "babilong"):
+        lines = (exported / f"heedful_{name}.jsonl").read_text().splitlines()
+        grade = getattr(heedful_grading, name)
+        for doc in map(json.loads, lines):
+            assert grade(doc, [f" {doc['answers'][0]}."]) == {"acc": 1.0}
+            assert grade(doc, [" no"]) == {"acc": 0.0}
+
+
+def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
+    """Also where budgets of the model's own are asked for; and what it found is kept."""
+    policies = []
+
+    def run_task(asked, name, model, tokenizer):
+        policies.append(model._heedful.eviction)
+        return {name: {"acc": 0.5}}
+
+    monkeypatch.setattr(runner, "run_task", run_task)
+    tasks = ("lm-eval:heedful_needles,heedful_babilong", "lm-eval:heedful_lambada")
+    options = {"tasks": tasks, "lm_eval_tasks": (str(exported),), "budget": ("own",)}
+    for _ in range(2):
+        found = evaluate(asked(tmp_path, "selective", **options))
+        assert list(found.harness["selective"]) == [
+            "heedful_needles", "heedful_babilong", "heedful_lambada",
+        ]  # fmt: skip
+    assert policies == [None] * 3
+    evaluate(asked(tmp_path, "selective", **options | {"samples": 3}))
+    assert len(policies) == 6
+
+
+def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):
+    small(positions=128, seed=2).save_pretrained(tmp_path / "short")
+    tokenizer = tokenizer_of_words()
+    tokenizer.eos_token = tokenizer.pad_token = "<bot>"
+    tokenizer.save_pretrained(tmp_path / "short")
+    for name in ("heedful_needles", "heedful_lambada"):
+        evaluation = asked(
+            tmp_path, str(tmp_path / "short"), tasks=(f"lm-eval:{name}",),
+            lm_eval_tasks=(str(exported),),
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=r"positions for 128 .*it would be cut on the left"):
+            evaluate(evaluation)
+    with pytest.raises(
+        ValueError, match="no task 'heedful_needle'; did you mean 'heedful_needles'"
+    ):
+        evaluate(asked(tmp_path, tasks=("lm-eval:heedful_needle",), lm_eval_tasks=(str(exported),)))
+    with pytest.raises(ValueError, match="needs a tokenizer of transformers"):
+        evaluate(
+            asked(
+                tmp_path, str(ended), tasks=("lm-eval:heedful_needles",), tokenizer="bytes",
+                lm_eval_tasks=(str(exported),),
+            )
+        )  # fmt: skip
+
+
+def test_written_tasks_are_those_that_can_be_exported():
+    assert set(WRITTEN) == {"needles", "babilong"}
+    assert Asked._fields == ("name", "tokenizer", "items")

@@ -1,0 +1,363 @@
+"""`heedful eval`: who is asked what, what is kept, what is refused; and lm-evaluation-harness."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+import heedful
+from heedful.cli import main
+from heedful.commands.compare.scoring import score
+from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.evaluate import run as runner
+from heedful.commands.evaluate.answers import Likelihood, Model
+from heedful.commands.evaluate.items import by_position, encoded
+from heedful.commands.evaluate.numbers import summed_up
+from heedful.commands.evaluate.options import ROWS, Evaluation
+from heedful.commands.evaluate.run import Store, ask, evaluate, prepare
+from heedful.commands.models import open_model
+from heedful.data import ByteTokenizer
+from heedful.records.samples import read_samples
+from heedful.tasks import TASKS
+from helpers.evaluations import BOOK, asked
+from helpers.small_models import small, tokenizer_of_words
+
+NEEDLES = {
+    "tasks": ("needles",), "lengths": (420,), "depths": (0.0, 1.0), "needles": (1, 2), "samples": 3,
+}  # fmt: skip
+
+
+class Oracle:
+    """Knows the answers to needles and first-kind stories from the prompt, and every next token."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def write(self, prompts, room):
+        self.asked += len(prompts)
+        return [self._answer(bytes(x).decode()) for x in prompts]
+
+    def _answer(self, prompt: str) -> str:
+        if "magic" in prompt:
+            numbers = dict(re.findall(r"number of (\w+) is (\d+)\.", prompt))
+            question = prompt.split("Question:")[1].split("\n")[0]
+            cities = [x for x in re.findall(r"\w+", question) if x in numbers]
+            return " " + " and ".join(numbers[x] for x in cities) + "."
+        context, question = prompt.split("<context>")[-1].split("</context>")
+        who = re.search(r"Where is (\w+)\?", question)[1]
+        return re.findall(rf"{who} [a-z ]+ to the (\w+)\.", context)[-1]
+
+    def read(self, rows):
+        self.asked += len(rows)
+        return [Likelihood(torch.zeros(len(x) - 1), torch.tensor(x[1:])) for x in rows]
+
+
+def test_an_oracle_is_right_everywhere(tmp_path):
+    evaluation = asked(
+        tmp_path, tasks=("needles", "babilong", "lambada", "perplexity"), lengths=(0, 900),
+        needles=(1, 3), asked=2, kinds=(1,), tokenizer="bytes", length=64,
+    )  # fmt: skip
+    (plan,) = prepare(evaluation)
+    oracle = Oracle()
+    found = ask(oracle, plan, "", Store(tmp_path, evaluation), 4)
+    assert len(found) == oracle.asked == 2 * 5 * 2 + 2 * 2 + 2 + 2
+    assert all(x.values["right"] == 1 for x in found if x.task != "perplexity")
+    for line in summed_up(found):
+        assert (
+            line.found.value
+            == {"accuracy": 1, "perplexity": 1, "bits per byte": 0}[line.measure.name]
+        )
+    assert {x.cell["needles"] for x in found if x.task == "needles"} == {1, 3}
+    for x in found:
+        if x.task == "needles":
+            assert len(x.expected.split(", ")) == min(2, x.cell["needles"])
+
+
+def test_a_model_that_knows_nothing(tmp_path):
+    """Uniform over 260 tokens, so a perplexity of 260, log2(260) bits per byte, and no answer."""
+    model = small(positions=1024)
+    model.lm_head.weight.data.zero_()
+    model.save_pretrained(tmp_path / "uniform")
+    found = evaluate(
+        asked(
+            tmp_path, str(tmp_path / "uniform"), tokenizer="bytes", length=100, stride=30,
+            **NEEDLES | {"tasks": ("needles", "lambada", "perplexity"), "samples": 5},
+        )
+    )  # fmt: skip
+    values = {(x.task, x.measure.name): x.found.value for x in summed_up(found.samples)}
+    assert values["perplexity, book", "perplexity"] == pytest.approx(260, rel=1e-5)
+    assert values["perplexity, book", "bits per byte"] == pytest.approx(math.log2(260))
+    word = {len(x.expected) for x in found.samples if x.task == "lambada"}
+    assert word == {len(" garden")} or word == {len(" before")}
+    assert values["lambada", "perplexity"] == pytest.approx(260 ** min(word), rel=1e-4)
+    assert values["lambada", "accuracy"] == values["needles", "accuracy"] == 0
+
+
+def test_perplexity_is_that_of_the_model(tmp_path, folder):
+    evaluation = asked(tmp_path, tasks=("perplexity",), length=48, stride=16, samples=3)
+    found = evaluate(evaluation).samples
+    model = open_model("plain")
+    ids = tokenizer_of_words().encode(BOOK)
+    assert ids[0] == 256  # BOS, which has no bytes
+    for number, x in enumerate(found):
+        start = 1 + 16 * number
+        row = torch.tensor([[256, *ids[start : start + 47]]])
+        first = 48 - 16 if number else 1
+        with torch.no_grad():
+            losses = -model(row).logits.double().log_softmax(-1)[0, :-1]
+        nats = losses.gather(1, row[0, 1:, None])[:, 0]
+        assert x.values["nats"] == pytest.approx(nats[first - 1 :].sum().item(), rel=1e-5)
+        assert (x.values["tokens"], x.values["bytes"]) == (48 - first, 48 - first)
+        assert x.curve["tokens"] == [1, 2, 4, 8, 16, 16]
+        assert x.curve["nats"][2] == pytest.approx(nats[3:7].sum().item(), rel=1e-5)
+
+
+def test_positions_are_counted_from_one():
+    assert by_position([1.0] * 5) == {"nats": [1.0, 2.0, 2.0], "tokens": [1, 2, 2]}
+
+
+def test_tokens_end_where_their_bytes_end():
+    text = "a é – b"
+    ids, ends = encoded(tokenizer_of_words(), text)
+    assert ids[0] == 256 and ends[0] == 0 and ends[-1] == len(text.encode())
+    assert ends == sorted(ends)
+    assert encoded(ByteTokenizer(), text) == (list(text.encode()), [*range(1, 11)])
+
+
+def test_a_batch_is_its_rows(tmp_path):
+    """Ragged prompts padded on the left, rows of different lengths on the right; budgets too."""
+    lines = [
+        "the red bus and the red bus",
+        "a car, a red car and one more red car",
+        "a bus in a bus",
+    ]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    options = NEEDLES | {"tasks": ("needles", "lambada"), "lambada": str(tmp_path / "lines.txt")}
+    options |= {"lengths": (260,), "needles": (1,), "budget": ("30", "own")}
+    one = evaluate(asked(tmp_path / "1", "selective", batch=1, **options)).samples
+    many = evaluate(asked(tmp_path / "2", "selective", batch=8, **options)).samples
+    assert [x.cache for x in one[:: len(one) // 3]] == ["", "most-hidden 30", "own"]
+    for a, b in zip(one, many, strict=True):
+        assert (a.key, a.reply, a.asked) == (b.key, b.reply, b.asked)
+        assert a.values == pytest.approx(b.values, rel=1e-4)
+    (plan,) = prepare(asked(tmp_path, "selective", **options))
+    for task in ("needles", "lambada"):
+        assert len({len(x.ids) for x in plan.items if x.task == task}) > 1
+
+
+def test_a_budget_that_holds_everything_changes_nothing(tmp_path):
+    options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 64}
+    found = evaluate(asked(tmp_path, budget=("1024", "20"), **options)).samples
+    whole, full, small_cache = (
+        [x for x in found if x.cache == cache]
+        for cache in ("", "streaming-llm 1024", "streaming-llm 20")
+    )
+    assert [x.reply for x in whole] == [x.reply for x in full]
+    for a, b, c in zip(whole, full, small_cache, strict=True):
+        assert a.values == pytest.approx(b.values, rel=1e-5)
+        if a.task == "perplexity":
+            assert abs(a.values["nats"] - c.values["nats"]) > 1e-3
+    assert [x.reply for x in whole] != [x.reply for x in small_cache]
+
+
+def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
+    options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 32, "batch": 2}
+    whole = evaluate(asked(tmp_path / "whole", "plain", "selective", **options)).samples
+    evaluation = asked(tmp_path, "plain", "selective", **options)
+    calls, write = [], Model.write
+
+    def stops(self, prompts, room):
+        calls.append(len(prompts))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return write(self, prompts, room)
+
+    monkeypatch.setattr(Model, "write", stops)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(evaluation)
+    path = tmp_path / "run" / "samples.jsonl"
+    assert len(read_samples(path)) == 6
+    path.write_bytes(path.read_bytes()[:-20])  # killed while it wrote
+    calls[:] = [0] * 4
+    with pytest.warns(UserWarning, match="cut off"):
+        again = evaluate(evaluation).samples
+    assert sum(calls) == 2 * 12 - 5
+    for a, b in zip(again, whole, strict=True):
+        assert a.reply == b.reply and a.values == pytest.approx(b.values, rel=1e-4)
+    assert len(read_samples(path)) == len(whole)
+    calls.clear()
+    assert evaluate(evaluation).samples == again and not calls
+
+
+def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
+    """More samples, lengths, kinds, domains: what was answered stands, whatever stands beside."""
+    options = NEEDLES | {"tasks": ("needles", "babilong", "lambada", "perplexity")}
+    options |= {"lengths": (0, 700), "kinds": (4,), "length": 32}
+    before = evaluate(asked(tmp_path, **options)).samples
+    counts, write, read = [], Model.write, Model.read
+    monkeypatch.setattr(Model, "write", lambda *x: counts.append(len(x[1])) or write(*x))
+    monkeypatch.setattr(Model, "read", lambda *x: counts.append(len(x[1])) or read(*x))
+    more = {"lengths": (0, 700, 800), "kinds": (1, 4), "needles": (1, 2, 3), "samples": 4}
+    after = evaluate(asked(tmp_path, **options | more)).samples
+    assert sum(counts) == len(after) - len(before)
+    kept = {(x.task, x.key): x for x in after}
+    assert all(kept[x.task, x.key] == x for x in before)
+
+
+def test_a_folder_is_of_one_evaluation(tmp_path, folder):
+    evaluate(asked(tmp_path, **NEEDLES))
+    before = (tmp_path / "run" / "samples.jsonl").read_bytes()
+    evaluate(asked(tmp_path, "selective", **NEEDLES))  # more models, and fewer
+    assert (tmp_path / "run" / "samples.jsonl").read_bytes().startswith(before)
+    with pytest.raises(ValueError, match="holds an answer of 'plain' to another needles"):
+        evaluate(asked(tmp_path, seed=1, **NEEDLES))
+    about = tmp_path / "run" / "evaluation.json"
+    kept = json.loads(about.read_text())
+    assert kept["models"].keys() == {"plain", "selective"} and kept["environment"]["date"]
+    kept["models"]["plain"]["weights"][0] += 1
+    about.write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match=r"knows another model by the name 'plain' \(weights"):
+        evaluate(asked(tmp_path, **NEEDLES))
+    about.write_text("{")
+    with pytest.raises(ValueError, match=r"evaluation\.json is damaged"):
+        evaluate(asked(tmp_path, **NEEDLES))
+    about.unlink()
+    path = tmp_path / "run" / "samples.jsonl"
+    path.write_bytes(b"nonsense\n" + before)
+    with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a sample"):
+        evaluate(asked(tmp_path, **NEEDLES))
+    assert path.read_bytes() == b"nonsense\n" + before  # nothing is lost
+    evaluate(asked(tmp_path, restart=True, **NEEDLES))
+    assert len(read_samples(path)) == 12
+
+
+@pytest.mark.parametrize("name", ["recall", "copy"])
+def test_rows_are_scored_as_compare_scores_them(tmp_path, name):
+    task = TASKS[name].default()
+    model = from_scratch(task, heedful.Selective(), Size(16, 1, 2), 0)
+    model.save_pretrained(tmp_path / "model")
+    evaluation = Evaluation(
+        (str(tmp_path / "model"),), tasks=(name,), out=str(tmp_path / "run"), samples=6
+    )
+    found = {x.task: x.found.value for x in summed_up(evaluate(evaluation).samples)}
+    assert found.keys() == {f"{name}, {split}" for split in task.evaluations()}
+    for split, other in task.evaluations().items():
+        expected = score(model, other, Budget(held_out=6))[other.metric]
+        assert found[f"{name}, {split}"] == pytest.approx(expected)
+
+
+def test_every_task_of_rows_is_offered():
+    unpaired = {name for name, task in TASKS.items() if not task.paired and name != "text"}
+    assert set(ROWS) == unpaired
+
+
+def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeypatch):
+    def opens(*args, **options):
+        raise AssertionError("a model was opened")
+
+    monkeypatch.setattr(runner, "open_model", opens)
+    BertForMaskedLM(
+        BertConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                   intermediate_size=16)
+    ).save_pretrained(tmp_path / "bert")  # fmt: skip
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 50)
+    for options, said in (
+        ({"lengths": (1100,)}, r"for 1024 tokens, and needles asks for 1\d+ and up to 20"),
+        ({"tasks": ("perplexity",), "length": 2000}, "perplexity asks for 2000 .*smaller --length"),
+        ({"tasks": ("babilong",), "lengths": (100,)}, "length 100 is too short for a question"),
+        ({"tasks": ("copy",)}, "task 'copy' has .* tokens and model 'plain' has 260"),
+        ({"haystack": (str(tmp_path / "empty.txt"),)}, "which is empty"),
+        ({"haystack": (str(tmp_path / "latin.txt"),)}, "is not UTF-8"),
+        ({"haystack": ("gone.txt",)}, "'gone.txt', which does not exist"),
+        ({"tasks": ("lambada",), "lambada": "gone.txt"}, "does not exist"),
+        ({"tasks": ("babilong",), "babi": "gone"}, "babi 'gone' cannot be read"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            evaluate(asked(tmp_path, **{"lengths": (420,)} | options))
+    with pytest.raises(ValueError, match=r"is a Bert, which is no causal language model"):
+        evaluate(asked(tmp_path, str(tmp_path / "bert"), tokenizer="bytes"))
+    with pytest.raises(ValueError, match=r"model '\./gone/away' has no configuration"):
+        evaluate(asked(tmp_path, "./gone/away"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_question_is_answered_at_once():
+    for options, said in (
+        ({"tasks": ("needels",)}, "did you mean 'needles'"),
+        ({"tasks": ("copy", "copy")}, "tasks must be different"),
+        ({"models": ("a", "a")}, "models must be different"),
+        ({"models": ()}, "models must name at least one"),
+        ({"tasks": ("lm-eval:",)}, "names no task"),
+        ({"depths": (0.5, 2)}, "depths must lie between 0 and 1"),
+        ({"kinds": (6,)}, "kinds must be a whole number from 1 to 5"),
+        ({"lengths": (0,)}, "lengths must hold one above 0 for needles"),
+        ({"budget": ("few",)}, "budget must be numbers of tokens, or 'own'"),
+        ({"eviction": "h2o"}, "needs a budget"),
+        ({"eviction": "h20"}, "did you mean 'h2o'"),
+        ({"stride": 1024}, "stride must be a whole number from 1 to 1023"),
+        ({"export_lm_eval": "x", "tasks": ("copy",)}, "export_lm_eval writes needles"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Evaluation(**{"models": ("a",)} | options)
+
+
+def test_own_budgets_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match=r"no budgets\.json stands beside 'plain'"):
+        prepare(asked(tmp_path, budget=("own",), **NEEDLES))
+    model = small(positions=1024)
+    heedful.convert(model, heedful.MultiToken(conv_every=1))
+    model.save_pretrained(tmp_path / "mta")
+    options = NEEDLES | {"budget": ("50",), "tokenizer": "bytes"}
+    with pytest.raises(ValueError, match="mta': eviction: StreamingLLM cannot serve Multi"):
+        evaluate(asked(tmp_path, str(tmp_path / "mta"), **options))
+    assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before anything is asked
+
+
+def test_a_broken_model_is_named(tmp_path):
+    model = small(positions=1024)
+    model.lm_head.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "broken")
+    with pytest.raises(ValueError, match="the model gives nats = nan"):
+        evaluate(asked(tmp_path, str(tmp_path / "broken"), tasks=("perplexity",), length=32,
+                       tokenizer="bytes"))  # fmt: skip
+
+
+def test_the_command(tmp_path, capsys, folder):
+    words = [
+        "eval", "plain", "selective", "--tasks", "needles", "perplexity", "--samples", "5",
+        "--lengths", "420", "--depths", "0", "1", "--needles", "1", "--haystack", "book.txt",
+        "--data", "book.txt", "--length", "32", "--out", str(tmp_path / "run"),
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert re.search(r"^needles +accuracy +plain +0\.0 % +\(0\.0 to 27\.8\) +10$", printed, re.M)
+    assert re.search(r"^perplexity.* selective .*[+-]\d+\.\d+\*? +\([+-]", printed, re.M)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Needles: depth and length" in page and "Perplexity by position" in page
+    for more, said in (
+        (["--tasks", "needels"], "did you mean 'needles'?"),
+        (["--seed", "1"], "choose another --out, or add --restart"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*words, *more])
+        assert stop.value.code == 1
+        assert said in capsys.readouterr().err
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path, capsys, monkeypatch):
+    def stops(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Model, "read", stops)
+    with pytest.raises(SystemExit) as stop:
+        main(["eval", "plain", "--tasks", "perplexity", "--data", "book.txt", "--length", "32",
+              "--out", str(tmp_path / "run")])  # fmt: skip
+    assert stop.value.code == 130
+    said = capsys.readouterr().err
+    assert f"stopped: the answers so far are kept in {tmp_path / 'run'}" in said

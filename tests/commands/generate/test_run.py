@@ -1,0 +1,340 @@
+"""`heedful generate`: what it writes, what it counts, and what it refuses."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import heedful
+from heedful.cli import main
+from heedful.commands.generate.run import CHUNK
+from heedful.commands.options import EvictionName
+from heedful.commands.policies import spelled
+from heedful.data import ByteTokenizer
+from heedful.eviction import POLICIES, MostHidden, StreamingLLM
+from heedful.hf.budgets import write_budgets
+from heedful.nn import MultiToken
+from helpers.small_models import PROMPT, files_of, made, small, tokenizer_of_words
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Iterator[Path]:
+    """plain: an ordinary model; selective, mta: converted ones; words, chat: with a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    small().save_pretrained(root / "plain")
+    for name in ("selective", "mta"):
+        model = small()
+        heedful.convert(model, "selective" if name == "selective" else MultiToken(conv_every=1))
+        model.save_pretrained(root / name)
+    for name in ("words", "chat"):
+        shutil.copytree(root / "selective", root / name)
+        tokenizer_of_words(name == "chat").save_pretrained(root / name)
+    yield root
+
+
+def by_hand(model, ids: list[int], new: int, **options) -> list[int]:
+    """Greedy, from whole forward passes or with a cache."""
+    row = torch.tensor([ids])
+    found = model.generate(
+        row, attention_mask=torch.ones_like(row), max_new_tokens=new, do_sample=False, **options
+    )
+    return found[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["plain", "selective", "mta"])
+def test_it_goes_on_greedily_and_counts_the_cache(folders, name):
+    found, pieces = made(folders / name)
+    load = AutoModelForCausalLM.from_pretrained if name == "plain" else heedful.load
+    model = load(folders / name).eval()
+    expected = by_hand(model, list(PROMPT.encode()), 12, use_cache=False)
+    assert found.text == bytes(x for x in expected if x < 256).decode(errors="replace")
+    assert len(pieces) > 1  # told as it is made
+    assert (found.prompt, found.tokens) == (len(PROMPT), 12)
+    seen, row = len(PROMPT) + 11, 2 * 8 * 4  # the last token is never read
+    per_token = 2 * (2 * row + (4 if name == "selective" else 0))
+    assert found.whole_nbytes == seen * per_token
+    assert found.whole_nbytes <= found.nbytes <= found.peak_nbytes
+    assert found.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("name", get_args(EvictionName))
+def test_every_policy_can_be_named(folders, name):
+    if name == "none":
+        found, _ = made(folders / "selective", eviction="none")
+        assert found == made(folders / "selective")[0]._replace(
+            tokens_per_second=found.tokens_per_second
+        )
+        return
+    found, _ = made(folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8)
+    policies = {spelled(policy.__name__): policy for policy in POLICIES} | {"auto": MostHidden}
+    model = heedful.load(folders / "selective")
+    cache = heedful.new_cache(model, policies[name](tokens=20))
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
+    assert found.text == ByteTokenizer().decode(expected)
+    assert cache.tokens == [19, 19]
+    assert found.nbytes == cache.nbytes < found.whole_nbytes / 2
+    assert found.peak_nbytes == cache.peak_nbytes
+
+
+def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
+    prompt = PROMPT * 5  # 190 tokens
+    taken = {
+        name: made(folders / "selective", prompt=prompt, eviction=name, budget="20")[0].peak_nbytes
+        for name in ("auto", "streaming-llm", "snap-kv")
+    }
+    row = 2 * 2 * 8 * 4  # of one layer; the other has let go before this one reads the prompt
+    assert taken["snap-kv"] > len(prompt) * row
+    for name in ("auto", "streaming-llm"):
+        assert taken[name] < (2 * 20 + CHUNK + CHUNK // 2) * (row + 16)
+
+
+def test_tokens_are_drawn_by_a_seed(folders):
+    texts = [made(folders / "plain", temperature=1.5, seed=seed)[0].text for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+    greedy = made(folders / "plain")[0].text
+    assert greedy not in texts
+    assert made(folders / "plain", temperature=1e-6)[0].text == greedy
+
+
+def test_a_prompt_from_a_file(folders, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    found, _ = made(folders / "plain", prompt=None, file=str(tmp_path / "prompt.txt"))
+    assert found.text == made(folders / "plain")[0].text
+
+
+def test_a_tokenizers_own_way(folders):
+    """Its BOS without a chat template; the template where there is one, unless told not to."""
+    model = heedful.load(folders / "words")
+    tokenizer = tokenizer_of_words()
+    plain = [256, *ids_of(tokenizer, PROMPT)]
+    chat = [256, 257, *ids_of(tokenizer, PROMPT), 258]
+    for folder, options, ids in (
+        ("words", {}, plain),
+        ("chat", {}, chat),
+        ("chat", {"chat": False}, plain),
+        ("selective", {"tokenizer": str(folders / "chat")}, chat),
+    ):
+        found, _ = made(folders / folder, **options)
+        expected = by_hand(model, ids, 12)
+        assert found.prompt == len(ids)
+        assert found.text == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_characters_of_several_bytes_are_told_whole():
+    """And what comes is what was decoded, also where it ends within a character."""
+    from heedful.commands.generate.run import _Streamer
+
+    for cut in (0, 1):
+        pieces: list[str] = []
+        streamer = _Streamer(ByteTokenizer(), pieces.append)
+        streamer.put(torch.zeros(1, 5))
+        data = "é – ∞ and 🚌".encode()
+        data = data[: len(data) - cut]
+        for byte in data:
+            streamer.put(torch.tensor([byte]))
+        streamer.end()
+        assert "".join(pieces) == data.decode(errors="replace")
+        assert pieces[:3] == ["é", " ", "–"]
+
+
+def test_budgets_beside_a_model_are_used(folders, tmp_path):
+    for name, policy in (("selective", MostHidden), ("plain", StreamingLLM)):
+        folder = shutil.copytree(folders / name, tmp_path / name)
+        model = small()
+        heedful.convert(model, "selective" if name == "selective" else "standard")
+        policy = policy(tokens=(16, 24))
+        write_budgets(folder / "budgets.json", policy, model, {})
+        found, _ = made(folder, max_new_tokens=30)
+        cache = heedful.new_cache(model, policy)
+        options = {"cache": cache, "prefill_chunk_size": CHUNK}
+        expected = by_hand(model, list(PROMPT.encode()), 30, **options)
+        assert found.text == ByteTokenizer().decode(expected)
+        assert found.nbytes == cache.nbytes
+        assert made(folder, max_new_tokens=30, eviction="none")[0].nbytes > 2 * found.nbytes
+        as_file = made(folders / name, max_new_tokens=30, budget=str(folder / "budgets.json"))[0]
+        assert as_file._replace(tokens_per_second=0) == found._replace(tokens_per_second=0)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "heedful", "generate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders):
+    folder = str(folders / "chat")
+    done = run(folder, "--prompt", PROMPT, "--budget", "20", "--max-new-tokens", "12")
+    expected, _ = made(folders / "chat", budget="20")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.text + "\n"
+    held, peak, whole = (
+        f"{size / 1024:.1f} KiB"
+        for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
+    )
+    said = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {held} \(peak "
+    assert re.fullmatch(said + rf"{peak}\), without eviction {whole}\n", done.stderr)
+    assert float(held.split()[0]) < float(whole.split()[0])
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The one line that a command says when it refuses."""
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", *arguments])
+    captured = capsys.readouterr()
+    assert stop.value.code == 1 and captured.out == "", captured
+    (line,) = captured.err.splitlines()
+    assert line.startswith("heedful: ")
+    return line
+
+
+WRONG = {
+    "prompt has 48 tokens, and with 240 new ones that is more than the 256 that the model has "
+    "positions for; give --max-new-tokens 208 at most": ["--prompt", "x" * 48, "--max-new-tokens",
+                                                         "240"],
+    "prompt has 300 tokens, .* positions for; shorten it": ["--prompt", "x" * 300],
+    "prompt has no tokens": ["--prompt", ""],
+    "prompt must be given, or a file with it": [],
+    "prompt must be given, or a file with it, and not both": ["--prompt", "x", "--file", "y"],
+    "No such file or directory: nowhere.txt": ["--file", "nowhere.txt"],
+    "tokens must be whole numbers of at least sinks . recent . 1 = 13, got 12": [
+        "--prompt", "x", "--budget", "12"],
+    "budget must be a number of tokens, or a budgets.json .* got 'few'": [
+        "--prompt", "x", "--budget", "few"],
+    "eviction must be one of .* got 'tovaa'; did you mean 'tova'": [
+        "--prompt", "x", "--budget", "20", "--eviction", "tovaa"],
+    "eviction='tova' needs a budget: add --budget N": ["--prompt", "x", "--eviction", "tova"],
+    "eviction='none' keeps everything: leave the budget": [
+        "--prompt", "x", "--eviction", "none", "--budget", "20"],
+    "temperature must be 0 or a number above it, got -1.0": [
+        "--prompt", "x", "--temperature", "-1"],
+    "max_new_tokens must be a whole number of at least 1, got 0": [
+        "--prompt", "x", "--max-new-tokens", "0"],
+    "chunk must be a whole number of at least 1, got 0": ["--prompt", "x", "--chunk", "0"],
+    "device must be one of 'cpu', 'cuda', got 'tpu'": ["--prompt", "x", "--device", "tpu"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options_are_one_line(folders, message, capsys):
+    assert re.search(message, refused(capsys, str(folders / "selective"), "--tokenizer", "bytes",
+                                      *WRONG[message]))  # fmt: skip
+
+
+def test_policies_that_cannot_serve_are_one_line(folders, capsys):
+    options = ["--prompt", "x", "--tokenizer", "bytes", "--budget", "20"]
+    said = refused(capsys, str(folders / "plain"), *options, "--eviction", "most-hidden")
+    assert "MostHidden needs a mechanism that hides tokens" in said
+    said = refused(capsys, str(folders / "mta"), *options)
+    assert "StreamingLLM cannot serve MultiTokenAttention with a convolution over keys" in said
+
+
+def test_tokenizers_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
+    model = small(vocabulary=200)
+    heedful.convert(model, "standard")
+    model.save_pretrained(tmp_path / "few")
+    options = ["--prompt", "x", "--tokenizer"]
+    for name in ("bytes", str(folders / "words")):
+        said = refused(capsys, str(tmp_path / "few"), *options, name)
+        assert re.search(r"has 25[69] tokens and the model 200; it belongs to another model", said)
+    small(vocabulary=1000).save_pretrained(tmp_path / "many")
+    said = refused(capsys, str(tmp_path / "many"), *options, "bytes")
+    assert "'bytes' has 256 tokens and the model 1000, which are no bytes" in said
+    said = refused(capsys, str(folders / "selective"), "--prompt", "x")
+    assert "cannot be read" in said and "--tokenizer bytes if these are bytes" in said
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    said = refused(capsys, str(folders / "selective"), *options, str(tmp_path / "broken"))
+    assert "broken' cannot be read" in said
+
+
+def cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+DAMAGE = {
+    "config": lambda folder: cut(folder / "config.json"),
+    "weights": lambda folder: cut(folder / "model.safetensors"),
+    "head of weights": lambda folder: (folder / "model.safetensors").write_bytes(b"{}"),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "empty": lambda folder: [path.unlink() for path in folder.iterdir()],
+    "a list": lambda folder: (folder / "config.json").write_text("[]"),
+    "another shape": lambda folder: (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": 64')),
+    "another type": lambda folder: (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"hidden_size": 32', '"hidden_size": "x"')),
+    "gone": lambda folder: shutil.rmtree(folder),
+    "a file": lambda folder: [shutil.rmtree(folder), folder.write_text("model")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["plain", "selective"])
+def test_damaged_models_are_one_line_and_nothing_changes(folders, name, damage, tmp_path, capsys):
+    folder = shutil.copytree(folders / name, tmp_path / "broken")
+    DAMAGE[damage](folder)
+    before = files_of(tmp_path)
+    said = refused(capsys, str(folder), "--prompt", "x", "--tokenizer", "bytes")
+    assert str(folder) in said
+    assert files_of(tmp_path) == before
+
+
+def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
+    folder = shutil.copytree(folders / "selective", tmp_path / "model")
+    options = ["--prompt", "x", "--tokenizer", "bytes"]
+    model = small()
+    heedful.convert(model, "selective")
+    path = folder / "budgets.json"
+
+    def said(model=model, eviction=None, change=None, **kwargs) -> str:
+        write_budgets(path, eviction or MostHidden(tokens=(16, 16)), model, {})
+        if change is not None:
+            data = json.loads(path.read_text())
+            change(data)
+            path.write_text(json.dumps(data))
+        before = files_of(tmp_path)
+        line = refused(capsys, str(folder), *options)
+        assert files_of(tmp_path) == before
+        # The same as an option, and without them the model works.
+        away = path.rename(tmp_path / "away.json")
+        assert refused(capsys, str(folder), *options, "--budget", str(away)) == line.replace(
+            str(path), str(away)
+        )
+        shutil.copy(away, path)
+        made(folder, eviction="none", max_new_tokens=1)
+        return line
+
+    other = small(seed=1)
+    heedful.convert(other, "selective")
+    assert "belongs to another model, or to this one before it was trained on" in said(other)
+    trained = small()
+    heedful.convert(trained, "selective")
+    with torch.no_grad():
+        for p in trained.parameters():
+            p.mul_(1.01)
+    assert "belongs to another model" in said(trained)
+    three = MostHidden(tokens=(16, 16, 16))
+    assert "one for each of the model's 2 attention layers, got 3" in said(eviction=three)
+    assert "names no policy of this version" in said(change=lambda x: x["eviction"].pop("kind"))
+    assert "names no policy" in said(change=lambda x: x["eviction"].update(more=1))
+    assert "must be a file of heedful budget in format 1" in said(change=lambda x: x.clear())
+    wrong = {"tokens": ["a", "b"]}
+    assert "tokens must be whole numbers" in said(change=lambda x: x["eviction"].update(wrong))
+    write_budgets(path, MostHidden(tokens=(16, 16)), model, {})
+    cut(path)
+    assert "is not valid JSON" in refused(capsys, str(folder), *options)
+    write_budgets(path, StreamingLLM(tokens=(16, 16)), model, {})
+    line = refused(capsys, str(folder), *options, "--budget", str(path), "--eviction", "tova")
+    assert "eviction='tova' is not what" in line and "streaming-llm; leave --eviction out" in line

@@ -1,0 +1,101 @@
+"""The page of model types says what comes out."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from heedful import convert
+from helpers import ROOT
+
+DOCS = ROOT / "docs"
+SCRIPT = DOCS / "models.py"
+
+
+def script(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def models():
+    return script(SCRIPT)
+
+
+@pytest.fixture
+def encoders(models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "models", models)
+    return script(DOCS / "encoders.py")
+
+
+@pytest.mark.filterwarnings("ignore:this mechanism has no cache")
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("llama", "served"),
+        ("llama4_text", "served"),  # chunks
+        ("phimoe", "served"),  # a window that only its mask function knows
+        ("qwen2_moe", "served"),  # a window in some layers
+        ("gemma3_text", "served"),
+        ("lfm2_moe", "served"),  # convolutions beside attention: no packed documents
+        ("gemma2", "served"),  # soft-capped logits
+        ("gpt_oss", "served"),  # sinks
+        ("granite_swa", "served"),  # sinks as a factor after the softmax
+        ("doge", "refused"),
+        ("inkling_text", "served"),  # a position bias
+        ("inkling2_text", "refused"),
+        ("bart", "served"),  # a decoder with cross-attention
+        ("bigbird_pegasus", "refused"),
+    ],
+)
+def test_a_type_comes_out_as_the_page_says(models, kind, outcome):
+    row = models.attempt(kind)
+    assert row.outcome == outcome, row.note
+    assert models.rows_of((DOCS / "models.md").read_text())[kind] == row
+
+
+def test_an_encoder_of_sound_beside_a_decoder_is_left_alone(models):
+    model = models.tiny("moss_transcribe_diarize")
+    before = [type(module) for module in model.model.audio_tower.modules()]
+    conversion = convert(model, "mta")
+    assert list(conversion.where.values()) == [("decoder",)]
+    assert [type(module) for module in model.model.audio_tower.modules()] == before
+
+
+def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
+    def moved(model, mechanism):
+        conversion = convert(model, mechanism)
+        next(model.parameters()).add_(1e-3)
+        return conversion
+
+    monkeypatch.setattr("heedful.convert", moved)
+    row = models.attempt("gemma3_text")
+    assert row.outcome == "wrong" and "largest difference" in row.note, row
+
+
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("t5", "served"),
+        ("t5gemma", "served"),
+        ("longt5", "served"),  # in part
+        ("led", "refused"),
+        ("roberta", "served"),
+        ("albert", "refused"),
+    ],
+)
+def test_an_encoder_comes_out_as_the_page_says(encoders, models, kind, outcome):
+    row = encoders.attempt(kind)
+    assert row.outcome == outcome, row.note
+    assert models.rows_of((DOCS / "encoders.md").read_text())[kind] == row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["models.py", "encoders.py"])
+def test_every_type_comes_out_as_the_page_says(name):
+    done = subprocess.run([sys.executable, DOCS / name, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

@@ -1,0 +1,288 @@
+"""What the documentation says is true: its code runs, its commands exist, its links lead somewhere.
+
+Commands run as they stand, in a folder that holds the files they name, with every model and
+measurement made small: at their real sizes they take minutes.
+"""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import heedful
+from benchmarks import tables
+from benchmarks.parts import origin
+from heedful import cli
+from heedful.commands.bench import measure as bench
+from heedful.commands.compare import run as compare
+from heedful.commands.compare import setups
+from heedful.commands.compare.scratch import Size
+from heedful.commands.train import start as trained_models
+from heedful.commands.train.options import SIZES, Shape
+from heedful.eviction import MostHidden
+from heedful.hf.budgets import write_budgets
+from heedful.nn import ablations
+from heedful.records.environment import TESTED
+from helpers import ROOT
+from helpers.small_models import small, tokenizer_of_words
+
+STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SLOW = ("compiled.py", "fsdp.py")
+FOLDERS = ("runs/study", "runs/text-", "runs/training/")  # of models that other commands made
+EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+class Block(NamedTuple):
+    line: int
+    kind: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    assert text.count("\n```") % 2 == 0, "a code block is not closed"
+    return [
+        Block(text.count("\n", 0, match.start(2)), match[1].strip(), match[2])
+        for match in re.finditer(r"^```([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def commands() -> list:
+    """Every `heedful ...` command line of the documentation, once whatever file it writes."""
+    found = {}
+    for page in EVERY_PAGE:
+        for block in blocks(page):
+            if block.kind != "sh":
+                continue
+            for line in block.text.splitlines():
+                for words in map(shlex.split, line.split("&&")):
+                    if words and Path(words[0]).name == "heedful":
+                        out = words.index("--out") + 1 if "--out" in words else len(words)
+                        # Comparisons of the README in every run, those of other pages as slow.
+                        late = words[1] == "compare" and page.name != "README.md"
+                        marks = [pytest.mark.slow] * late
+                        label = f"{name(page)}: {' '.join(words)}"
+                        case = pytest.param(words[1:], id=label, marks=marks)
+                        found.setdefault((*words[1:out], *words[out + 1 :]), case)
+    return list(found.values())
+
+
+def scripts(page: Path) -> dict[str, str]:
+    """The blocks of a page that are files of their own, marked `python FILE.py`, by name."""
+    kinds = [(block.kind.partition(" "), block.text) for block in blocks(page)]
+    return {kind[2]: text for kind, text in kinds if kind[0] == "python" and ".py" in kind[2]}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """In order and in one namespace per page; `python no-run` is only compiled."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "documentation"}
+    for block in blocks(page):
+        kind = "script" if block.kind.removeprefix("python ") in scripts(page) else block.kind
+        assert kind in ("python", "python no-run", "script", "sh", "bibtex", "text"), block
+        if kind in ("python", "python no-run"):
+            # The line numbers of the page, so that a failure points into it.
+            code = compile("\n" * block.line + block.text, name(page), "exec")
+            if block.kind == "python":
+                exec(code, namespace)
+
+
+@pytest.mark.parametrize(
+    ("page", "script"),
+    [
+        pytest.param(page, script, id=script, marks=pytest.mark.slow if script in SLOW else ())
+        for page in PAGES
+        for script in scripts(page)
+    ],
+)
+def test_scripts_of_a_page_run(page, script, tmp_path):
+    """In processes of their own, by the command that the page gives, and without our hooks."""
+    lines = "\n".join(block.text for block in blocks(page) if block.kind == "sh")
+    (command,) = re.findall(rf"^(?:python|torchrun .*) {script}$", lines, re.MULTILINE)
+    (tmp_path / script).write_text(scripts(page)[script])
+    words = shlex.split(command)[1:]
+    if command.startswith("torchrun"):
+        words = ["-m", "torch.distributed.run", *words]
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("arguments", commands())
+def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for place in ("my-notes", "notes", "books", "books-held-out"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
+    for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
+        (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
+    lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
+    (tmp_path / "pairs.tsv").write_text("".join(lines))
+    with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
+        packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
+    mine = ("my-model", "my-baseline", "runs/selective-30m")
+    made = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
+    for folder in made - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
+        if arguments[0] in ("budget", "generate", "eval", "inspect"):
+            _save_small_model(tmp_path / folder)
+        if arguments[0] in ("train", "convert", "doctor"):
+            small(positions=64).save_pretrained(tmp_path / folder)
+            tokenizer_of_words().save_pretrained(tmp_path / folder)
+    real, measure = setups.setups, bench.bench
+
+    def small_setups(data=()):
+        return {name: _small(setup) for name, setup in real(data).items()}
+
+    def small_bench(config):
+        sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16}
+        # As many tokens as in the check before it, so that FlexAttention compiles once.
+        return measure(replace(config, lengths=(150,), rounds=1, memory=False, **sizes))
+
+    if arguments[0] == "train":
+        arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", "48"]
+        monkeypatch.setattr(trained_models, "SIZES", dict.fromkeys(SIZES, TINY))
+    if arguments[0] == "eval":
+        few = "--samples 2 --lengths 900 --depths 0.5 --needles 2 --length 48 --kinds 1"
+        arguments = [*arguments, *few.split()]
+    if "--revert" in arguments:
+        heedful.convert(small(), "mta").model.save_pretrained(tmp_path / "runs" / "with-mta")
+    smaller = {"--steps": "1", "--seeds": "1", "--length": "48", "--hidden": "16"}
+    smaller |= {"--layers": "2", "--heads": "2"}
+    for option, small_value in smaller.items():
+        if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
+            value = arguments.index(option) + 1
+            arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    plans = compare.plans
+    monkeypatch.setattr(compare, "plans", lambda *given: islice(plans(*given), 2))
+    monkeypatch.setattr(setups, "setups", small_setups)
+    monkeypatch.setattr(bench, "bench", small_bench)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 0, capsys.readouterr().err
+
+
+TINY = Shape(16, 2, 2, 32, 300, True, 1e4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_launched_commands_run(launcher, tmp_path):
+    """As they stand, but with two processes on a CPU, a small model and two steps."""
+    lines = [
+        line for page in PAGES for block in blocks(page) if block.kind == "sh"
+        for line in block.text.splitlines() if line.startswith(launcher) and "heedful" in line
+    ]  # fmt: skip
+    assert lines
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("heed the needful, need the heedful. " * 300)
+    config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
+    config |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    for line in lines:
+        words = shlex.split(re.sub(r"(nproc-per-node|num_processes) 8", r"\1 2", line))
+        words[words.index("train") + 1] = "tiny.json"
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+        words += shlex.split("--steps 2 --warmup 1 --batch 4 --length 48 --device cpu")
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        out = tmp_path / words[words.index("--out") + 1]
+        assert (out / "model.safetensors").is_file() and not (out / "unfinished").exists()
+
+
+def _small(setup: setups.Setup) -> setups.Setup:
+    budget = replace(setup.budget, steps=1, batch=2, evaluations=1, held_out=2)
+    return setup._replace(size=Size(16, 2, 2), budget=budget)
+
+
+def _save_small_model(folder: Path) -> None:
+    """A selective model with a tokenizer, and budgets beside it; the same at every call."""
+    torch.manual_seed(0)
+    model = small(positions=16384)
+    heedful.convert(model, "selective")
+    model.save_pretrained(folder)
+    tokenizer_of_words(chat=True).save_pretrained(folder)
+    write_budgets(folder / "budgets.json", MostHidden(tokens=(20, 30)), model, {})
+
+
+def test_other_commands_name_scripts_that_exist():
+    for page in EVERY_PAGE:
+        for block in blocks(page):
+            if block.kind == "sh":
+                for module, script in re.findall(
+                    r"^python (?:-m (benchmarks\S+)|(\S+\.py))", block.text, re.MULTILINE
+                ):
+                    path = ROOT / (script or f"{module.replace('.', '/')}.py")
+                    assert script in scripts(page) or path.is_file(), f"{name(page)}: {path}"
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        assert place.exists(), f"{name(page)}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{name(page)}: {target}"
+
+
+def test_tables_are_those_of_the_results():
+    assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
+
+
+def test_what_made_a_table_is_told_whole():
+    """One command in its line, several in a list that no empty line ends."""
+    first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
+             "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip
+    where = "at commit 12ab on M with 1 thread, torch 2.13.0, 2026-11-24."
+    assert origin([first, first]) == f"*Made by `a 'b <c>'` {where}*"
+    assert origin([first, first | {"command": "d"}]).splitlines() == [
+        f"<details><summary><i>Made by 2 commands {where}</i></summary>",
+        "<pre>", "a 'b &lt;c&gt;'", "d", "</pre>", "</details>",
+    ]  # fmt: skip
+
+
+def test_every_public_name_is_listed():
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## The public names")[1]
+    listed = set(re.findall(r"`(\w+)`", section.split("\n## ")[0]))
+    assert {*heedful.__all__, *heedful.eviction.__all__} - {"__version__"} <= listed
+
+
+def test_a_fresh_clone_needs_one_command_line_each():
+    text = (ROOT / "README.md").read_text()
+    for marker, last in (("main command", "heedful compare"), ("test command", "pytest -n 2")):
+        (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
+        assert line.startswith("python3 -m venv .venv && ")
+        assert line.endswith(f"&& .venv/bin/{last}")
+        assert f"install torch=={TESTED['torch'][-1]} &&" in line, "doctor says what was tested"
+
+
+def test_the_ablation_table_has_the_presets_of_the_code():
+    text = (ROOT / "docs" / "multi-token.md").read_text()
+    listed = re.findall(r"^\| `([^`]+)` \| \d+\.\d\d \|$", text, re.MULTILINE)
+    assert len(listed) == 17 and set(listed) <= set(ablations())

@@ -1,0 +1,147 @@
+"""Whole rows under a budget are what steps with a real cache give."""
+
+import pytest
+import torch
+
+import heedful
+from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
+from helpers.cached import in_steps
+from helpers.families import logits, ragged_mask, stir, tiny, tokens
+
+MECHANISMS = {
+    "standard": Standard(),
+    "local": Standard(window=14),
+    "selective": Selective(),
+    "selective-extra": Selective(selector="extra"),
+    "selective-per-head": Selective(selector="per-head"),
+    "talking-heads": TalkingHeads(),
+    "differential": Differential(),
+}
+SERVED = [(name, policy) for name in MECHANISMS for policy in POLICIES
+          if policy is not MostHidden or name.startswith("selective")]  # fmt: skip
+
+
+def converted(name: str, family: str = "llama", **changes):
+    model = tiny(family, num_hidden_layers=2, **changes)
+    heedful.convert(model, MECHANISMS[name])
+    stir(model, 0.2, only=".heedful.")
+    return model
+
+
+def under(model, policy, ids, whole=1, step=1, **options):
+    with evicting(model, policy, whole, step):
+        return logits(model, ids, **options)
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("name", "policy"), SERVED)
+def test_a_whole_row_is_its_steps(name, policy):
+    """Token by token, after a prompt at once, and in pieces."""
+    model, ids = converted(name), tokens(2, 26)
+    chosen = policy(tokens=(11, 13), sinks=0 if name == "local" else 2, recent=3)
+    found = {}
+    for whole, step in ((1, 1), (15, 1), (6, 4)):
+        sizes = [whole]
+        while sum(sizes) < 26:
+            sizes.append(min(step, 26 - sum(sizes)))
+        expected = in_steps(model, ids, sizes, heedful.new_cache(model, chosen))
+        found[whole] = under(model, chosen, ids, whole, step)
+        same(found[whole], expected)
+    assert not torch.allclose(found[1], logits(model, ids), atol=1e-4)  # something was let go
+    assert not torch.equal(found[1], found[15])
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("name", "policy"), SERVED)
+def test_padded_rows_are_their_steps(name, policy):
+    model, ids, mask = converted(name), tokens(3, 22), ragged_mask(3, 22)
+    chosen = policy(tokens=10, sinks=2, recent=3)
+    cache = heedful.new_cache(model, chosen)
+    expected = in_steps(model, ids, [1] * 22, cache, attention_mask=mask)
+    found = under(model, chosen, ids, attention_mask=mask)
+    same(found[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("name", "policy"), SERVED)
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_sliding_windows_are_their_steps(name, policy, family):
+    """Budgets below the window, and above it, where the window alone decides."""
+    model, ids = converted(name, family, sliding_window=12, layer_types=None), tokens(2, 24)
+    for budgets in ((9, 11), (15, 9)):
+        chosen = policy(tokens=budgets, sinks=2, recent=3)
+        expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, chosen))
+        same(under(model, chosen, ids), expected)
+
+
+def test_layers_that_keep_everything_are_left_alone():
+    model, ids = tiny(), tokens(2, 24)
+    heedful.convert(model, {MultiToken(conv=(3, 3), conv_every=1): [1], Selective(): [0, 2]})
+    stir(model, 0.2, only=".heedful.")
+    chosen = MostHidden(tokens=(14, None, 16))
+    expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, chosen))
+    same(under(model, chosen, ids), expected)
+    with evicting(model, None):
+        assert torch.equal(logits(model, ids), logits(model, ids))
+
+
+def test_a_budget_for_the_whole_row_changes_nothing():
+    for name in MECHANISMS:
+        model, ids = converted(name), tokens(2, 20)
+        same(under(model, Random(tokens=20), ids, whole=7), logits(model, ids))
+
+
+def test_the_model_is_as_it_was_also_after_an_error():
+    model, ids = converted("selective"), tokens(2, 20)
+    expected, policy = logits(model, ids), StreamingLLM(tokens=14)
+    layers = [module.self_attn.heedful for module in model.model.layers]
+
+    def untouched():
+        assert all("forward" not in vars(layer) for layer in layers)
+        assert torch.is_grad_enabled()
+        assert torch.equal(logits(model, ids), expected)
+
+    assert not torch.equal(under(model, policy, ids), expected)
+    untouched()
+    with pytest.raises(KeyboardInterrupt), evicting(model, policy):
+        raise KeyboardInterrupt
+    untouched()
+    with pytest.raises(ValueError, match="evicting already"), evicting(model, policy):
+        under(model, policy, ids)
+    untouched()
+    with pytest.raises(ValueError, match="one for each of the model's 2 attention layers, got 3"):
+        under(model, StreamingLLM(tokens=(14, 14, 14)), ids)
+    heedful.revert(model)
+    heedful.convert(model, {"selective": [0], "standard": [1]})
+    with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
+        under(model, MostHidden(tokens=14), ids)
+    for module in model.model.layers:
+        assert "forward" not in vars(module.self_attn.heedful)
+
+
+def test_wrong_calls_are_refused():
+    model, ids, policy = converted("standard"), tokens(1, 16), StreamingLLM(tokens=14)
+    with pytest.raises(ValueError, match="model must be converted"):
+        under(tiny(), policy, ids)
+    for name in ("whole", "step"):
+        with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1, got 0"):
+            under(model, policy, ids, **{name: 0})
+    with pytest.raises(ValueError, match="evicting computes whole rows"), evicting(model, policy):
+        in_steps(model, ids, [8, 8])
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM, MostHidden, Random])
+def test_the_prompt_is_what_comes_at_first(policy):
+    """Where it is protected, it matters what came in one call."""
+    model, ids = converted("selective"), tokens(2, 26)
+    chosen = policy(tokens=13, sinks=1, recent=3, keep_prompt=True)
+    for whole in (1, 7):
+        sizes = [whole, *[1] * (26 - whole)]
+        expected = in_steps(model, ids, sizes, heedful.new_cache(model, chosen))
+        same(under(model, chosen, ids, whole), expected)

@@ -1,0 +1,241 @@
+"""Every family: unchanged outputs after conversion, and a checkpoint that comes back bit-equal."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import heedful
+from heedful.hf.versions import implementation_of
+from heedful.nn import (
+    Canon,
+    DifferentialV2,
+    KnockingHeads,
+    LocalGlobal,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+)
+from heedful.testing import assert_causal, assert_matches_oracle
+from helpers.families import EAGER, FAMILIES, fits, logits, ragged_mask, stir, tiny, tokens, twin
+
+every = pytest.mark.parametrize("family", FAMILIES)
+UNCHANGING = {
+    "standard": Standard(),
+    "mta": MultiToken(),
+    "mta everywhere": MultiToken(conv_every=1, mix=2),
+    "talking-heads": TalkingHeads(),
+    "selective with an extra head": Selective(selector="extra"),
+    "knocking-heads": KnockingHeads(("q", "k", "v")),
+    "knocking-heads with a gate": KnockingHeads(form="mlp"),
+    "canon": Canon(),
+}
+# Whose parts act before the rotation, where families differ.
+RIVALS = {
+    "knocking-heads": KnockingHeads(("q", "k", "v")),
+    "canon": Canon(),
+    "differential-v2": DifferentialV2(),
+    "local-global": LocalGlobal(window=3, every=2),
+}
+rivals = pytest.mark.parametrize(
+    ("name", "family"), [(x, y) for x in RIVALS for y in FAMILIES if fits(x, y)]
+)
+MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}
+
+
+@pytest.mark.crossed
+@every
+@pytest.mark.parametrize("mechanism", UNCHANGING)
+def test_outputs_are_unchanged_in_fp64(family, mechanism):
+    model = tiny(family)
+    ids = tokens()
+    before = {name: logits(model, ids, attention_mask=mask) for name, mask in MASKS.items()}
+    heedful.convert(model, UNCHANGING[mechanism])
+    for name, mask in MASKS.items():
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        after = logits(model, ids, attention_mask=mask)
+        torch.testing.assert_close(after[real], before[name][real], rtol=0, atol=1e-12)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("family", [x for x in FAMILIES if x not in EAGER])
+@pytest.mark.parametrize("mechanism", UNCHANGING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_outputs_of_whole_rows_are_unchanged_to_the_last_bit(family, mechanism, dtype):
+    # A window that cuts something takes our own tiles: unchanged, but only up to rounding.
+    wide = {"sliding_window": 30} if "sliding_window" in FAMILIES[family] else {}
+    model = tiny(family, dtype, **wide)
+    ids = tokens()
+    before = logits(model, ids)
+    heedful.convert(model, UNCHANGING[mechanism])
+    assert torch.equal(logits(model, ids), before)
+
+
+@every
+@pytest.mark.parametrize("mechanism", ["mta", "selective with an extra head"])
+def test_outputs_in_fp32_err_no_more_than_the_unconverted_model(family, mechanism):
+    model = tiny(family, torch.float32)
+    ids = tokens()
+    plain, oracle = logits(model, ids), logits(twin(model).double(), ids)
+    heedful.convert(model, UNCHANGING[mechanism])
+    assert_matches_oracle(family, logits(model, ids), plain, oracle, terms=32)
+
+
+@every
+@pytest.mark.parametrize("name", ["mta-published", "selective"])
+def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
+    model = tiny(family, torch.float32)
+    heedful.convert(model, "mta-published" if name == "mta-published" else Selective("bilinear"))
+    stir(model, 0.1, only=".heedful.")
+    model.save_pretrained(tmp_path)
+    again = heedful.load(tmp_path)
+    assert type(again) is type(model) and not again.training
+    own, saved = model.state_dict(), again.state_dict()
+    assert own.keys() == saved.keys()
+    assert all(torch.equal(own[key], saved[key]) for key in own)
+    ids = tokens()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    mask = ragged_mask()
+    assert torch.equal(
+        logits(again, ids, attention_mask=mask), logits(model, ids, attention_mask=mask)
+    )
+
+
+@every
+def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_path):
+    """Two mechanisms and a standard layer; the cache, and gradients down to their parameters."""
+    model = tiny(family, torch.float32)
+    heedful.convert(model, {MultiToken(conv_every=1): [0], Selective("extra"): [1]})
+    stir(model, 0.1, only=".heedful.")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokens()
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    padded = {"input_ids": ids, "attention_mask": ragged_mask()}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    found = (again.generate(**padded, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(*found)
+    again.train()
+    own = again._heedful.parameters()
+    before = {name: p.detach().clone() for name, p in own.items()}
+    optimizer = torch.optim.SGD(again.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(2):
+        losses.append(again(**padded, labels=ids).loss)
+        losses[-1].backward()
+        assert all(bool((p.grad != 0).any()) for p in own.values())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[1] < losses[0]
+    assert all(not torch.equal(p, before[name]) for name, p in own.items())
+
+
+@every
+def test_no_token_changes_an_earlier_logit(family):
+    model = tiny(family)
+    heedful.convert(model, MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=2))
+    stir(model, 0.2, only=".heedful.")
+    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
+
+
+@every
+def test_packed_documents_are_separate_documents(family):
+    """Positions that restart at 0 mark documents, where the family reads them."""
+    model = tiny(family)
+    heedful.convert(model, MultiToken(conv_every=1))
+    stir(model, 0.2, only=".heedful.")
+    lengths = [5, 1, 7]
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
+
+
+def rival(name: str, family: str, dtype: torch.dtype = torch.float64):
+    model = tiny(family, dtype)
+    heedful.convert(model, RIVALS[name])
+    stir(model, 0.2, only=".heedful.")
+    return model
+
+
+@pytest.mark.crossed
+@rivals
+def test_before_the_rotation_no_token_changes_an_earlier_logit(name, family):
+    model = rival(name, family)
+    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
+
+
+@pytest.mark.crossed
+@rivals
+def test_before_the_rotation_padded_and_packed_rows_are_rows_alone(name, family):
+    model, ids = rival(name, family), tokens(3)
+    for left in (True, False):
+        mask = ragged_mask(3, left=left)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded = logits(model, ids, attention_mask=mask, position_ids=positions)
+        for row, real in enumerate(mask.bool()):
+            alone = logits(model, ids[row : row + 1, real])
+            torch.testing.assert_close(padded[row, real], alone[0], rtol=0, atol=1e-11)
+    lengths = [5, 1, 7]
+    ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = logits(model, ids, position_ids=positions)
+    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
+        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
+
+
+@pytest.mark.crossed
+@rivals
+def test_before_the_rotation_a_checkpoint_comes_back_and_reverts(name, family, tmp_path):
+    model, ids = rival(name, family, torch.float32), tokens()
+    model.save_pretrained(tmp_path)
+    again = heedful.load(tmp_path)
+    assert torch.equal(logits(again, ids), logits(model, ids))
+    plain = logits(heedful.revert(model), ids)
+    heedful.revert(again).set_attn_implementation(implementation_of(model.config))  # not saved
+    assert torch.equal(logits(again, ids), plain)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+REFUSED = {
+    "gpt2": "its c_attn gives queries, keys and values in one, cut at fixed places",
+    "gpt_neox": "its query_key_value gives queries, keys and values in one",
+    "phi3": "its qkv_proj gives queries, keys and values in one",
+    "olmo2": r"its attention cannot be asked alone \(RuntimeError: ",
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_where_there_is_no_room_for_second_queries_it_is_said(family):
+    model, ids = tiny(family), tokens()
+    before = logits(model, ids)
+    with pytest.raises(ValueError, match=REFUSED[family]):
+        heedful.convert(model, "differential-v2")
+    assert torch.equal(logits(model, ids), before)
+
+
+@every
+def test_revert_restores_everything(family, tmp_path):
+    model = tiny(family, torch.float32)
+    ids = tokens()
+    model.config.dtype = "float32"  # as saving sets it
+
+    def state() -> dict:
+        return {
+            "classes": [type(m) for m in model.modules()],
+            "keys": list(model.state_dict()),
+            "config": model.config.to_dict(),
+            "implementation": model.config._attn_implementation,
+            "generation": model.generation_config.to_dict(),
+        }
+
+    before, at_first = state(), logits(model, ids)
+    heedful.convert(model, MultiToken(conv_every=1))
+    stir(model, 0.2, only=".heedful.")
+    assert not torch.equal(logits(model, ids), at_first)
+    model.save_pretrained(tmp_path)
+    assert heedful.revert(model) is model
+    for what, value in state().items():
+        assert value == before[what], what
+    assert torch.equal(logits(model, ids), at_first)

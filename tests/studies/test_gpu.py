@@ -1,0 +1,182 @@
+"""The session for a GPU works before there is one: every stage at small sizes, and what goes wrong
+on the way is on record."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu.alternatives import ALTERNATIVES
+from heedful.commands.bench import session
+from heedful.commands.bench.session import SessionCase, read, watch, work
+from helpers import ROOT
+
+ALL_STAGES = """
+import sys, time
+from pathlib import Path
+from helpers import ROOT
+from benchmarks.gpu import session as gpu_session
+from benchmarks.gpu.sizes import SMALL
+gpu_session.use("cpu")
+out = Path(sys.argv[1])
+for stage in (1, 2, 3, 5, 6, 2):
+    before = len(gpu_session.read(out))
+    assert gpu_session.worker(stage, SMALL, out, time.time() + 540) == 0
+assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 was there"
+"""
+
+
+@pytest.mark.slow
+def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
+    """In one process without the hooks of the tests, but for the fourth stage, by its command."""
+    out = tmp_path / "records.jsonl"
+    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [
+        "-m",
+        "benchmarks.gpu.session",
+        "--stage",
+        "4",
+        "--small",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+    ]
+    for words in (["-c", ALL_STAGES, str(out)], command):
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, env=clean, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    records = read(out)
+    for stage in range(1, 7):
+        check_stage([record for record in records if record["stage"] == stage], stage)
+    check_numbers(records)
+
+
+def check_stage(these: list[dict], stage: int) -> None:
+    assert these, stage
+    wrong = {r["case"]: r["error"] for r in these if r["status"] != "measured"}
+    graphs = {case for case in wrong if "CUDA graph" in case}
+    assert all(wrong.pop(case).endswith("CUDA graphs need a GPU") for case in graphs)
+    assert not wrong and len(graphs) == (9 if stage == 3 else 0), stage
+    for record in these:
+        assert record["config"]["device"] == "cpu"
+        assert {"command", "commit", "machine", "versions"} <= set(record["environment"])
+
+
+def check_numbers(records: list[dict]) -> None:
+    """The laws run, and every operator is timed beside SDPA."""
+    (laws,) = (record["numbers"] for record in records if record["case"] == "laws")
+    assert laws["exit_code"] == 0 and laws["passed"] >= 4 and not laws["failures"]
+    for stage, passes in ((2, 2), (4, 2), (6, 1)):
+        these = [r for r in records if r["stage"] == stage]
+        timed = {(r["config"]["mechanism"], r["config"]["pass"]) for r in these}
+        assert len(timed) == 6 * passes and {"sdpa", "mta", "selective"} <= {x for x, _ in timed}
+        assert all(r["numbers"]["low_ms"] <= r["numbers"]["ms"] for r in these)
+        assert {r["config"]["bench"]["layout"] for r in these} == {"transposed"}
+    impls = {r["config"]["impl"] for r in records if r["stage"] == 4}
+    assert impls == {"FLASH_ATTENTION", "tiled"}, "the faster one here is not the interpreter"
+    steps = [r["numbers"] for r in records if r["stage"] == 5]
+    assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
+
+
+def test_outcomes_of_tests_are_read_with_and_without_workers():
+    said = (
+        "tests/ops/a.py::test_one[x y] PASSED   [ 50%]\n"
+        "tests/ops/a.py::test_two FAILED        [100%]\n"
+        "[gw3] [ 7%] PASSED tests/ops/b.py::test_three[z] \n"
+        "[gw0] [100%] ERROR tests/ops/b.py::test_four\n"
+        "FAILED tests/ops/a.py::test_two - assert 0\ntests/ops/b.py::test_five "
+    )
+    assert gpu_session.outcomes(said) == {
+        "tests/ops/a.py::test_one[x y]": "PASSED",
+        "tests/ops/a.py::test_two": "FAILED",
+        "tests/ops/b.py::test_three[z]": "PASSED",
+        "tests/ops/b.py::test_four": "ERROR",
+    }
+
+
+def test_what_alternatives_replace_is_there():
+    places = {place for alternative in ALTERNATIVES for place, _ in alternative.changes}
+    assert len(places) == 6 and len(set(ALTERNATIVES)) == len(ALTERNATIVES)
+    for place in places:
+        module, _, name = place.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), place
+
+
+def cases(seconds: float = 0.0) -> list[SessionCase]:
+    def fails(left):
+        raise MemoryError("out of memory,\nby far")
+
+    def measured(left):
+        time.sleep(seconds)
+        return {"ms": 1.5}
+
+    return [
+        SessionCase("a", {"tokens": 1}, measured),
+        SessionCase("b", {"tokens": 1}, fails),
+        SessionCase("a", {"tokens": 2}, measured),
+    ]
+
+
+def test_a_failing_case_is_survived_and_what_is_on_record_is_left_out(tmp_path):
+    out = tmp_path / "new" / "records.jsonl"
+    late = time.time() - 1
+    assert work(2, cases(), out, late, {"commit": "c"})
+    assert [record["status"] for record in read(out)] == ["not run"] * 3
+    assert work(2, cases(), out, time.time() + 60, {"commit": "c"})
+    first, second, third = read(out)[3:]
+    assert first["numbers"] == {"ms": 1.5} and first["environment"] == {"commit": "c"}
+    assert second["status"] == "failed" and second["error"] == "MemoryError: out of memory, by far"
+    assert third["config"] == {"tokens": 2} and third["date"]
+    with out.open("a") as file:
+        file.write('{"stage": 2, "cas')  # a machine that was taken away
+    assert work(2, cases(), out, time.time() + 60, {}) and len(read(out)) == 6
+    assert work(3, cases(), out, time.time() + 60, {}) and len(read(out)) == 9
+    assert json.loads(out.read_text().splitlines()[7])["stage"] == 3
+
+
+def test_the_time_of_a_stage_ends_it_between_cases(tmp_path):
+    out = tmp_path / "records.jsonl"
+    assert work(2, cases(seconds=0.2), out, time.time() + 0.1, {})
+    assert [record["status"] for record in read(out)] == ["measured", "not run", "not run"]
+
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from heedful.commands.bench.session import SessionCase, work
+runs = {
+    "good": lambda left: {"ms": 1.0},
+    "dies": lambda left: os.kill(os.getpid(), signal.SIGSEGV),
+    "hangs": lambda left: time.sleep(600),
+    "last": lambda left: {"ms": 2.0},
+}
+cases = [SessionCase(name, {}, run) for name, run in runs.items()]
+work(1, cases, Path(sys.argv[1]), float(sys.argv[2]), {})
+"""
+
+
+def test_a_dead_and_a_hanging_process_are_recorded_and_survived(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "GRACE", 0.5)
+    out = tmp_path / "records.jsonl"
+    worker = [sys.executable, "-c", WORKER, str(out), str(time.time() + 4)]
+    assert watch(worker, out) == 0
+    found = {record["case"]: (record["status"], record.get("error")) for record in read(out)}
+    assert found == {
+        "good": ("measured", None),
+        "dies": ("failed", "its process ended with code -11"),
+        "hangs": ("failed", "ran longer than its stage may, and was ended"),
+        "last": ("not run", "the time of the stage was over"),
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
+
+
+def test_a_worker_that_cannot_begin_is_not_started_for_ever(tmp_path):
+    assert watch([sys.executable, "-c", "raise SystemExit(7)"], tmp_path / "x.jsonl") == 7
