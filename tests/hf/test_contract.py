@@ -11,8 +11,8 @@ import heedful
 from heedful.hf.versions import cache_of
 from heedful.nn import (
     Differential,
-    Given,
     HeadShape,
+    LayerInputs,
     LayerOutput,
     MultiToken,
     Selective,
@@ -29,9 +29,9 @@ class Noting(StandardAttention):
 
     needs = frozenset({"input", "token_ids", "positions", "cache"})
 
-    def forward(self, q, k, v, *, given: Given, **options) -> LayerOutput:
-        self.noted = given
-        return super().forward(q, k, v, given=given, **options)
+    def forward(self, q, k, v, *, inputs: LayerInputs, **options) -> LayerOutput:
+        self.noted = inputs
+        return super().forward(q, k, v, inputs=inputs, **options)
 
 
 class Doubling(StandardAttention):

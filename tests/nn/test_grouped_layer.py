@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from heedful.nn import Given, Grouped, HeadShape
+from heedful.nn import Grouped, HeadShape, LayerInputs
 from heedful.nn.grouped import GroupedAttention
 from heedful.ops import Visibility
 
@@ -74,8 +74,10 @@ class Whole:
         # Neighbours count too, as in a model: features depend on more than the token itself.
         x = x + torch.nn.functional.pad(x, (0, 0, 1, -1)) * 0.3 if visibility is None else x
         positions = torch.arange(ids.shape[1])[None] if positions is None else positions
-        given = Given(input=x, token_ids=ids, positions=positions, rotation=self.turn, shared={})
-        out = self.layer(*self.qkv(x, positions), visibility=visibility, given=given)
+        inputs = LayerInputs(
+            input=x, token_ids=ids, positions=positions, rotation=self.turn, shared={}
+        )
+        out = self.layer(*self.qkv(x, positions), visibility=visibility, inputs=inputs)
         return out.output.transpose(1, 2)
 
 
@@ -112,12 +114,14 @@ def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
     """The same by the Jacobian, which sees leaks that one change of a token may miss."""
     layer = made(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
     whole = Whole(layer)
-    given = ids(14, rows=1)
-    x = whole.table[given].requires_grad_()
+    inputs = ids(14, rows=1)
+    x = whole.table[inputs].requires_grad_()
     positions = torch.arange(14)[None]
     q, k, v = whole.qkv(x, positions)
-    beside = Given(input=x, token_ids=given, positions=positions, rotation=whole.turn, shared={})
-    out = layer(q, k, v, given=beside).output
+    beside = LayerInputs(
+        input=x, token_ids=inputs, positions=positions, rotation=whole.turn, shared={}
+    )
+    out = layer(q, k, v, inputs=beside).output
     for t in range(14):
         direction = torch.randn(out[:, :, t].shape, dtype=torch.float64)
         (slope,) = torch.autograd.grad((out[:, :, t] * direction).sum(), x, retain_graph=True)
@@ -166,7 +170,7 @@ def test_nothing_is_summed_up_within_the_window(name, refine, queries):
     whole, tokens = Whole(layer), ids()
     x = whole.table[tokens]
     q, k, v = whole.qkv(x, torch.arange(TOKENS)[None])
-    found = layer(q, k, v, given=Given(input=x, token_ids=tokens,
+    found = layer(q, k, v, inputs=LayerInputs(input=x, token_ids=tokens,
                   positions=torch.arange(TOKENS)[None], rotation=whole.turn)).output  # fmt: skip
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected, **EXACT)
@@ -190,9 +194,9 @@ def test_groups_of_one_token_are_standard_attention(name, queries, refine, windo
     whole, tokens = Whole(layer), ids()
     x, positions = whole.table[tokens], torch.arange(TOKENS)[None]
     q, k, v = whole.qkv(x, positions)
-    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(layer(q, k, v, given=given).output, expected, **EXACT)
+    torch.testing.assert_close(layer(q, k, v, inputs=inputs).output, expected, **EXACT)
 
 
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
@@ -203,8 +207,8 @@ def test_every_parameter_learns(name, refine, queries):
     layer = made(config)
     whole, tokens = Whole(layer), ids(33)
     x, positions = whole.table[tokens], torch.arange(33)[None]
-    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
-    out = layer(*whole.qkv(x, positions), given=given)
+    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    out = layer(*whole.qkv(x, positions), inputs=inputs)
     (out.output * torch.randn_like(out.output)).sum().backward()
     for part, p in layer.named_parameters():
         assert p.grad is not None and bool(p.grad.isfinite().all()), part
@@ -218,7 +222,7 @@ def test_what_makes_groups_learns_from_its_first_values_on(name):
     layer = Grouped(name, window=2, **GROUPINGS[name]).build(SHAPE).double()
     x = torch.randn(2, 64, SHAPE.hidden).double()
     q, k, v = (torch.randn(2, n, 64, 6).double() for n in (4, 2, 2))
-    out = layer(q, k, v, given=Given(input=x)).output
+    out = layer(q, k, v, inputs=LayerInputs(input=x)).output
     (out * torch.randn_like(out)).sum().backward()
     for part, p in layer.grouping.named_parameters():
         assert p.grad is not None and bool((p.grad.abs() > 1e-9).any()), part
@@ -226,12 +230,14 @@ def test_what_makes_groups_learns_from_its_first_values_on(name):
 
 def test_the_first_values_are_the_mean():
     x, tokens = torch.randn(2, TOKENS, 20).double(), ids()
-    given = Given(input=x, positions=torch.arange(TOKENS)[None])
+    inputs = LayerInputs(input=x, positions=torch.arange(TOKENS)[None])
     q, k, v = (torch.randn(2, n, TOKENS, 6).double() for n in (4, 2, 2))
-    expected = Grouped(size=4, window=3, refine="mean").build(SHAPE).double()(q, k, v, given=given)
+    expected = (
+        Grouped(size=4, window=3, refine="mean").build(SHAPE).double()(q, k, v, inputs=inputs)
+    )
     for refine in REFINES[1:]:
         layer = Grouped(size=4, window=3, refine=refine, size_bias="learned").build(SHAPE).double()
-        found = layer(q, k, v, given=given)
+        found = layer(q, k, v, inputs=inputs)
         torch.testing.assert_close(found.output, expected.output, **EXACT)
     assert tokens.shape == (2, TOKENS)
 
@@ -244,11 +250,11 @@ def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     whole, tokens = Whole(layer), ids(19)
     x, positions = whole.table[tokens], torch.arange(19)[None]
     q, k, v = whole.qkv(x, positions)
-    given = Given(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
-    weights = layer.maps(q, k, given=given).weights
+    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    weights = layer.maps(q, k, inputs=inputs).weights
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
     if refine != "channel":
-        expected = layer(q, k, v, given=given).output
+        expected = layer(q, k, v, inputs=inputs).output
         found = weights @ v.repeat_interleave(2, dim=1)
         torch.testing.assert_close(found, expected, **EXACT)
 
@@ -261,13 +267,13 @@ def test_learned_groups_are_shared_by_layers_in_turn():
     x, positions = torch.randn(2, 12, 20).double(), torch.arange(12)[None]
     q, k, v = (torch.randn(2, n, 12, 6).double() for n in (4, 2, 2))
     shared: dict = {}
-    given = Given(input=x, positions=positions, shared=shared)
-    assert lead(q, k, v, given=given).grouping.wanted == 3
+    inputs = LayerInputs(input=x, positions=positions, shared=shared)
+    assert lead(q, k, v, inputs=inputs).grouping.wanted == 3
     (kept,) = shared.values()
-    assert follow(q, k, v, given=given).grouping is None
+    assert follow(q, k, v, inputs=inputs).grouping is None
     assert list(shared.values()) == [kept]
     with pytest.raises(ValueError, match=r"share=2: layer 3 takes the groups of layer 2"):
-        follow(q, k, v, given=Given(input=x, positions=positions))
+        follow(q, k, v, inputs=LayerInputs(input=x, positions=positions))
 
 
 def test_groups_are_those_of_the_first_of_these_layers_and_of_no_other():
@@ -283,17 +289,17 @@ def test_groups_are_those_of_the_first_of_these_layers_and_of_no_other():
         other.grouping.outer.bias.add_(3)
     found = []
     for layers in ((lead, follow), (lead, other, follow)):
-        given = Given(input=x, positions=positions, shared={})
-        found.append([layer(q, k, v, given=given).output for layer in layers][-1])
+        inputs = LayerInputs(input=x, positions=positions, shared={})
+        found.append([layer(q, k, v, inputs=inputs).output for layer in layers][-1])
     assert torch.equal(*found)
 
 
 def test_the_loss_of_the_size_by_hand():
     x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
     q, k, v = (torch.randn(2, n, 30, 6).double() for n in (4, 2, 2))
-    given = Given(input=x, positions=positions)
+    inputs = LayerInputs(input=x, positions=positions)
     layer = made(Grouped("cif", size=4))
-    report = layer(q, k, v, given=given).grouping
+    report = layer(q, k, v, inputs=inputs).grouping
     raw = layer.grouping.outer(torch.nn.functional.gelu(layer.grouping.inner(x)))
     alpha = 1 / 16 + 15 / 16 * raw.sigmoid()
     torch.testing.assert_close(report.loss, (4 * alpha.mean() - 1).square(), **EXACT)

@@ -12,10 +12,10 @@ from heedful.nn import (
     NAMES,
     Canon,
     Differential,
-    Given,
     Grouped,
     HeadShape,
     Layer,
+    LayerInputs,
     MultiToken,
     Selective,
     Standard,
@@ -69,7 +69,7 @@ IDENTITIES = {
 @pytest.mark.parametrize("name", IDENTITIES)
 def test_identity_at_initialisation(name):
     q, k, v = qkv()
-    out = layer(IDENTITIES[name])(q, k, v, given=Given(input=draw(2, 9, 20))).output
+    out = layer(IDENTITIES[name])(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output
     torch.testing.assert_close(out, standard(q, k, v), **EXACT)
 
 
@@ -80,16 +80,16 @@ ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
 ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
 
-def beside(tokens: int = 9) -> Given:
+def beside(tokens: int = 9) -> LayerInputs:
     """What some layers need of these tokens."""
-    return Given(input=draw(2, tokens, SHAPE.hidden))
+    return LayerInputs(input=draw(2, tokens, SHAPE.hidden))
 
 
-def opened(made: Layer, q: Tensor, k: Tensor, v: Tensor, given: Given) -> list[Tensor]:
+def opened(made: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
     """Queries, keys and values as the layer changes them before the rotation."""
     if "unrotated" not in made.needs:
         return [q, k, v]
-    told = Tokens(input=given.input)
+    told = Tokens(input=inputs.input)
     parts = zip("qkv", (q, k, v), strict=True)
     return [made.before_rotation(x, y.transpose(1, 2), told).transpose(1, 2) for x, y in parts]
 
@@ -99,8 +99,8 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     made = layer(ALL[name])
     perturb(made)
     q, k, v = (x.requires_grad_() for x in qkv())
-    given = beside()
-    made(*opened(made, q, k, v, given), given=given).output.square().sum().backward()
+    inputs = beside()
+    made(*opened(made, q, k, v, inputs), inputs=inputs).output.square().sum().backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *made.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -138,7 +138,7 @@ def test_layers_with_convolutions(every, layers):
 
 def test_what_layers_declare():
     """Earlier query rows, what is kept beside keys and values, and what is given."""
-    nothing, given = frozenset(), frozenset({"input"})
+    nothing, inputs = frozenset(), frozenset({"input"})
     for config, declared in {
         Standard(): (0, (), nothing),
         TalkingHeads(): (0, (), nothing),
@@ -148,7 +148,7 @@ def test_what_layers_declare():
         MultiToken(conv=None, post_conv=(2, 1)): (1, (), nothing),
         MultiToken(): (10, (), nothing),
         Selective(): (0, ("F",), nothing),
-        Selective(selector="extra"): (0, ("F", "selector keys"), given),
+        Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
     }.items():
         made = config.build(SHAPE)
         assert isinstance(made, Layer)
@@ -171,14 +171,14 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_what_multiplies_the_values(name):
-    made, given = layer(ALL[name]), beside()
+    made, inputs = layer(ALL[name]), beside()
     perturb(made)
     if getattr(made, "norm", None) is not None:
         made.norm.forward = lambda x: x
     made.gate = None
-    q, k, v = opened(made, *qkv(), given)
-    maps = made.maps(q, k, visibility=Visibility(window=5), given=given).weights
-    out = made(q, k, v, visibility=Visibility(window=5), given=given).output
+    q, k, v = opened(made, *qkv(), inputs)
+    maps = made.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
+    out = made(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         pairs = maps @ joined.repeat_interleave(2, dim=1)
@@ -212,8 +212,8 @@ def test_a_window_of_ones_own_counts_by_positions():
 @pytest.mark.parametrize("theirs", [None, 3, 7])
 def test_a_window_of_ones_own_narrows_the_models(theirs):
     q, k, v = qkv()
-    given = Visibility(window=theirs)
-    found = layer(Standard(window=5))(q, k, v, visibility=given).output
+    inputs = Visibility(window=theirs)
+    found = layer(Standard(window=5))(q, k, v, visibility=inputs).output
     narrow = Visibility(window=min(theirs or 9, 5))
     torch.testing.assert_close(found, layer(Standard())(q, k, v, visibility=narrow).output, **EXACT)
 
@@ -322,7 +322,7 @@ def test_selectors():
     found = []
     for config, by in expected.items():
         made = own if config.selector == "bilinear" else layer(config)
-        found.append(made(q, k, v, given=Given(input=hidden)).output)
+        found.append(made(q, k, v, inputs=LayerInputs(input=hidden)).output)
         torch.testing.assert_close(found[-1], selected(q, k, v, by), **EXACT)
     for i, one in enumerate(found):
         for other in found[:i]:
@@ -346,10 +346,10 @@ def test_own_selectors_project_the_last_queries_of_a_longer_input():
         selector_k=(hidden @ made.key.weight.mT)[:, None],
     )  # fmt: skip
     torch.testing.assert_close(
-        made(q, k, v, given=Given(input=hidden)).output, expected.output, **EXACT
+        made(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
     )
     with pytest.raises(
-        ValueError, match="SelectiveAttention needs input beside q, k and v: pass given"
+        ValueError, match="SelectiveAttention needs input beside q, k and v: pass inputs"
     ):
         made(q, k, v)
 
@@ -358,7 +358,9 @@ def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
     made = layer(Selective(selector="extra"))
     assert bool((made.key.weight == 0).all()) and bool((made.query.weight != 0).any())
     q, k, v = qkv()
-    (made(q, k, v, given=Given(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)).sum().backward()
+    (
+        made(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)
+    ).sum().backward()
     assert made.key.weight.grad.abs().max() > 1e-3
     assert bool((made.query.weight.grad == 0).all()), "behind keys of zero"
 
@@ -388,14 +390,14 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
-    made, given = ALL[name].build(SHAPE), Given(input=draw(2, 40, SHAPE.hidden).to(dtype))
+    made, inputs = ALL[name].build(SHAPE), LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype))
     perturb(made)
     rounded = [x.to(dtype) for x in qkv(40)]
-    found = made(*opened(made, *rounded, given), given=given).output
+    found = made(*opened(made, *rounded, inputs), inputs=inputs).output
     assert found.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_: "reference")
-    plain = made(*opened(made, *rounded, given), given=given).output
-    exact, made = Given(input=given.input.double()), made.double()
-    oracle = made(*opened(made, *(x.double() for x in rounded), exact), given=exact).output
+    plain = made(*opened(made, *rounded, inputs), inputs=inputs).output
+    exact, made = LayerInputs(input=inputs.input.double()), made.double()
+    oracle = made(*opened(made, *(x.double() for x in rounded), exact), inputs=exact).output
     assert_matches_oracle(name, found, plain, oracle, terms=40)

@@ -9,9 +9,9 @@ from torch import Tensor
 from heedful.nn import (
     Canon,
     DifferentialV2,
-    Given,
     HeadShape,
     KnockingHeads,
+    LayerInputs,
     LocalGlobal,
     Standard,
     Tokens,
@@ -185,7 +185,7 @@ def test_differential_v2():
     for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         logit = sum(float(inputs[b, t, e] * made.lam.weight.detach()[h, e]) for e in range(20))
         expected[b, t, h] -= less[b, t, h] / (1 + math.exp(-logit))
-    out = made(*(x.transpose(1, 2) for x in (pairs, k, v)), given=Given(input=inputs)).output
+    out = made(*(x.transpose(1, 2) for x in (pairs, k, v)), inputs=LayerInputs(input=inputs)).output
     torch.testing.assert_close(out.transpose(1, 2), expected, **EXACT)
 
 
@@ -197,14 +197,14 @@ def test_both_queries_of_differential_v2_get_the_familys_bias_and_sink():
     logits = logits.masked_fill(~torch.ones(5, 5).bool().tril(), -math.inf)
     column = sinks.repeat_interleave(2)[:, None, None].expand(2, 8, 5, 1)
     both = torch.cat([logits, column], -1).softmax(-1)[..., :5] @ v.repeat_interleave(4, 1)
-    given = Given(input=inputs, bias=bias, sinks=sinks)
-    expected = both[:, 0::2] - made.lambdas(given, 5) * both[:, 1::2]
-    torch.testing.assert_close(made(q, k, v, given=given).output, expected, **EXACT)
+    beside = LayerInputs(input=inputs, bias=bias, sinks=sinks)
+    expected = both[:, 0::2] - made.lambdas(beside, 5) * both[:, 1::2]
+    torch.testing.assert_close(made(q, k, v, inputs=beside).output, expected, **EXACT)
 
 
 def test_lambdas_of_differential_v2_start_at_one_half():
     made, inputs = DifferentialV2().build(SHAPE).double(), draw(2, 5, 20)
-    assert bool((made.lambdas(Given(input=inputs), 3) == 0.5).all())
+    assert bool((made.lambdas(LayerInputs(input=inputs), 3) == 0.5).all())
     assert made.query.weight.std().item() == pytest.approx(20**-0.5, rel=0.1)
     # One more query projection, and a lambda per head: what the published count has beyond ours.
     assert sum(p.numel() for p in made.parameters()) == 4 * 6 * 20 + 4 * 20

@@ -7,10 +7,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.nn import (
     Differential,
-    Given,
     Grouped,
     HeadShape,
     Layer,
+    LayerInputs,
     LayerOutput,
     MultiToken,
     Selective,
@@ -73,9 +73,9 @@ def test_where_mechanisms_are_defined():
 def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
     layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
     sinks = torch.randn(4, dtype=torch.float64) if sunk else None
-    given = Given(bias=bias if biased else None, softcap=softcap, sinks=sinks)
-    out = layer(q, k, v, visibility=SEEN[role], scale=0.7, given=given).output
-    weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, given=given).weights
+    inputs = LayerInputs(bias=bias if biased else None, softcap=softcap, sinks=sinks)
+    out = layer(q, k, v, visibility=SEEN[role], scale=0.7, inputs=inputs).output
+    weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, inputs=inputs).weights
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
         expected = layer.norm(weights @ joined).unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
@@ -89,7 +89,7 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     layer, (q, k, v, bias) = built(name, role), draw()
     plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = bias.requires_grad_()
-    found = layer(q, k, v, visibility=SEEN[role], given=Given(bias=leaf)).output
+    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(bias=leaf)).output
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.square().sum(), leaf)
     assert bool((grad != 0).any())
@@ -101,7 +101,7 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
     assert "sinks" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    found = layer(q, k, v, visibility=SEEN[role], given=Given(sinks=leaf)).output
+    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(sinks=leaf)).output
     assert not torch.allclose(found, plain)
     (grad,) = torch.autograd.grad(found.sum(), leaf)
     assert bool((grad != 0).all())
@@ -110,17 +110,17 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
 @pytest.mark.parametrize("name", ["softcap", "sinks"])
 def test_grouped_attention_refuses_caps_and_sinks(name):
     layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
-    given = Given(softcap=2.0) if name == "softcap" else Given(sinks=torch.zeros(4))
+    inputs = LayerInputs(softcap=2.0) if name == "softcap" else LayerInputs(sinks=torch.zeros(4))
     assert not layer.takes & {"softcap", "sinks"}
     with pytest.raises(ValueError, match=f"{name} must be None for grouped attention"):
-        layer(q, k, v, given=given)
+        layer(q, k, v, inputs=inputs)
 
 
 def test_grouped_attention_refuses_dropout():
     layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
     assert "dropout" not in layer.takes
     with pytest.raises(ValueError, match="dropout must be 0 for grouped attention"):
-        layer(q, k, v, given=Given(dropout=0.1))
+        layer(q, k, v, inputs=LayerInputs(dropout=0.1))
 
 
 @every
@@ -128,7 +128,7 @@ def test_a_cap_changes_outputs(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
     assert "softcap" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
-    found = layer(q, k, v, visibility=SEEN[role], given=Given(softcap=0.5)).output
+    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(softcap=0.5)).output
     assert not torch.allclose(found, plain)
 
 
@@ -138,7 +138,7 @@ def test_standard_attention_with_a_bias(impl):
     layer.impl = impl
     mask = bias.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    found = layer(q, k, v, given=Given(bias=bias)).output
+    found = layer(q, k, v, inputs=LayerInputs(bias=bias)).output
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -162,7 +162,7 @@ def test_identity_at_initialisation(name, role):
 
 def test_what_is_given_is_cut_with_its_tokens():
     bias = torch.arange(5 * 9.0).view(1, 1, 5, 9)
-    cut = Given(input=torch.zeros(1, 5, 3), bias=bias).before(2, 2)
+    cut = LayerInputs(input=torch.zeros(1, 5, 3), bias=bias).before(2, 2)
     assert cut.input.shape == (1, 2, 3) and torch.equal(cut.bias, bias[:, :, 1:3, :7])
 
 

@@ -75,7 +75,7 @@ def by_loops(recorded: Recorded, way: dict, tau: float, window: int | None = Non
     """The paper's term as it is written, from each layer's queries and keys."""
     total, count = 0.0, 0
     for layer, (q, k, kwargs) in zip(recorded.layers, recorded, strict=True):
-        selectors = layer.selectors(q, k, kwargs["given"])
+        selectors = layer.selectors(q, k, kwargs["inputs"])
         logits = (selectors[0] @ selectors[1].mT * kwargs["scale"]).tolist()
         for row, parts in enumerate(documents(way)):
             for part in parts:

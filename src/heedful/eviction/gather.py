@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.eviction.policy import Eviction
-from heedful.nn import Given, Layer
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 
 _BLOCK = 64  # query rows whose weights are in memory at once
@@ -189,7 +189,7 @@ def attention_received(
     *,
     visibility: Visibility,
     scale: float | None,
-    given: Given,
+    inputs: LayerInputs,
 ) -> Float[Tensor, "B n"]:
     """The weights of the newest queries on every token, summed over them, mean of the heads.
 
@@ -197,20 +197,20 @@ def attention_received(
         layer: whose maps these are.
         q, k: of the last call: queries of its tokens, which are the last, and all keys.
         queries: how many of the newest queries count.
-        visibility, scale, given: of that call; `given.state` is the one before it.
+        visibility, scale, inputs: of that call; `inputs.state` is the one before it.
     """
-    new, state = q.shape[2], given.state
+    new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
     # A state runs through all rows: the newest need what those before them have masked.
     for start, stop in _blocks(0 if layer.keeps else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
-        inputs = given.before(later, stop - start)._replace(state=state)
-        if inputs.beside is not None:
-            inputs = inputs._replace(beside=inputs.beside[:, :, :cut])
+        block = inputs.before(later, stop - start)._replace(state=state)
+        if block.beside is not None:
+            block = block._replace(beside=block.beside[:, :, :cut])
         maps = layer.maps(
             q[:, :, start:stop], k[:, :, :cut], visibility=visibility.part(0, cut), scale=scale,
-            given=inputs,
+            inputs=block,
         )  # fmt: skip
         newest = maps.weights[:, :, max(0, new - queries - start) :]
         received[:, :cut] += newest.float().abs().mean(1).sum(1)

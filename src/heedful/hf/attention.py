@@ -10,7 +10,7 @@ from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
 from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, end_call
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
-from heedful.nn import Given, Layer
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 
 ROTATION = "heedful_rotation"
@@ -51,10 +51,10 @@ def attention(
     layer, context = _layer_in(module), _context(attention_mask)
     _check_passed(module, layer, passed)
     _check_shape(module, layer, query, key)
-    given = _given(module, layer, context, passed, heedful_cache)
+    inputs = _layer_inputs(module, layer, context, passed, heedful_cache)
     attend = {"decoder": _attend_causally, "encoder": _attend_both_ways, "cross": _attend_to_source}
     output = attend[layer.shape.role](
-        module, (query, key, value), context, heedful_cache, is_causal, scale=scaling, given=given
+        module, (query, key, value), context, heedful_cache, is_causal, scale=scaling, inputs=inputs
     )
     return output.transpose(1, 2).contiguous(), None
 
@@ -188,9 +188,9 @@ def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) ->
         )
 
 
-def _given(
+def _layer_inputs(
     module: nn.Module, layer: Layer, context: AttentionContext, passed: dict, cache: object
-) -> Given:
+) -> LayerInputs:
     """What the layer gets beside queries, keys and values."""
     bias = passed.get("position_bias")
     if _has_no_cross_bias(module, layer):
@@ -200,7 +200,7 @@ def _given(
             f"{type(module).__name__} adds a position bias to its logits, which "
             f"{type(layer).__name__} does not take; convert to another mechanism"
         )
-    given = Given(
+    inputs = LayerInputs(
         input=passed.get("heedful_input"),
         source=passed.get("heedful_source"),
         token_ids=_needed(module, layer, "token_ids", context.token_ids),
@@ -213,13 +213,13 @@ def _given(
         shared=context.shared,
     )
     if "rotation" not in layer.needs or (rotation := getattr(module, ROTATION)) is None:
-        return given
+        return inputs
     if context.positions is None:
         raise ValueError(
             f"{type(module).__name__} was called with positions of several axes, as of images, "
             "and groups of tokens have none; give the model text alone"
         )
-    return given._replace(positions=context.positions, rotation=rotation)
+    return inputs._replace(positions=context.positions, rotation=rotation)
 
 
 def _needed(module: nn.Module, layer: Layer, name: str, x: Tensor | None) -> Tensor | None:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from heedful.hf.versions import attention_replaced
-from heedful.nn import Given, Layer, LayerOutput, Standard
-from heedful.nn.layer import NOTHING
+from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
+from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 from heedful.records.environment import TESTED
 
@@ -184,8 +184,8 @@ def _stock(
         seen = Visibility(causal=causal and queries > 1).dense(queries, keys, query.device)
     else:
         seen = attention_mask[:, 0, :, :keys]
-    given = Given(bias=position_bias, softcap=softcap, sinks=s_aux)
-    return _attend(query, key, value, seen, scaling, given).transpose(1, 2).contiguous(), None
+    inputs = LayerInputs(bias=position_bias, softcap=softcap, sinks=s_aux)
+    return _attend(query, key, value, seen, scaling, inputs).transpose(1, 2).contiguous(), None
 
 
 def _converted(
@@ -196,12 +196,12 @@ def _converted(
     *,
     visibility: Visibility | None = None,
     scale: float | None = None,
-    given: Given = NOTHING,
+    inputs: LayerInputs = NO_INPUTS,
 ) -> LayerOutput:
     """Stands in for the forward of a layer."""
     visibility = Visibility() if visibility is None else visibility
     seen = visibility.dense(q.shape[2], k.shape[2], q.device)
-    return LayerOutput(_attend(q, k, v, seen, scale, given))
+    return LayerOutput(_attend(q, k, v, seen, scale, inputs))
 
 
 def _attend(
@@ -210,7 +210,7 @@ def _attend(
     v: Float[Tensor, "B Hk Tk Dv"],
     seen: Bool[Tensor, "#B Tq Tk"],
     scale: float | None,
-    given: Given,
+    inputs: LayerInputs,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """Softmax attention, each query over the keys that it sees, whatever else there is."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -225,13 +225,13 @@ def _attend(
             if not len(keys):
                 continue
             logits = (k[b][:, keys] @ q[b, :, i, :, None].to(wide))[..., 0] * scale
-            if given.softcap is not None:
-                logits = given.softcap * (logits / given.softcap).tanh()
-            if given.bias is not None:
-                bias = given.bias.expand(q.shape[0], q.shape[1], -1, -1)
+            if inputs.softcap is not None:
+                logits = inputs.softcap * (logits / inputs.softcap).tanh()
+            if inputs.bias is not None:
+                bias = inputs.bias.expand(q.shape[0], q.shape[1], -1, -1)
                 logits = logits + bias[b, :, i, keys]
-            if given.sinks is not None:
-                logits = torch.cat([logits, given.sinks[:, None].to(wide)], 1)
+            if inputs.sinks is not None:
+                logits = torch.cat([logits, inputs.sinks[:, None].to(wide)], 1)
             weights = logits.softmax(1)[:, : len(keys)]
             out[b, :, i] = (weights[:, None] @ v[b][:, keys])[:, 0].to(q.dtype)
     return out

@@ -9,7 +9,7 @@ from heedful.nn.differential import (
 )
 from heedful.nn.grouped import Grouped, GroupedAttention
 from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
-from heedful.nn.layer import Given, Layer, LayerOutput, Maps, Tokens
+from heedful.nn.layer import Layer, LayerInputs, LayerOutput, Maps, Tokens
 from heedful.nn.mechanisms import (
     NAMES,
     TABLE,
@@ -33,13 +33,13 @@ __all__ = [
     "DifferentialAttention",
     "DifferentialV2",
     "DifferentialV2Attention",
-    "Given",
     "Grouped",
     "GroupedAttention",
     "HeadShape",
     "KnockingHeads",
     "KnockingHeadsAttention",
     "Layer",
+    "LayerInputs",
     "LayerOutput",
     "LocalGlobal",
     "Maps",

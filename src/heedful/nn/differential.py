@@ -8,16 +8,16 @@ from torch import Tensor, nn
 
 from heedful.nn.layer import (
     ALONE,
-    NOTHING,
+    NO_INPUTS,
     TERMS,
-    Given,
     Layer,
+    LayerInputs,
     LayerOutput,
     Maps,
     Projection,
     Step,
     Tokens,
-    check_given,
+    check_inputs,
     parameter,
 )
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
@@ -83,36 +83,43 @@ class DifferentialAttention(Layer):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """H / 2 heads of twice the width, in the shape of H heads."""
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         out = differential_attention(
-            q, k, joined, lam=self.lam, bias=given.bias, softcap=given.softcap,
-            sinks=given.sinks, dropout_p=given.dropout, visibility=visibility, scale=scale,
+            q, k, joined, lam=self.lam, bias=inputs.bias, softcap=inputs.softcap,
+            sinks=inputs.sinks, dropout_p=inputs.dropout, visibility=visibility, scale=scale,
             impl=self.impl,
         )  # fmt: skip
         out = self.norm(out)
         return LayerOutput(out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2))
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The difference of the two maps, per pair of heads; entries may be negative."""
-        both = self._both(q, k, visibility, scale, given)
+        both = self._both(q, k, visibility, scale, inputs)
         return Maps(both[:, 0::2] - self.lam.to(both.dtype) * both[:, 1::2])
 
-    def steps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> list[Step]:
+    def steps(
+        self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
+    ) -> list[Step]:
         """The two maps of each pair."""
-        both = self._both(q, k, visibility, scale, given)
+        both = self._both(q, k, visibility, scale, inputs)
         return [Step("first map", both[:, 0::2], False), Step("second map", both[:, 1::2], False)]
 
     def _both(
-        self, q: Tensor, k: Tensor, visibility: Visibility | None, scale: float | None, given: Given
+        self,
+        q: Tensor,
+        k: Tensor,
+        visibility: Visibility | None,
+        scale: float | None,
+        inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq Tk"]:
         group = q.shape[1] // k.shape[1]  # pairs share pairs of key heads
         k = k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)
         return multi_token_attention_map(
-            q, k, visibility=visibility, scale=scale, bias=given.bias, softcap=given.softcap,
-            sinks=given.sinks,
+            q, k, visibility=visibility, scale=scale, bias=inputs.bias, softcap=inputs.softcap,
+            sinks=inputs.sinks,
         )  # fmt: skip
 
 
@@ -175,30 +182,30 @@ class DifferentialV2Attention(StandardAttention):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """What the first query of each head reads, less lambda times what the second one does."""
-        options = {"visibility": visibility, "scale": scale, "given": _of_pairs(given)}
+        options = {"visibility": visibility, "scale": scale, "inputs": _of_pairs(inputs)}
         both = super().forward(q, k, v, **options).output
-        lam = self.lambdas(given, q.shape[2]).to(both.dtype)
+        lam = self.lambdas(inputs, q.shape[2]).to(both.dtype)
         return LayerOutput(both[:, 0::2] - lam * both[:, 1::2])
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The difference of the two maps, per head; entries may be negative."""
-        options = {"visibility": visibility, "scale": scale, "given": _of_pairs(given)}
+        options = {"visibility": visibility, "scale": scale, "inputs": _of_pairs(inputs)}
         both = super().maps(q, k, **options).weights
-        lam = self.lambdas(given, q.shape[2]).to(both.dtype)
+        lam = self.lambdas(inputs, q.shape[2]).to(both.dtype)
         return Maps(both[:, 0::2] - lam * both[:, 1::2])
 
-    def lambdas(self, given: Given, queries: int) -> Float[Tensor, "B H Tq 1"]:
+    def lambdas(self, inputs: LayerInputs, queries: int) -> Float[Tensor, "B H Tq 1"]:
         """Of the last queries, between zero and one, per head."""
-        check_given(self, given)
-        return self.lam(given.input[:, -queries:]).sigmoid().transpose(1, 2)[..., None]
+        check_inputs(self, inputs)
+        return self.lam(inputs.input[:, -queries:]).sigmoid().transpose(1, 2)[..., None]
 
 
-def _of_pairs(given: Given) -> Given:
+def _of_pairs(inputs: LayerInputs) -> LayerInputs:
     """What the family gives a head, for both of its queries: position bias and sink."""
-    bias, sinks = given.bias, given.sinks
+    bias, sinks = inputs.bias, inputs.sinks
     if bias is not None and bias.shape[1] > 1:
         bias = bias.repeat_interleave(2, dim=1)
-    return given._replace(bias=bias, sinks=None if sinks is None else sinks.repeat_interleave(2))
+    return inputs._replace(bias=bias, sinks=None if sinks is None else sinks.repeat_interleave(2))

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 
 from heedful.checks import check_choice, check_whole, is_whole
 from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, longest_span
-from heedful.nn.layer import NOTHING, Given, Layer, LayerOutput, Maps, Rotation, check_given
+from heedful.nn.layer import (
+    NO_INPUTS,
+    Layer,
+    LayerInputs,
+    LayerOutput,
+    Maps,
+    Rotation,
+    check_inputs,
+)
 from heedful.nn.layer import parameter as empty_parameter
 from heedful.nn.shape import ROLES, HeadShape, Role, WideLinear
 from heedful.ops import Queries, Visibility
@@ -200,25 +208,25 @@ class GroupedAttention(Layer):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention over groups of whole rows; a cache goes on from parts, see `summaries`."""
         for name in ("softcap", "sinks"):
-            if getattr(given, name) is not None:
+            if getattr(inputs, name) is not None:
                 raise ValueError(
                     f"{name} must be None for grouped attention, which has none; take another "
                     "mechanism"
                 )
-        if given.dropout:
+        if inputs.dropout:
             raise ValueError(
                 f"dropout must be 0 for grouped attention, which drops nothing, got "
-                f"{given.dropout}; take another mechanism"
+                f"{inputs.dropout}; take another mechanism"
             )
         visibility = self._seen(visibility)
-        groups, features, report = self._made(q, k, visibility, given)
-        summaries = self.summaries(q, k, v, groups, features.pooling, given)
+        groups, features, report = self._made(q, k, visibility, inputs)
+        summaries = self.summaries(q, k, v, groups, features.pooling, inputs)
         out = self.attend(
-            q, k, v, groups, summaries, visibility=visibility, scale=scale, bias=given.bias
+            q, k, v, groups, summaries, visibility=visibility, scale=scale, bias=inputs.bias
         )
         return LayerOutput(out, grouping=report)
 
@@ -256,9 +264,9 @@ class GroupedAttention(Layer):
             impl=self.impl,
         )
 
-    def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, given: Given):
+    def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, inputs: LayerInputs):
         """Groups of whole rows, made once for all layers that have the same; features; report."""
-        check_given(self, given)
+        check_inputs(self, inputs)
         if q.shape[2] != k.shape[2] and self.shape.role != "cross":
             raise ValueError(
                 f"grouped attention goes on from a cache of its own, and was given {q.shape[2]} "
@@ -266,19 +274,19 @@ class GroupedAttention(Layer):
                 "heedful.new_cache(model)"
             )
         if self.shape.role == "cross":
-            given = given._replace(input=given.source)
+            inputs = inputs._replace(input=inputs.source)
         places = places_of(k.shape[2], visibility, k.device)
-        features = Features(pooling=self.pooling_features(given.input))
+        features = Features(pooling=self.pooling_features(inputs.input))
 
         def make():
-            made = self.grouping.features(given)
+            made = self.grouping.features(inputs)
             groups = self.grouping.groups(made, places)
             return groups, self.grouping.report(made, groups, places)
 
-        groups, report = self.shared(given, f"groups on {k.device}", make)
+        groups, report = self.shared(inputs, f"groups on {k.device}", make)
         return groups, features, report if self.learns_groups else None
 
-    def shared(self, given: Given, what: str, make):
+    def shared(self, inputs: LayerInputs, what: str, make):
         """What the first layer of those with the same groups has made in this forward pass."""
         config = self.config
         first = self.shape.layer - self.shape.layer % config.share
@@ -287,7 +295,7 @@ class GroupedAttention(Layer):
             config.longest, config.closing, config.share,
             first if config.grouping in LEARNED else None,
         )  # fmt: skip
-        kept = {} if given.shared is None else given.shared
+        kept = {} if inputs.shared is None else inputs.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
         if key not in kept or self.learns:
             if self.grouping is None:
@@ -315,7 +323,7 @@ class GroupedAttention(Layer):
         v: Float[Tensor, "B Hk T D"],
         groups: Groups,
         features: Float[Tensor, "B T P"] | None,
-        given: Given,
+        inputs: LayerInputs,
     ) -> Summaries:
         """Keys, values and, where groups ask, queries of these tokens' groups.
 
@@ -326,9 +334,9 @@ class GroupedAttention(Layer):
             q, k, v: of the tokens of the groups, rotated.
             groups: whose tokens these are.
             features: what `pooling_features` made of them.
-            given: the positions of the tokens and the rotary embedding.
+            inputs: the positions of the tokens and the rotary embedding.
         """
-        rotation, positions = given.rotation, given.positions
+        rotation, positions = inputs.rotation, inputs.positions
         k = _rotated_back(k, rotation, positions)
         shape = self.shape
 
@@ -365,22 +373,22 @@ class GroupedAttention(Layer):
         logits = logits.unflatten(-1, self.place.shape[1:])
         return member_weights(groups, logits + self.place[: groups.longest])
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """How much of every token's value reaches a query, summaries spread over their members.
 
         What attention inside a group moves between its members is not counted.
         """
         visibility = self._seen(visibility)
-        groups, features, _ = self._made(q, k, visibility, given)
+        groups, features, _ = self._made(q, k, visibility, inputs)
         tokens = k.shape[2]
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        found = self.summaries(q, k, k, groups, features.pooling, given)
+        found = self.summaries(q, k, k, groups, features.pooling, inputs)
         weights = self._weights(groups, features.pooling)
         weights = weights.mean(-1) if weights.ndim == 5 else weights
         rows = eye.transpose(1, 2).flatten(2)
         spread = gather_members(rows, groups).unflatten(-1, (k.shape[1], tokens))
         found = found._replace(v=pooled(spread, weights))
-        options = {"visibility": visibility, "scale": scale, "bias": given.bias}
+        options = {"visibility": visibility, "scale": scale, "bias": inputs.bias}
         return Maps(self.attend(q, k, eye, groups, found, **options), groups=groups)
 
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.nn.layer import Given, GroupingReport
+from heedful.nn.layer import GroupingReport, LayerInputs
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops.grouped.groups import (
     Groups,
@@ -84,22 +84,22 @@ class Grouping(nn.Module):
             case "slots":
                 nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
 
-    def features(self, given: Given) -> Float[Tensor, "B T F"] | None:
+    def features(self, inputs: LayerInputs) -> Float[Tensor, "B T F"] | None:
         """What the groups of these tokens are made of; `None` where counting is enough.
 
         Arguments:
-            given: the layer's input, or token ids.
+            inputs: the layer's input, or token ids.
         """
         match self.kind:
             case "sentence":
-                closing = torch.tensor(self.closing, device=given.token_ids.device)
-                return torch.isin(given.token_ids, closing).float()[..., None]
+                closing = torch.tensor(self.closing, device=inputs.token_ids.device)
+                return torch.isin(inputs.token_ids, closing).float()[..., None]
             case "cif":
                 least = 1 / self.longest
-                raw = self.outer(nn.functional.gelu(self.inner(given.input)))
+                raw = self.outer(nn.functional.gelu(self.inner(inputs.input)))
                 return least + (1 - least) * raw.sigmoid()
             case "slots":
-                return self.inner(given.input)
+                return self.inner(inputs.input)
         return None
 
     def groups(

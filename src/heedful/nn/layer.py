@@ -1,4 +1,4 @@
-"""The layer contract: what a mechanism's layer declares, is given, and returns."""
+"""The layer contract: what a mechanism's layer declares, gets, and returns."""
 
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -49,7 +49,7 @@ class Shared:
         self._kept[key] = made
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer gets beside queries, keys and values: what its `needs` name, else `None`.
 
     input: the attention module's input, `[B, T, E]`; of the new tokens, where a cache holds others.
@@ -88,7 +88,7 @@ class Given(NamedTuple):
     sinks: Float[Tensor, " H"] | None = None
     dropout: float = 0.0
 
-    def before(self, later: int, tokens: int) -> "Given":
+    def before(self, later: int, tokens: int) -> "LayerInputs":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
         if self.bias is not None:
             rows, keys = (n - later for n in self.bias.shape[2:])
@@ -101,7 +101,7 @@ class Given(NamedTuple):
 
         return self._replace(**{name: cut(x) for name, x in self._per_token()})
 
-    def joined(self, more: "Given") -> "Given":
+    def joined(self, more: "LayerInputs") -> "LayerInputs":
         """What belongs to these tokens and those of the next call; the rest is that call's."""
         first, second = dict(self._per_token()), dict(more._per_token())
         both = first.keys() & second.keys()
@@ -112,7 +112,7 @@ class Given(NamedTuple):
         return [(name, x) for name in names if (x := getattr(self, name)) is not None]
 
 
-NOTHING = Given()
+NO_INPUTS = LayerInputs()
 
 
 class Tokens(NamedTuple):
@@ -208,8 +208,8 @@ class Layer(nn.Module):
     The mechanism declares, on its class or in its constructor:
 
     roles: where the mechanism is defined; in others it is refused.
-    takes: which of the family's terms `forward` applies, from `given`.
-    needs: what `forward` gets in `given`; `"unprojected"` asks for calls of `before_projection`,
+    takes: which of the family's terms `forward` applies, from `inputs`.
+    needs: what `forward` gets in `inputs`; `"unprojected"` asks for calls of `before_projection`,
         `"unrotated"` for those of `before_rotation`.
     past_inputs: how many earlier tokens' rows these two read, in causal self-attention.
     queries_per_head, keys_per_head: how many queries, and keys and values, per head
@@ -265,7 +265,7 @@ class Layer(nn.Module):
         rows = self.past_queries + self.past_inputs
         return rows == 0 and not self.keeps and not self.summarises
 
-    def beside(self, given: Given) -> Float[Tensor, "B S T Ds"] | None:
+    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""
         return None
 
@@ -292,7 +292,7 @@ class Layer(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention of the last `Tq` of the `Tk` tokens, as the operators have it.
 
@@ -301,7 +301,7 @@ class Layer(nn.Module):
                 `queries_per_head` times as many.
             visibility: who sees whom; `None` is causal.
             scale: factor on the logits; default `D ** -0.5`.
-            given: what `needs` names, the bias, the soft cap and the sinks.
+            inputs: what `needs` names, the bias, the soft cap and the sinks.
         """
         raise NotImplementedError
 
@@ -312,7 +312,7 @@ class Layer(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> Maps:
         """The attention maps of the same call, whole: for short rows."""
         raise NotImplementedError
@@ -324,18 +324,18 @@ class Layer(nn.Module):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> list[Step]:
         """The maps on the way to `Maps.weights`, in order, where the mechanism changes any."""
         return []
 
 
-def check_given(layer: Layer, given: Given) -> None:
-    """Raise unless everything that the layer needs is given."""
-    for name in Given._fields:
-        if name in layer.needs - {"cache", "rotation"} and getattr(given, name) is None:
+def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
+    """Raise unless the inputs hold everything that the layer needs."""
+    for name in LayerInputs._fields:
+        if name in layer.needs - {"cache", "rotation"} and getattr(inputs, name) is None:
             raise ValueError(
-                f"{type(layer).__name__} needs {name} beside q, k and v: pass given=Given("
+                f"{type(layer).__name__} needs {name} beside q, k and v: pass inputs=LayerInputs("
                 f"{name}=...)"
             )
 

@@ -8,7 +8,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import check_choice, is_whole
-from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps, Step, parameter
+from heedful.nn.layer import (
+    NO_INPUTS,
+    TERMS,
+    Layer,
+    LayerInputs,
+    LayerOutput,
+    Maps,
+    Step,
+    parameter,
+)
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.mta.reference import multi_token_attention_map
@@ -228,12 +237,12 @@ class MultiTokenAttention(Layer):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
         out = multi_token_attention(
-            q, k, v, **self._learned(), bias=given.bias, softcap=given.softcap,
-            sinks=given.sinks, two_sided=self.two_sided, dropout_p=given.dropout,
+            q, k, v, **self._learned(), bias=inputs.bias, softcap=inputs.softcap,
+            sinks=inputs.sinks, two_sided=self.two_sided, dropout_p=inputs.dropout,
             visibility=visibility, scale=scale, impl=self.impl,
         )  # fmt: skip
         if self.norm is not None:
@@ -245,14 +254,16 @@ class MultiTokenAttention(Layer):
             out = out * opening.to(out.dtype)
         return LayerOutput(out)
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The map that multiplies the values, per head, before norm and gate."""
-        return Maps(self._map(q, k, visibility, scale, given))
+        return Maps(self._map(q, k, visibility, scale, inputs))
 
-    def steps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> list[Step]:
+    def steps(
+        self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
+    ) -> list[Step]:
         """Logits as they are, convolved and mixed; the softmax and what its convolution makes."""
         found: dict[str, Tensor] = {}
-        self._map(q, k, visibility, scale, given, found)
+        self._map(q, k, visibility, scale, inputs, found)
         if self.post_conv is None and self.post_mix is None:
             del found["softmax"]  # these are the weights
         elif self.post_mix is None:
@@ -267,11 +278,11 @@ class MultiTokenAttention(Layer):
         k: Tensor,
         visibility: Visibility | None,
         scale: float | None,
-        given: Given,
+        inputs: LayerInputs,
         steps: dict[str, Tensor] | None = None,
     ) -> Float[Tensor, "B H Tq Tk"]:
         return multi_token_attention_map(
-            q, k, **self._learned(), bias=given.bias, softcap=given.softcap, sinks=given.sinks,
+            q, k, **self._learned(), bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
             two_sided=self.two_sided, visibility=visibility, scale=scale, steps=steps,
         )  # fmt: skip
 

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import check_choice, is_whole
-from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps, Step, check_given
+from heedful.nn.layer import (
+    NO_INPUTS,
+    TERMS,
+    Layer,
+    LayerInputs,
+    LayerOutput,
+    Maps,
+    Step,
+    check_inputs,
+)
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
@@ -94,49 +103,51 @@ class SelectiveAttention(Layer):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention with what earlier tokens have hidden; `state` is F of every key."""
-        selector_q, selector_k = self.selectors(q, k, given)
+        selector_q, selector_k = self.selectors(q, k, inputs)
         found = selective_attention(
             q,
             k,
             v,
             selector_q=selector_q,
             selector_k=selector_k,
-            state=given.state,
+            state=inputs.state,
             tau=self.tau,
             protect_first=self.config.protect_first,
-            bias=given.bias,
-            softcap=given.softcap,
-            sinks=given.sinks,
-            dropout_p=given.dropout,
+            bias=inputs.bias,
+            softcap=inputs.softcap,
+            sinks=inputs.sinks,
+            dropout_p=inputs.dropout,
             visibility=visibility,
             scale=scale,
             impl=self.impl,
         )
         return LayerOutput(found.output, found.state, found.memory)
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""
         visibility = Visibility() if visibility is None else visibility
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        selectors = self.selectors(q, k, given)
+        selectors = self.selectors(q, k, inputs)
         hiding = selection(*selectors, self.config.protect_first, visibility, scale)
         f = hiding.cumsum(2) - hiding
-        if given.state is not None:
-            f = f + pad(given.state, (0, k.shape[2] - given.state.shape[2]))[:, :, None]
+        if inputs.state is not None:
+            f = f + pad(inputs.state, (0, k.shape[2] - inputs.state.shape[2]))[:, :, None]
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
         spread = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         logits = q @ spread.mT * scale
-        if given.softcap is not None:
-            logits = given.softcap * torch.tanh(logits / given.softcap)
+        if inputs.softcap is not None:
+            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
         logits = logits - f
-        logits = logits if given.bias is None else logits + given.bias
-        sinks = None if given.sinks is None else given.sinks[:, None, None]
+        logits = logits if inputs.bias is None else logits + inputs.bias
+        sinks = None if inputs.sinks is None else inputs.sinks[:, None, None]
         return Maps(masked_softmax(logits, visible, sinks), hiding)
 
-    def steps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> list[Step]:
+    def steps(
+        self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
+    ) -> list[Step]:
         """The logits, from which nothing is hidden yet."""
         visibility = Visibility() if visibility is None else visibility
         visible = visibility.dense(q.shape[2], k.shape[2], q.device)[:, None]
@@ -144,7 +155,7 @@ class SelectiveAttention(Layer):
         logits = q @ spread.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
         return [Step("logits", logits.masked_fill(~visible, -torch.inf), True)]
 
-    def selectors(self, q: Tensor, k: Tensor, given: Given) -> tuple[Tensor, Tensor]:
+    def selectors(self, q: Tensor, k: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
         """The two tensors whose product hides: `[B, 1 or H, T, Ds]` for queries and keys."""
         match self.config.selector:
             case "head":
@@ -156,14 +167,14 @@ class SelectiveAttention(Layer):
                 joined = q.transpose(1, 2).flatten(2)[:, None] / q.shape[1]
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
-        check_given(self, given)
-        keys = self.beside(given) if given.beside is None else given.beside
-        query = self.query(given.input[:, -q.shape[2] :])
+        check_inputs(self, inputs)
+        keys = self.beside(inputs) if inputs.beside is None else inputs.beside
+        query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)
 
-    def beside(self, given: Given) -> Float[Tensor, "B 1 T Ds"] | None:
+    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
         """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
         if self.key is None:
             return None
-        check_given(self, given)
-        return self.key(given.input)[:, None]
+        check_inputs(self, inputs)
+        return self.key(inputs.input)[:, None]

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.checks import is_whole
-from heedful.nn.layer import NOTHING, TERMS, Given, Layer, LayerOutput, Maps
+from heedful.nn.layer import NO_INPUTS, TERMS, Layer, LayerInputs, LayerOutput, Maps
 from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
@@ -98,17 +98,19 @@ class StandardAttention(Layer):
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Softmax attention; padded queries get zeros."""
         visibility = self._visibility(visibility, k)
         queries, keys = q.shape[2], k.shape[2]
-        more = given.dropout or any(x is not None for x in (given.bias, given.softcap, given.sinks))
+        more = inputs.dropout or any(
+            x is not None for x in (inputs.bias, inputs.softcap, inputs.sinks)
+        )
         if more or (queries > FEW and not visibility.plain and q.device.type == "cpu"):
             impl = "reference" if self.impl == "reference" else "auto"
             out = multi_token_attention(
-                q, k, v, bias=given.bias, softcap=given.softcap, sinks=given.sinks,
-                dropout_p=given.dropout, visibility=visibility, scale=scale, impl=impl,
+                q, k, v, bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
+                dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=impl,
             )  # fmt: skip
             return LayerOutput(out)
         if visibility.plain:
@@ -123,7 +125,7 @@ class StandardAttention(Layer):
         )
         return LayerOutput(out.masked_fill(blind, 0))
 
-    def maps(self, q, k, *, visibility=None, scale=None, given: Given = NOTHING) -> Maps:
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax, per head."""
         visibility = self._visibility(visibility, k)
         return Maps(
@@ -132,9 +134,9 @@ class StandardAttention(Layer):
                 k,
                 visibility=visibility,
                 scale=scale,
-                bias=given.bias,
-                softcap=given.softcap,
-                sinks=given.sinks,
+                bias=inputs.bias,
+                softcap=inputs.softcap,
+                sinks=inputs.sinks,
             )
         )
 

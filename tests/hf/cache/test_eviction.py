@@ -12,7 +12,7 @@ from heedful.eviction import H2O, POLICIES, TOVA, MostHidden, Random, SnapKV, St
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.versions import cache_of
-from heedful.nn import Given, HeadShape, Selective, Standard
+from heedful.nn import HeadShape, LayerInputs, Selective, Standard
 from heedful.ops import Visibility, multi_token_attention
 from helpers.cached import converted, greedy, in_steps
 from helpers.families import chunked, logits, ragged_mask, tiny, tokens
@@ -107,7 +107,7 @@ def test_every_policy_is_its_rule_by_hand(policy, selective, window):
         assert keys.shape[2] <= 9
         found = held.attend(
             layer, q[:, :, t : t + 1], keys, values, visibility=Visibility(window=window),
-            scale=None, given=Given(),
+            scale=None, inputs=LayerInputs(),
         )  # fmt: skip
         torch.testing.assert_close(found, expected[:, :, t : t + 1], rtol=0, atol=1e-12)
         assert held.positions()[0].tolist() == history[t]
@@ -122,7 +122,9 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_looks_at():
     layer = Standard().build(HeadShape(2, 2, 16, 32, 0))
     q[:, :, -32:] = 0.1 * q[:, :, -32:] + 2 * k[:, :, 57:58]
     held = LayerCache(layer, budget=Budget(SnapKV(tokens=24, recent=4, sinks=1), 24))
-    held.attend(layer, q, *held.update(k, v), visibility=Visibility(), scale=None, given=Given())
+    held.attend(
+        layer, q, *held.update(k, v), visibility=Visibility(), scale=None, inputs=LayerInputs()
+    )
     assert set(range(54, 61)) <= set(held.positions()[0].tolist())
 
 
@@ -136,7 +138,7 @@ def test_random_keeps_a_uniform_sample():
         for piece in x.split(50, dim=2):
             held.attend(
                 layer, piece, *held.update(piece, piece), visibility=Visibility(), scale=None,
-                given=Given(),
+                inputs=LayerInputs(),
             )  # fmt: skip
         counts[held.positions()[0]] += 1
     parts = counts.view(8, 50).mean(1)

@@ -18,7 +18,7 @@ from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.meter import Meter, nbytes_of
 from heedful.hf.cache.rows import PastRows
-from heedful.nn import Given, Layer
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Queries, Visibility
 
 
@@ -98,20 +98,20 @@ class CrossLayerCache(AttentionCache):
         visibility: Visibility,
         target: Bool[Tensor, "B n"] | None,
         scale: float | None,
-        given: Given,
+        inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq D"]:
         """The layer's output for the new queries, after the kept ones; arguments as of a layer.
 
         `visibility` is the source's, `target` as for `of_source`.
         """
-        if given.bias is not None and self._past_queries:
+        if inputs.bias is not None and self._past_queries:
             raise ValueError(
                 f"{type(layer).__name__} needs earlier query rows, and this family adds a bias to "
                 "the logits of its cross-attention, which is kept for none; use_cache=False"
             )
         rows = self._queries.add(q, keep_all=self.record_past) if self._past_queries else q
         visibility = of_source(visibility, target, rows.shape[2])
-        out = layer(rows, k, v, visibility=visibility, scale=scale, given=given).output
+        out = layer(rows, k, v, visibility=visibility, scale=scale, inputs=inputs).output
         if self._past_queries:
             self._measure()
         return out[:, :, -q.shape[2] :]
@@ -168,17 +168,19 @@ class BiasedLayerCache(LayerCache):
         super()._clear()
         self._bias: Float[Tensor, "#B H r n"] | None = None
 
-    def attend(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, *, given: Given, **options):
+    def attend(
+        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, *, inputs: LayerInputs, **options
+    ):
         """As of any family, with the bias of the kept query rows before that of the new ones."""
-        bias = given.bias
+        bias = inputs.bias
         if self._past_queries and bias is not None:
             if self._bias is not None:  # later keys, which a kept row does not see, get zeros
                 bias = torch.cat([pad(self._bias, (0, q.shape[2])), bias], dim=2)
             rows = self._queries.rows
             kept = 0 if rows is None else min(self._past_queries, rows.shape[2])
             first = bias.shape[2] - kept - q.shape[2]
-            given = given._replace(bias=bias[:, :, first:])
-        out = super().attend(layer, q, k, v, given=given, **options)
+            inputs = inputs._replace(bias=bias[:, :, first:])
+        out = super().attend(layer, q, k, v, inputs=inputs, **options)
         if self._past_queries and bias is not None:
             self._keep(bias)
             self._measure()

@@ -21,7 +21,7 @@ from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
 from heedful.hf.cache.tokens import StoredTokens
 from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo
-from heedful.nn import Given, Layer, LayerOutput
+from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
 
 
@@ -165,7 +165,7 @@ class LayerCache(AttentionCache):
         *,
         visibility: Visibility,
         scale: float | None,
-        given: Given,
+        inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq D"]:
         """The layer's output for the tokens that came with the last `update`.
 
@@ -174,21 +174,21 @@ class LayerCache(AttentionCache):
             q: queries of the new tokens.
             k, v: what `update` returned.
             visibility: who sees whom among all tokens so far.
-            scale, given: for the layer.
+            scale, inputs: for the layer.
         """
-        beside = layer.beside(given)
+        beside = layer.beside(inputs)
         if beside is not None:
             beside = self._tokens.beside.append(beside.to(k.dtype), self._room)
-            given = given._replace(beside=beside)
+            inputs = inputs._replace(beside=beside)
         shown = self._visibility_of_cached(visibility, self.counters.total - self.counters.pending)
         self._check_rows(layer, shown)
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
-        output, before = self._output(layer, rows, k, v, LastCall(None, shown, scale, given))
-        call = LastCall(q, visibility, scale, given._replace(state=before))
+        output, before = self._output(layer, rows, k, v, LastCall(None, shown, scale, inputs))
+        call = LastCall(q, visibility, scale, inputs._replace(state=before))
         if self.record_past:
-            recorded = call._replace(given=call.given._replace(bias=None, beside=None))
+            recorded = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
             self._undo = Undo.after(self._undo, recorded, self._stateful)
         else:
             self._evict(call)
@@ -249,13 +249,13 @@ class LayerCache(AttentionCache):
     ) -> LayerOutput:
         """The layer for query rows that are followed by so many later tokens."""
         count = k.shape[2] - later
-        given = call.given.before(later, rows.shape[2])._replace(state=self._state)
+        inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
         if later:
             k, v = k[:, :, :count], v[:, :, :count]
-            if given.beside is not None:
-                given = given._replace(beside=given.beside[:, :, :count])
+            if inputs.beside is not None:
+                inputs = inputs._replace(beside=inputs.beside[:, :, :count])
         visibility = call.visibility.part(0, count)
-        return layer(rows, k, v, visibility=visibility, scale=call.scale, given=given)
+        return layer(rows, k, v, visibility=visibility, scale=call.scale, inputs=inputs)
 
     # Eviction.
 
@@ -281,7 +281,7 @@ class LayerCache(AttentionCache):
             before = counters.total - counters.pending
             attention = gather.attention_received(
                 self._owner.layer(), call.queries, self.keys, queries, scale=call.scale,
-                visibility=self._visibility_of_cached(visibility, before), given=call.given,
+                visibility=self._visibility_of_cached(visibility, before), inputs=call.inputs,
             )  # fmt: skip
             cached = cached._replace(attention=attention, queries=queries)
         windows = tuple(w for w in (visibility.window, self.window) if w is not None)
@@ -318,7 +318,7 @@ class LayerCache(AttentionCache):
             return
         visibility = undo.call.visibility.part(0, self.counters.total)
         if count and self._stateful:
-            self._state = undo.call.given.state
+            self._state = undo.call.inputs.state
         if anew:
             self._state = self._state_after(layer, undo, visibility, count)
         for rows in self._rows:
@@ -330,11 +330,11 @@ class LayerCache(AttentionCache):
     ) -> Float[Tensor, "B S n"]:
         """The running state without the newest `count` recorded tokens, which are dropped."""
         left = undo.tokens - count
-        given = undo.call.given.before(count, left)
+        inputs = undo.call.inputs.before(count, left)
         return layer(
             self._queries.rows[:, :, -left:], self.keys, self.values, scale=undo.call.scale,
             visibility=self._visibility_of_cached(visibility, self.counters.total - left),
-            given=given._replace(beside=self._tokens.beside.contents),
+            inputs=inputs._replace(beside=self._tokens.beside.contents),
         ).state  # fmt: skip
 
     # Batches, devices, bytes.

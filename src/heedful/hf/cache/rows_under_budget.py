@@ -19,8 +19,8 @@ from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.meter import Meter
 from heedful.hf.cache.new import attention_modules
-from heedful.nn import Given, Layer, LayerOutput
-from heedful.nn.layer import NOTHING
+from heedful.nn import Layer, LayerInputs, LayerOutput
+from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 
 
@@ -107,11 +107,11 @@ class _Route:
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,
-        given: Given = NOTHING,
+        inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         if self.inside:  # called by the cache
             forward = type(self.layer).forward
-            return forward(self.layer, q, k, v, visibility=visibility, scale=scale, given=given)
+            return forward(self.layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
         total = q.shape[2]
         if k.shape[2] != total:
             raise ValueError(
@@ -128,7 +128,7 @@ class _Route:
                 out = cache.attend(
                     self.layer, q[:, :, start:stop], keys, values,
                     visibility=visibility.part(0, stop), scale=scale,
-                    given=given.before(total - stop, stop - start),
+                    inputs=inputs.before(total - stop, stop - start),
                 )  # fmt: skip
                 outputs.append(out)
                 start = stop

@@ -20,7 +20,7 @@ from heedful.hf.cache.meter import Meter, nbytes_of
 from heedful.hf.cache.owner import Reference
 from heedful.hf.cache.slots import LEAST, SLACK
 from heedful.hf.cache.summary_state import GroupTokens, SummaryState, SummaryUndo
-from heedful.nn import Given, Layer
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Groups, Summaries, Visibility
 from heedful.ops.grouped.groups import Places, places_of
 
@@ -97,26 +97,26 @@ class SummaryCache(AttentionCache):
         *,
         visibility: Visibility,
         scale: float | None,
-        given: Given,
+        inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq D"]:
         """The layer's output for the tokens that came with the last `update`."""
         if visibility.documents is not None:
             # The call that would go on from packed documents is refused by the model.
             self.counters.pending = 0
-            return layer(q, k, v, visibility=visibility, scale=scale, given=given).output
+            return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
         before = self._state
-        new = self._group_tokens(layer, q, k, v, visibility, given)
-        grown, groups, summaries = self._grown(layer, before, new, visibility, given)
+        new = self._group_tokens(layer, q, k, v, visibility, inputs)
+        grown, groups, summaries = self._grown(layer, before, new, visibility, inputs)
         if before is None and layer.learns_groups and layer.training:
             # Whole sequences in training, with transformers' default cache: losses hear of them.
-            out = layer(q, k, v, visibility=visibility, scale=scale, given=given).output
+            out = layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
         else:
             out = layer.attend(
                 q, grown.keys, grown.values, groups, summaries, scale=scale,
                 visibility=visibility.part(groups.first, self.counters.total),
             )  # fmt: skip
         if self.record_past:
-            self._record(before, new, visibility, given)
+            self._record(before, new, visibility, inputs)
         self._state = grown.without_far(groups.first)
         self.counters.pending = 0
         self._measure(copied=nbytes_of([grown.keys, grown.values]))
@@ -125,19 +125,25 @@ class SummaryCache(AttentionCache):
         return out
 
     def _group_tokens(
-        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, given: Given
+        self,
+        layer: Layer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        inputs: LayerInputs,
     ) -> GroupTokens:
         """The new tokens and their features; of shared groups, the first layer makes those."""
 
         def make():
-            return layer.grouping, layer.grouping.features(given)
+            return layer.grouping, layer.grouping.features(inputs)
 
-        grouping, features = layer.shared(given, f"features on {k.device}", make)
+        grouping, features = layer.shared(inputs, f"features on {k.device}", make)
         self._grouping = Reference(grouping)
-        positions = given.positions
+        positions = inputs.positions
         return GroupTokens(
             k, v, q if layer.config.queries == "groups" else None, features,
-            layer.pooling_features(given.input),
+            layer.pooling_features(inputs.input),
             None if positions is None else positions.expand(len(k), -1),
         )  # fmt: skip
 
@@ -147,15 +153,15 @@ class SummaryCache(AttentionCache):
         state: SummaryState | None,
         new: GroupTokens,
         visibility: Visibility,
-        given: Given,
+        inputs: LayerInputs,
     ) -> tuple[SummaryState, Groups, Summaries]:
         """The state with new tokens, none dropped yet; its groups and summaries."""
         state = SummaryState.before(new) if state is None else state
         region = state.open.followed_by(new)
-        entry = self._entry(layer, state, region, visibility, given)
+        entry = self._entry(layer, state, region, visibility, inputs)
         sums = layer.summaries(
             region.queries, region.keys, region.values, entry.open, region.pooling,
-            given._replace(positions=region.positions),
+            inputs._replace(positions=region.positions),
         )  # fmt: skip
         at, count = entry.to[:, None, :, None], entry.groups.count
         group_keys = _placed(state.group_keys, sums.k, at, count)
@@ -181,7 +187,7 @@ class SummaryCache(AttentionCache):
         state: SummaryState,
         region: GroupTokens,
         visibility: Visibility,
-        given: Given,
+        inputs: LayerInputs,
     ) -> Entry:
         """The groups with new tokens; of shared groups, the first layer makes them."""
         ledger, config, like = state.ledger, layer.config, region.keys
@@ -196,20 +202,24 @@ class SummaryCache(AttentionCache):
                 ledger, region.count, region.grouping, places, document, grouping, config.window
             )
 
-        if given.shared is None:  # undoing, of one layer alone
+        if inputs.shared is None:  # undoing, of one layer alone
             return make()
         span = f"groups of {ledger.opened} to {stop} on {like.device}"
-        return layer.shared(given, f"{span} in a window of {config.window}", make)
+        return layer.shared(inputs, f"{span} in a window of {config.window}", make)
 
     # Taking calls back.
 
     def _record(
-        self, before: SummaryState | None, new: GroupTokens, visibility: Visibility, given: Given
+        self,
+        before: SummaryState | None,
+        new: GroupTokens,
+        visibility: Visibility,
+        inputs: LayerInputs,
     ) -> None:
         """Note what taking back this call needs, and those before it."""
         if self._undo is not None:
             before, new = self._undo.state, self._undo.tokens.followed_by(new)
-        self._undo = SummaryUndo(before, new, visibility, Given(rotation=given.rotation))
+        self._undo = SummaryUndo(before, new, visibility, LayerInputs(rotation=inputs.rotation))
 
     def _undoable(self) -> int:
         return 0 if self._undo is None else self._undo.tokens.count
@@ -226,7 +236,7 @@ class SummaryCache(AttentionCache):
         if anew:
             visibility = undo.visibility.part(0, self.counters.total)
             left = undo.tokens.part(0, undo.tokens.count - count)
-            grown, groups, _ = self._grown(layer, undo.state, left, visibility, undo.given)
+            grown, groups, _ = self._grown(layer, undo.state, left, visibility, undo.inputs)
             self._state = grown.without_far(groups.first)
 
     # Batches, devices, bytes.

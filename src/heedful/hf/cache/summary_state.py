@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.hf.cache.ledger import Ledger
-from heedful.nn import Given
+from heedful.nn import LayerInputs
 from heedful.ops import Visibility
 
 
@@ -119,13 +119,13 @@ class SummaryUndo(NamedTuple):
 
     state: before these calls; `None` before the first token.
     tokens: of these calls.
-    visibility, given: of the last call.
+    visibility, inputs: of the last call.
     """
 
     state: SummaryState | None
     tokens: GroupTokens
     visibility: Visibility
-    given: Given
+    inputs: LayerInputs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "SummaryUndo":
         """The same with every tensor of the state and the tokens replaced by a function of it."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.nn import Given
+from heedful.nn import LayerInputs
 from heedful.ops import Visibility
 
 UNDO_ROWS = 128  # tokens of the last calls that can be taken back where a state runs through them
@@ -16,20 +16,20 @@ class LastCall(NamedTuple):
 
     queries: of the new tokens; `None` once the call is recorded.
     visibility: who sees whom among all tokens so far.
-    scale, given: for the layer; `given.state` is the running state before these tokens.
+    scale, inputs: for the layer; `inputs.state` is the running state before these tokens.
     """
 
     queries: Float[Tensor, "B H Tq D"] | None
     visibility: Visibility
     scale: float | None
-    given: Given
+    inputs: LayerInputs
 
 
 class Undo(NamedTuple):
     """What taking back the newest tokens needs.
 
     tokens: how many can be taken back.
-    call: the last call, with `given` of all these tokens.
+    call: the last call, with `inputs` of all these tokens.
     """
 
     tokens: int
@@ -45,11 +45,11 @@ class Undo(NamedTuple):
             stateful: whether the layer has a running state, which is computed anew from the one
                 before the recorded tokens.
         """
-        new, given = call.queries.shape[2], call.given
+        new, inputs = call.queries.shape[2], call.inputs
         tokens = new + (0 if undo is None else undo.tokens)
         if undo is not None and tokens <= UNDO_ROWS:
-            before = undo.call.given
-            given = before.joined(given)._replace(state=before.state)
+            before = undo.call.inputs
+            inputs = before.joined(inputs)._replace(state=before.state)
         elif stateful:
             tokens = min(new, UNDO_ROWS)
-        return cls(tokens, call._replace(queries=None, given=given))
+        return cls(tokens, call._replace(queries=None, inputs=inputs))
