@@ -155,7 +155,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
     for layer, (q, k, *_), options in called:
         role, visibility = layer.shape.role, options.get("visibility")
         if isinstance(layer.config, Grouped):
-            made, _, _ = layer._made(q, k, visibility, options["inputs"])
+            made, _, _ = layer._grouped(q, k, visibility, options["inputs"])
             groups.setdefault(role, []).append(made.there.expand(rows, -1).sum().item() / rows)
             scored = score_pairs(
                 made, window=layer.config.window, visibility=layer._seen(visibility),

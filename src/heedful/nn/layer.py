@@ -45,8 +45,8 @@ class Shared:
     def __getitem__(self, key: object) -> object:
         return self._kept[key]
 
-    def __setitem__(self, key: object, made: object) -> None:
-        self._kept[key] = made
+    def __setitem__(self, key: object, value: object) -> None:
+        self._kept[key] = value
 
 
 class LayerInputs(NamedTuple):
