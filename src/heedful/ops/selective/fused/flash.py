@@ -341,8 +341,8 @@ def _backward_of_piece(
     _, by_query, by_key, selector = plan(q, k, v, selector_q, tile)
     call = SelectorCall(*x[3:], window, scale)
     batch, selectors, step = call.batch, call.selectors, by_key.rows
-    tiles_of_selector = call.tiles(selector.rows, selector.columns)
-    bases, _ = _accumulate(call, tiles_of_selector, state, selector, step)
+    selected = call.tiles(selector.rows, selector.columns)
+    bases, _ = _accumulate(call, selected, state, selector, step)
     limit = weight_limit(q, k, state, selectors, scale) if skip else None
 
     # The kernels with heads: dq, dk, dv, and the selector's share from within a block.
@@ -368,7 +368,7 @@ def _backward_of_piece(
         for x in (k, v)
     )
     dselector_k = _gradient_parts(selector_k, chunks_k)
-    g_sums = bases.new_zeros(*tiles_of_selector.shape[:3], call.keys)
+    g_sums = bases.new_zeros(*selected.shape[:3], call.keys)
     room = max(1, PROGRAMS // (tiles.shape[3] * selectors * batch))
     for begin in range(0, chunks_k, room):
         partial_sums = g_sums.new_zeros(
@@ -389,13 +389,13 @@ def _backward_of_piece(
         grad_memory = (grad_memory / selectors).contiguous()
     later = torch.zeros_like(g_sums)
     dstate = bases.new_empty(batch, selectors, call.keys)
-    selector_key_gradients_kernel[tiles_of_selector.shape[3], selectors, batch](
-        *call.tensors, bases, g_sums, grad_state.contiguous(), grad_memory, *visits(tiles_of_selector.mT),
+    selector_key_gradients_kernel[selected.shape[3], selectors, batch](
+        *call.tensors, bases, g_sums, grad_state.contiguous(), grad_memory, *visits(selected.mT),
         later, dstate, dselector_k, tau, chunks_k,
         **call.sizes, **selector.tile, STEP=step,
     )  # fmt: skip
-    selector_query_gradients_kernel[tiles_of_selector.shape[2], selectors, batch](
-        *call.tensors, bases, later, grad_memory, *visits(tiles_of_selector), dselector_q, tau, chunks_q,
+    selector_query_gradients_kernel[selected.shape[2], selectors, batch](
+        *call.tensors, bases, later, grad_memory, *visits(selected), dselector_q, tau, chunks_q,
         **call.sizes, **selector.tile, STEP=step,
     )  # fmt: skip
     return [dq, dk, dv, *(t.sum(2).to(q.dtype) for t in (dselector_q, dselector_k)), dstate]
