@@ -277,7 +277,7 @@ def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path
     torch.testing.assert_close(logits(tiled, ids), logits(model, ids), rtol=0, atol=1e-10)
     if name not in ("standard", "differential-v2", "knocking-heads", "canon"):  # SDPA, whatever
         fused = heedful.load(tmp_path, impl="fused", dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"impl='fused' cannot serve this .* need a GPU"):
+        with pytest.raises(ValueError, match="impl='fused' cannot serve this"):
             logits(fused, ids)
 
 

@@ -7,10 +7,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility
 from heedful.testing import assert_causal, assert_matches_oracle
-from helpers.mechanisms import FUSED, MECHANISMS, VISIBILITIES, Mechanism, Shape, forms, ragged
+from helpers.mechanisms import (
+    FUSED,
+    MECHANISMS,
+    TWO_SIDED,
+    VISIBILITIES,
+    Mechanism,
+    Shape,
+    forms,
+    ragged,
+)
 from helpers.oracle import against_oracle, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+with_two_sided = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
 fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
 
@@ -62,13 +72,13 @@ def assert_same(actual: Tensor, mechanism: Mechanism, tensors: dict[str, Tensor]
     assert_matches_oracle(str(mechanism), actual, plain, oracle, tensors["k"].shape[2])
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
     hold(mechanism, Shape().long(111), dtype, None)
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
     monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
@@ -120,7 +130,7 @@ def test_transposed_inputs_give_the_same_bits(mechanism, impl):
         assert torch.equal(actual[name], x), name
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
     hold(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
@@ -179,10 +189,14 @@ def test_negative_documents_are_padding(mechanism, impl):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
+@pytest.mark.parametrize(
+    "mechanism", [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in str(m))], ids=str
+)
+@pytest.mark.parametrize("queries", [150, 70, 5])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
-def test_non_causal(mechanism, visible):
-    hold(mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
+def test_non_causal(mechanism, visible, queries):
+    shape = Shape(queries=queries, keys=150)
+    hold(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
 
 
 @every

