@@ -1,5 +1,7 @@
 """The laws that every mechanism keeps, in every implementation and precision."""
 
+from itertools import filterfalse
+
 import pytest
 import torch
 from torch import Tensor
@@ -294,15 +296,13 @@ def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted)
         mechanism.run(tensors, "fused", Visibility(mutual=torch.zeros(1, 17).long()))
 
 
-JOINING = ("conv", "post_conv")
+def joins_neighbours(mechanism: Mechanism) -> bool:
+    return not {"conv", "post_conv"}.isdisjoint(mechanism.draw(Shape()))
 
 
-@every
-@each_impl
-def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
-    """As in a cache that has let some go: what is left, in any order, is a row with padding."""
-    shape = Shape(queries=9, keys=90)
-    tensors = mechanism.draw(shape)
+def with_evicted_keys(mechanism: Mechanism):
+    """A call of 90 keys, the same of fewer in any order with their positions, and those kept."""
+    tensors = mechanism.draw(Shape(queries=9, keys=90))
     kept = torch.ones(90, dtype=torch.bool)
     kept[torch.randperm(81)[:50]] = False
     order = torch.cat([torch.randperm(int(kept.sum()) - 9), torch.arange(int(kept.sum()))[-9:]])
@@ -311,11 +311,22 @@ def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
     for name in ("k", "v", "selector_k"):
         if name in fewer:
             fewer[name] = tensors[name][:, :, places]
-    evicted = Visibility(positions=places[None], window=60)
-    if any(name in tensors for name in JOINING):
-        with pytest.raises(ValueError, match=r"conv joins neighbours, and with"):
-            mechanism.run(fewer, impl, evicted)
-        return
+    return tensors, fewer, Visibility(positions=places[None], window=60), kept
+
+
+@pytest.mark.parametrize("mechanism", [*filter(joins_neighbours, MECHANISMS)], ids=str)
+@each_impl
+def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
+    _, fewer, evicted, _ = with_evicted_keys(mechanism)
+    with pytest.raises(ValueError, match=r"conv joins neighbours, and with"):
+        mechanism.run(fewer, impl, evicted)
+
+
+@pytest.mark.parametrize("mechanism", [*filterfalse(joins_neighbours, MECHANISMS)], ids=str)
+@each_impl
+def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
+    """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
+    tensors, fewer, evicted, kept = with_evicted_keys(mechanism)
     whole = mechanism.run(tensors, impl, Visibility(padding=kept[None], window=60))
     found = mechanism.run(fewer, impl, evicted)
     torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-12)
