@@ -7,7 +7,7 @@ from itertools import combinations, product
 import pytest
 
 from helpers import ROOT
-from helpers.crosses import cover
+from helpers.crosses import cover, in_share
 
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 
@@ -30,6 +30,13 @@ def test_every_pair_of_values_is_covered():
 def test_what_fits_only_one_is_kept():
     assert cover([{"a=1", "b=1"}, {"a=1", "b=2"}, {"a=1", "b=1"}]) == {0, 1}
     assert cover([{"a=1"}, {"a=2"}, {"a=1"}]) == {0, 1}
+
+
+def test_every_test_is_in_one_share():
+    names = [f"tests/a.py::test_it[{n}]" for n in range(1400)]
+    shares = [[x for x in names if in_share(x, number, 14)] for number in range(1, 15)]
+    assert sorted(x for share in shares for x in share) == sorted(names)
+    assert all(60 < len(share) < 140 for share in shares)
 
 
 def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:

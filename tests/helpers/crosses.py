@@ -1,5 +1,6 @@
 """Which cases the usual suites run: of a cross a cover, and not what takes minutes to interpret."""
 
+import zlib
 from itertools import combinations
 
 import pytest
@@ -21,6 +22,11 @@ def leave_covers(items: list[pytest.Item]) -> None:
         for at, case in enumerate(cases):
             if at not in kept:
                 case.add_marker(pytest.mark.exhaustive)
+
+
+def in_share(name: str, number: int, shares: int) -> bool:
+    """Whether a test is in one of as many shares: in one and the same, whatever else is run."""
+    return zlib.crc32(name.encode()) % shares == number - 1
 
 
 def cover(cases: list[set[str]]) -> set[int]:
