@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import format_found, search
+from heedful.commands.budget.search import format_result, search
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import formatted, train_text
 
@@ -48,8 +48,8 @@ print(formatted(train_text(selective)))
 
 # %% How many tokens does each layer need? At most 1 % of perplexity is given up
 text = tuple(args.data) or (str(Path(json.__file__).parent),)
-found = search(BudgetSearch("selective", text, loss=1.0, rows=4, length=args.length))
-print(format_found(found))
+result = search(BudgetSearch("selective", text, loss=1.0, rows=4, length=args.length))
+print(format_result(result))
 
 # %% Generate: `load` finds the budgets, and the cache lets go of the rest
 prompt = Path(json.__file__).read_text()[:2000]

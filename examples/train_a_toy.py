@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from heedful import Selective
-from heedful.commands.compare.one_model import Budget, Size, train
+from heedful.commands.compare.one_model import Hyperparameters, Size, train
 from heedful.tasks import Parity
 
 task = Parity(bits=8)
@@ -15,7 +15,7 @@ with tempfile.TemporaryDirectory() as folder:
         task,
         Selective(),
         Size(hidden=64, layers=2, heads=2),
-        Budget(steps=80, batch=32, warmup=20, held_out=64),
+        Hyperparameters(steps=80, batch=32, warmup=20, held_out=64),
         seed=0,
         folder=Path(folder) / "run",  # called again after an interruption, it goes on from here
         device="cpu",

@@ -107,9 +107,9 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
     assert answer("convert", "stock", "made", "--mechanism", "mta:conv_every=1@1") == 0
     printed = capsys.readouterr().out
     assert "in 1 layers" in printed and "parameters of its own" in printed
-    made = heedful.load("made")
-    assert made.dtype == torch.bfloat16
-    assert made._heedful.mechanisms == {heedful.MultiToken(conv_every=1): (1,)}
+    model_back = heedful.load("made")
+    assert model_back.dtype == torch.bfloat16
+    assert model_back._heedful.mechanisms == {heedful.MultiToken(conv_every=1): (1,)}
     assert answer("doctor", "made") == 0
     assert "converted    to MultiToken(" in capsys.readouterr().out
     assert answer("convert", "made", "back", "--revert") == 0
@@ -119,7 +119,7 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
     for name, value in model.state_dict().items():
         assert torch.equal(value, back.state_dict()[name])
     capsys.readouterr()
-    for words, said in (
+    for words, message in (
         (("made", "more", "--mechanism", "mta"), "is converted already; take its mechanism out"),
         (("stock", "more", "--revert"), "is no converted model; there is nothing to take out"),
         (("stock", "made", "--mechanism", "mta"), "out must be a new or empty folder"),
@@ -133,7 +133,7 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
         (("stock", "more", "--mechanism", "mta@x"), "must be spelled NAME[:OPTION=VALUE"),
     ):
         assert answer("convert", *words) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert not Path("more").exists()
 
 
@@ -153,7 +153,7 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
 
 
 @pytest.mark.parametrize(
-    ("versions", "said"),
+    ("versions", "words"),
     [
         (
             {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
@@ -180,14 +180,14 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
     ],
     ids=str,
 )
-def test_doctor_says_which_versions_are_untested_or_at_odds(versions, said, monkeypatch):
+def test_doctor_says_which_versions_are_untested_or_at_odds(versions, words, monkeypatch):
     real = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, real(name)))
     for check in ("_operators", "_conversion"):
         monkeypatch.setattr(doctor, check, lambda: "not asked here")
     lines = []
     assert doctor.examine(lines.append) == 0
-    assert all(words in "\n".join(lines) for words in said), lines
+    assert all(text in "\n".join(lines) for text in words), lines
 
 
 def test_doctor_stops_at_a_transformers_that_is_too_old(monkeypatch):
@@ -279,7 +279,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
 
 def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch):
     setup = setups.setups()["parity"]
-    setup = setup._replace(budget=replace(setup.budget, held_out=4))
+    setup = setup._replace(hyperparameters=replace(setup.hyperparameters, held_out=4))
     monkeypatch.setattr(setups, "setups", lambda data: {"parity": setup})
     command = ["compare", "--tasks", "parity", "--steps", "1", "--batch", "2", "--device", "cpu"]
     command += ["--mechanisms", "standard", "--out", str(tmp_path)]
@@ -291,9 +291,9 @@ def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch
     with pytest.raises(SystemExit) as stop:
         main(command)
     assert stop.value.code == 0
-    said = capsys.readouterr().err
-    assert f"warning: {results}: removed a last line that was cut off\n" in said
-    assert ".py:" not in said and "UserWarning" not in said
+    error = capsys.readouterr().err
+    assert f"warning: {results}: removed a last line that was cut off\n" in error
+    assert ".py:" not in error and "UserWarning" not in error
 
 
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):

@@ -75,12 +75,12 @@ def test_pieces_of_long_texts_join_to_the_texts(tmp_path):
     (tmp_path / "long.txt").write_text(long)
     (tmp_path / "solid.txt.gz").write_bytes(gzip.compress(solid.encode()))
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": long}) + '\n{"text": "short"}')
-    found = list(pieces([tmp_path]))
-    assert max(len(piece.text) for piece in found) <= 1 << 16
-    assert [piece.name.rpartition("/")[2] for piece in found if piece.first] == [
+    parts = list(pieces([tmp_path]))
+    assert max(len(piece.text) for piece in parts) <= 1 << 16
+    assert [piece.name.rpartition("/")[2] for piece in parts if piece.first] == [
         "lines.jsonl:1", "lines.jsonl:2", "long.txt", "solid.txt.gz",
     ]  # fmt: skip
-    cut = [a.text for a, b in pairwise(found) if a.name == b.name]
+    cut = [a.text for a, b in pairwise(parts) if a.name == b.name]
     assert len(cut) > 8 and all(text[-1] in "\n x" for text in cut)
     assert texts(tmp_path) == [long, "short", long, solid]
 

@@ -79,17 +79,17 @@ def imported(path: Path) -> set[str]:
 
 
 def imported_by(nodes: Iterable[ast.AST]) -> set[str]:
-    found = set()
+    modules = set()
     for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import of {node.module}"
             if node.module == "heedful":
-                found |= {f"heedful.{alias.name}" for alias in node.names}
+                modules |= {f"heedful.{alias.name}" for alias in node.names}
             else:
-                found.add(node.module)
-    return {name if name.startswith("heedful.") else name.split(".")[0] for name in found}
+                modules.add(node.module)
+    return {name if name.startswith("heedful.") else name.split(".")[0] for name in modules}
 
 
 def beyond(names: set[str], allowed: set[str]) -> set[str]:
@@ -127,15 +127,15 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("names", "allowed", "found"),
+    ("names", "allowed", "result"),
     [
         ({"heedful.hf.look"}, {"heedful.hf.look"}, set()),
         ({"heedful.hf", "heedful.hf.look"}, {"heedful.hf.look"}, {"heedful.hf"}),
         ({"heedful.hf.look", "heedful.hfx"}, {"heedful.hf"}, {"heedful.hfx"}),
     ],
 )
-def test_a_file_does_not_open_its_room(names, allowed, found):
-    assert beyond(names, allowed) == found
+def test_a_file_does_not_open_its_room(names, allowed, result):
+    assert beyond(names, allowed) == result
 
 
 def test_transformers_stays_behind_its_door():

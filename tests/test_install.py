@@ -57,8 +57,8 @@ sys.meta_path.insert(0, Blocked())
 def extra(name: str) -> set[str]:
     """The modules that an extra brings and transformers neither brings nor looks for."""
     lines = PROJECT["optional-dependencies"][name]
-    found = {line.partition(">")[0].replace("-", "_") for line in lines}
-    return found - {"accelerate", "numpy", "tokenizers", "tqdm"}
+    modules = {line.partition(">")[0].replace("-", "_") for line in lines}
+    return modules - {"accelerate", "numpy", "tokenizers", "tqdm"}
 
 
 def test_the_base_needs_nothing_of_the_command_line(tmp_path):
@@ -105,8 +105,8 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path):
 
 
 def test_the_oldest_transformers_is_what_the_project_asks_for_and_newer_ones_are_open():
-    (asked,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers")]
-    assert asked == f"transformers>={OLDEST.removesuffix('.0')}"
+    (requirement,) = [line for line in PROJECT["dependencies"] if line.startswith("transformers")]
+    assert requirement == f"transformers>={OLDEST.removesuffix('.0')}"
 
 
 def test_a_transformers_that_is_too_old_is_refused_by_its_version(tmp_path):
@@ -115,5 +115,5 @@ def test_a_transformers_that_is_too_old_is_refused_by_its_version(tmp_path):
     (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.57.1"\n')
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import heedful; heedful.convert"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    said = "ImportError: heedful needs transformers 5.17.0 or newer, got 4.57.1: pip install"
-    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+    message = "ImportError: heedful needs transformers 5.17.0 or newer, got 4.57.1: pip install"
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]

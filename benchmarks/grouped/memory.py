@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.grouped.run import PAIRS, ROWS, budget_of, mechanisms, paired_mechanisms
+from benchmarks.grouped.run import PAIRS, ROWS, hyperparameters_of, mechanisms, paired_mechanisms
 from benchmarks.parts import ROOT, read_partial
 from heedful.commands.compare.scratch import Size, from_scratch
 from heedful.records.environment import environment
@@ -61,10 +61,10 @@ class Step:
 
     def __init__(self, kind: str, name: str) -> None:
         task = TASKS[kind].default()
-        recipe, budget = task.recipe, budget_of(task)
+        recipe, hyperparameters = task.recipe, hyperparameters_of(task)
         size = Size(recipe.hidden, recipe.layers, recipe.heads)
         self.model = from_scratch(task, names_of(kind)[name], size, 0).train()
-        self.batch = budget.batch
+        self.batch = hyperparameters.batch
         self.inputs = task.batch(self.batch, 0, 0).inputs()
 
     def __call__(self) -> None:

@@ -26,7 +26,7 @@ import heedful
 from benchmarks.parts import read_partial
 from heedful import Grouped
 from heedful.commands.compare.one_model import train
-from heedful.commands.compare.scratch import Budget, Size
+from heedful.commands.compare.scratch import Hyperparameters, Size
 from heedful.nn import Mechanism, Selective, Standard, to_json
 from heedful.ops import Visibility
 from heedful.ops.grouped.neighbourhood import score_pairs
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))
-    budget = replace(budget_of(task), steps=args.steps or task.recipe.steps)
+    hyperparameters = replace(hyperparameters_of(task), steps=args.steps or task.recipe.steps)
     found = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
     found = {name: found[name] for name in args.only or found}
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -103,28 +103,30 @@ def main() -> None:
     }
     for seed in range(args.seeds):
         for name, mechanism in tqdm(found.items(), desc=f"seed {seed}"):
-            if (args.task, name, seed, budget.steps, start) not in known:
+            if (args.task, name, seed, hyperparameters.steps, start) not in known:
                 print(name, flush=True)
                 line = {"task": args.task, "name": name, "seed": seed, "start": start}
-                line |= one(task, mechanism, budget, line, args)
+                line |= one(task, mechanism, hyperparameters, line, args)
                 append_line(args.out, json.dumps(line))
 
 
-def budget_of(task: Task) -> Budget:
+def hyperparameters_of(task: Task) -> Hyperparameters:
     recipe = task.recipe
-    return Budget(
+    return Hyperparameters(
         recipe.steps, recipe.batch, recipe.learning_rate, evaluations=2, held_out=recipe.held_out
     )
 
 
-def one(task: Task, mechanism: Mechanism, budget: Budget, key: dict, args) -> dict:
+def one(
+    task: Task, mechanism: Mechanism, hyperparameters: Hyperparameters, key: dict, args
+) -> dict:
     """Train one model; what it scored, and what its attention took."""
     name, seed = key["name"].replace(", ", "-").replace(" ", "-"), key["seed"]
     folder = args.out.parent / f".{args.out.stem}-{args.task}-{name}-{seed}"
     size = Size(task.recipe.hidden, task.recipe.layers, task.recipe.heads)
-    run = train(task, mechanism, size, budget, seed, folder, start=args.start)
+    run = train(task, mechanism, size, hyperparameters, seed, folder, start=args.start)
     line = {
-        "steps": budget.steps, "mechanism": to_json(mechanism), "metric": run.metric,
+        "steps": hyperparameters.steps, "mechanism": to_json(mechanism), "metric": run.metric,
         "final": run.final, "parameters": run.parameters, "seconds": run.seconds,
         "peak_memory_mib": run.peak_memory_mib,
     }  # fmt: skip

@@ -24,7 +24,7 @@ import heedful
 from heedful.commands.budget.search import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
-from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.scratch import Hyperparameters
 from heedful.commands.compare.small_caches import named, plans, scored_as
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
@@ -84,10 +84,10 @@ def scored(
     model: PreTrainedModel, task: Task, eviction: Eviction, args: argparse.Namespace
 ) -> tuple[dict[str, float], float, int]:
     """Scores by split, peak bytes of one row, and how many rows were scored."""
-    budget, final, rows = Budget(batch=args.batch, held_out=args.rows), {}, 0
+    hyperparameters, final, rows = Hyperparameters(batch=args.batch, held_out=args.rows), {}, 0
     with torch.no_grad(), evicting(model, eviction) as peaks:
         for split, other in task.under_budgets().items():
-            final[split] = score(model, other, budget)[task.metric]
+            final[split] = score(model, other, hyperparameters)[task.metric]
             rows = len(other.held_out(args.rows).input_ids)
     return final, peaks.nbytes, rows
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import heedful
-from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.scratch import Hyperparameters
 from heedful.commands.compare.small_caches import under_budget
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.records.budgeted import UnderBudget, append_budgeted
@@ -31,8 +31,8 @@ def main() -> None:
     model = heedful.load(args.model, budgets=False)
     eviction = read_budgets(args.model / NAME, model)
     task = Text.default(tuple(args.data)).cut(args.length, args.tokenizer)
-    budget = Budget(held_out=task.recipe.held_out)
-    final, peak, rows = under_budget(model, task, eviction, budget)
+    hyperparameters = Hyperparameters(held_out=task.recipe.held_out)
+    final, peak, rows = under_budget(model, task, eviction, hyperparameters)
     line = UnderBudget(
         "text", args.name, 0, f"searched {'/'.join(map(str, eviction.tokens))}",
         round(sum(eviction.tokens) / len(eviction.tokens)), task.length, task.metric, final, peak,

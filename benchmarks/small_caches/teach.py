@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 import heedful
 from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Budget, local_global
+from heedful.commands.compare.scratch import Hyperparameters, local_global
 from heedful.nn import Selective, Standard
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task
@@ -48,14 +48,14 @@ def main() -> None:
     if args.to.exists():
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
-    budget = Budget(args.steps, args.batch, held_out=task.recipe.held_out)
+    hyperparameters = Hyperparameters(args.steps, args.batch, held_out=task.recipe.held_out)
     model = changed(heedful.load(args.model, budgets=False), args.mechanism, task)
     split, judged = next(iter(task.evaluations().items()))
-    before = score(model, judged, budget)
+    before = score(model, judged, hyperparameters)
     kinds = {type(m.heedful).__name__ for m in model.modules() if hasattr(m, "heedful")}
     print(f"becomes {', '.join(sorted(kinds))}; before: {split} {before}", flush=True)
     seconds = teach(model, task, args)
-    after = score(model, judged, budget)
+    after = score(model, judged, hyperparameters)
     print(f"after {seconds:.0f} s: {split} {after}", flush=True)
     model.save_pretrained(args.to)
     about = {

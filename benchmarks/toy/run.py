@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.parts import read_partial
 from heedful.commands.compare.one_model import train
-from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.nn import Mechanism, MultiToken, mechanism, to_json
 from heedful.records.environment import environment
 from heedful.records.files import append_line
@@ -79,19 +79,19 @@ def one(
         kernel = (QUERIES, 2 * letters - 1)
         config = replace(config, conv=kernel, post_conv=kernel, conv_every=1)
     recipe = task.recipe
-    budget = Budget(
+    hyperparameters = Hyperparameters(
         steps, recipe.batch, RATES[answer], mechanism_rate=recipe.mechanism_rate,
         evaluations=4, held_out=HELD_OUT,
     )  # fmt: skip
     folder = args.out.parent / f".{args.out.stem}-{name}-{letters}-{answer}-{seed}"
     start = begun(task, config, SIZE, seed, folder.with_suffix(".start"))
-    run = train(task, config, SIZE, budget, seed, folder, start=start)
+    run = train(task, config, SIZE, hyperparameters, seed, folder, start=start)
     shutil.rmtree(start)
     return {
         "letters": letters, "answer": answer, "name": name, "seed": seed, "steps": steps,
         "blocks": args.blocks, "mechanism": to_json(config), "dropout": DROPOUT,
-        "size": asdict(SIZE), "budget": asdict(budget),
-        "final": run.final, "with_dropout": left_on(run.model, task, budget),
+        "size": asdict(SIZE), "budget": asdict(hyperparameters),
+        "final": run.final, "with_dropout": left_on(run.model, task, hyperparameters),
         "parameters": run.parameters, "seconds": run.seconds, "curve": run.curve,
     }  # fmt: skip
 
@@ -105,9 +105,9 @@ def begun(task: Blocks, config: Mechanism, size: Size, seed: int, folder: Path) 
 
 
 @torch.no_grad()
-def left_on(model: PreTrainedModel, task: Blocks, budget: Budget) -> float:
+def left_on(model: PreTrainedModel, task: Blocks, hyperparameters: Hyperparameters) -> float:
     """The error with what is meant for training left on."""
-    rows = task.held_out(budget.held_out)
+    rows = task.held_out(hyperparameters.held_out)
     torch.manual_seed(0)
     model.train()
     logits = [model(input_ids=ids, use_cache=False).logits for ids in rows.input_ids.split(64)]

@@ -23,7 +23,7 @@ from heedful.commands.inspect.options import Inspection
 from heedful.commands.train.options import Training
 
 if TYPE_CHECKING:
-    from heedful.commands.compare.run import Finished
+    from heedful.commands.compare.run import ComparisonResult
 
 # The rooms' own configurations are the commands, with a place to write to beside them.
 
@@ -268,19 +268,19 @@ def _generate(command: GenerateCommand) -> int:
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    found = generate(options, write)
+    result = generate(options, write)
     print(flush=True)
-    print(found, file=sys.stderr)
+    print(result, file=sys.stderr)
     return 0
 
 
 def _budget(command: BudgetCommand) -> int:
     options = _as(BudgetSearch, command)
-    from heedful.commands.budget.search import format_found, search
+    from heedful.commands.budget.search import format_result, search
 
     _quiet()
     try:
-        print(format_found(search(options)))
+        print(format_result(search(options)))
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None
@@ -300,16 +300,16 @@ def _eval(command: EvalCommand) -> int:
         return 0
     out = _path(options.out)
     try:
-        found = evaluate(options)
+        result = evaluate(options)
     except KeyboardInterrupt:
         way = f"the answers so far are kept in {out}; the same command goes on there"
         raise KeyboardInterrupt(way) from None
-    lines = summed_up(found.samples, options.seed)
-    tables = [evaluated_table(lines) if lines else "", harness_table(found.harness)]
+    lines = summed_up(result.samples, options.seed)
+    tables = [evaluated_table(lines) if lines else "", harness_table(result.harness)]
     print("\n\n".join(filter(None, tables)))
     if lines:
         print(f"\n{RULE}")
-    print(f"\nreport: {write_evaluation(out, found.samples, found.harness, found.about)}")
+    print(f"\nreport: {write_evaluation(out, result.samples, result.harness, result.about)}")
     return 0
 
 
@@ -403,24 +403,24 @@ def _stopping() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def write_page(finished: "Finished") -> None:
+def write_page(result: "ComparisonResult") -> None:
     """Write `report.html` about what a comparison has finished: the `show` of `compare`.
 
     It stands here because the rooms that run and that show know nothing of each other.
     """
-    from heedful.commands.compare.exhibits import WrittenExhibit, exhibits_of
+    from heedful.commands.compare.exhibits import TextExhibit, exhibits_of
     from heedful.commands.compare.page import write_report
-    from heedful.commands.compare.small_cache_tables import HeldExhibit
+    from heedful.commands.compare.small_cache_tables import CacheExhibit
 
-    exhibits = [exhibit for seen in finished.looked for exhibit in exhibits_of(*seen)]
-    held = [HeldExhibit(*one) for one in finished.held]
-    written = [WrittenExhibit(*one) for one in finished.written]
+    exhibits = [exhibit for look in result.looks for exhibit in exhibits_of(*look)]
+    caches = [CacheExhibit(*item) for item in result.caches]
+    texts = [TextExhibit(*item) for item in result.texts]
     write_report(
-        finished.folder,
-        finished.records,
+        result.folder,
+        result.records,
         exhibits,
-        finished.config,
-        finished.budgeted,
-        held,
-        written,
+        result.config,
+        result.budgeted,
+        caches,
+        texts,
     )

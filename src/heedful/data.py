@@ -101,7 +101,7 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
             f"limit_bytes must be a whole number of at least 1, got {limit_bytes!r}; use None for "
             "everything"
         )
-    found: list[Document] = []
+    documents: list[Document] = []
     room = limit_bytes
     for document in _joined(pieces(paths, streaming=limit_bytes is not None)):
         if room is not None:
@@ -110,16 +110,16 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
             room -= len(data)
             document = document._replace(text=data.decode(errors="ignore"))
         if document.text:
-            found.append(document)
+            documents.append(document)
         if room is not None and room <= 0:
             break
-    if not found and limit_bytes is None:
+    if not documents and limit_bytes is None:
         raise ValueError("paths is empty and this Python has no library sources; name some text")
-    if not found:
+    if not documents:
         raise ValueError(
             f"limit_bytes must leave room for one character, got {limit_bytes}; raise it"
         )
-    return found
+    return documents
 
 
 def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
@@ -150,17 +150,17 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
         raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
     if not paths:
         raise ValueError("paths must name at least one file of pairs, got none")
-    found: list[TextPair] = []
+    pairs: list[TextPair] = []
     for path, files in _places(paths, _PAIRED):
-        before = len(found)
+        before = len(pairs)
         if files is None:
-            found += _paired_rows(path)
+            pairs += _paired_rows(path)
         else:
             for file in files:
-                found += _paired_lines(file)
-        if len(found) == before:
+                pairs += _paired_lines(file)
+        if len(pairs) == before:
             raise ValueError(f"paths names {path!r}, which holds no pairs; leave it out")
-    return found
+    return pairs
 
 
 def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Iterator[Piece]:
@@ -212,10 +212,10 @@ def _places(
     paths: Sequence[str | Path], suffixes: tuple[str, ...]
 ) -> Iterator[tuple[str, list[Path] | None]]:
     """Each path with its files, `None` for a dataset; raises where it is missing or there twice."""
-    seen: set[str] = set()
+    known: set[str] = set()
     for path in map(str, paths):
         if path.startswith(_HF):
-            _once(path, seen)
+            _once(path, known)
             yield path, None
             continue
         root = Path(path)
@@ -226,7 +226,7 @@ def _places(
             )
         files = _files(root, suffixes) if root.is_dir() else [root]
         for file in files:
-            _once(str(file.resolve()), seen)
+            _once(str(file.resolve()), known)
         if root.is_dir() and not any(file.stat().st_size for file in files):
             raise ValueError(
                 f"paths names the folder {path!r}, which holds no text in {', '.join(suffixes)} or "
@@ -235,10 +235,10 @@ def _places(
         yield path, files
 
 
-def _once(name: str, seen: set[str]) -> None:
-    if name in seen:
+def _once(name: str, known: set[str]) -> None:
+    if name in known:
         raise ValueError(f"paths names {name!r} twice, directly or within a folder; name it once")
-    seen.add(name)
+    known.add(name)
 
 
 def _files(
@@ -362,7 +362,7 @@ def _json_lines(
                 f"paths names {name!r}, whose line {number} is not JSON "
                 f"({getattr(error, 'msg', error)}); each line must be an object like {example}"
             ) from error
-        found = []
+        values = []
         for field in fields:
             content = record.get(field) if isinstance(record, dict) else None
             if not isinstance(content, str):
@@ -377,8 +377,8 @@ def _json_lines(
                     f"paths names {name!r}, whose line {number} is no Unicode text "
                     f"({error.reason}); mend the line or leave it out"
                 ) from error
-            found.append(content)
-        yield number, tuple(found)
+            values.append(content)
+        yield number, tuple(values)
 
 
 def _standard_library() -> Iterator[Piece]:
@@ -417,20 +417,20 @@ def _paired_rows(path: str) -> Iterator[TextPair]:
             f"paths names {path!r}; a dataset of pairs is written "
             "hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]"
         )
-    asked = tuple(parts[3:])
+    pair_columns = tuple(parts[3:])
     for number, row in enumerate(_dataset(path, parts[:3], streaming=False)):
         if isinstance(row.get("translation"), dict):
             row = row["translation"]
-            choices = (asked,) if asked else (tuple(row),)
+            choices = (pair_columns,) if pair_columns else (tuple(row),)
         else:
-            choices = (asked,) if asked else _COLUMNS
+            choices = (pair_columns,) if pair_columns else _COLUMNS
         named = next((names for names in choices if all(x in row for x in names)), ())
         columns = [row[name] for name in named]
         if len(columns) != 2 or not all(isinstance(x, str) for x in columns):
             raise ValueError(
                 f"paths names {path!r}, whose row {number} has no two texts "
-                f"{' and '.join(asked) or 'source and target'} but {', '.join(row)}; name the "
-                "columns: hf:NAME:CONFIG:SPLIT:SOURCE:TARGET"
+                f"{' and '.join(pair_columns) or 'source and target'} but {', '.join(row)}; name "
+                "the columns: hf:NAME:CONFIG:SPLIT:SOURCE:TARGET"
             )
         columns = [column.strip() for column in columns]
         yield _pair(f"{path!r}, whose row {number}", f"{path}[{number}]", *columns)

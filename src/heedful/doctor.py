@@ -16,8 +16,8 @@ def examine(write: Callable[[str], None] = print) -> int:
     for package, needed in (("torch", True), ("transformers", True), ("datasets", False)):
         version = installed(package)
         reason = f"pip install {package}" if needed else "only needed for --data hf:NAME"
-        found = f"{version}{_tested(package, version)}" if version else f"missing: {reason}"
-        write(f"{package:<12} {found}")
+        state = f"{version}{_tested(package, version)}" if version else f"missing: {reason}"
+        write(f"{package:<12} {state}")
         sound &= (version is not None and not _too_old(package, version)) or not needed
     if not sound:
         return 1
@@ -89,11 +89,11 @@ def _operators() -> str:
         lambda impl: multi_token_attention(q, k, v, conv=conv, post_conv=conv, impl=impl),
         lambda impl: selective_attention(q, k, v, impl=impl).output,
     ):
-        made = []
+        results = []
         for impl in ("reference", "tiled"):
             out = call(impl)
-            made.append((out, *torch.autograd.grad(out.square().sum(), q)))
-        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*made, strict=True)))
+            results.append((out, *torch.autograd.grad(out.square().sum(), q)))
+        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*results, strict=True)))
     if not worst < 1e-8:
         raise RuntimeError(f"tiled differs from reference by {worst:.2g} in fp64")
     return f"tiled equals reference in fp64 (largest difference {worst:.1g})"
@@ -158,11 +158,11 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     logging.set_verbosity_error()
     config, mechanisms = configuration_of(name)
 
-    def made():
+    def new_model():
         with torch.device("meta"):
             return stock_class(config).from_config(config, dtype=torch.float32)
 
-    model = made()
+    model = new_model()
     write(f"model        {name}: {config.model_type} ({type(model).__name__})")
     if mechanisms:
         write(f"converted    to {', '.join(mechanisms)}")
@@ -171,11 +171,11 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     write(f"vocabulary   {text.vocab_size:,} tokens")
     longest = getattr(text, "max_position_embeddings", None)
     write(f"positions    {f'{longest:,}' if longest else 'any number'}")
-    rows = [(row.name, *_fit(made(), row.config)) for row in TABLE]
+    rows = [(row.name, *_fit(new_model(), row.config)) for row in TABLE]
     if heads := next((facts.heads for _, facts, _ in rows if facts), None):
         write(f"attention    {heads}")
-    if held := next((facts.cache for _, facts, _ in rows if facts), 0):
-        write(f"KV cache     {held:,} numbers per token, so {2 * held:,} bytes in bfloat16")
+    if numbers := next((facts.cache for _, facts, _ in rows if facts), 0):
+        write(f"KV cache     {numbers:,} numbers per token, so {2 * numbers:,} bytes in bfloat16")
     width = max(len(name) for name, *_ in rows) + 1
     for mechanism, facts, reason in rows:
         write(f"{mechanism:<{width}}{reason if facts is None else facts.about}")
@@ -204,9 +204,7 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     layers = layers or [x for x in model.modules() if isinstance(x, Layer)]
     shapes = [layer.shape for layer in layers]
     own = sum(p.numel() for p in conversion.parameters().values())
-    several = max(layer.keys_per_head for layer in layers)
-    held = "keys and values" if several == 1 else f"{several} times the keys and values"
-    kept = [held, *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
+    kept = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
     where = "" if conversion.where[config] == ("decoder",) else f" in {conversion.where[config]}"
     first = shapes[0]
     return _Fit(

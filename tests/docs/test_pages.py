@@ -64,7 +64,7 @@ def blocks(page: Path) -> list[Block]:
 
 def commands() -> list:
     """Every `heedful ...` command line of the documentation, once whatever file it writes."""
-    found = {}
+    cases = {}
     for page in EVERY_PAGE:
         for block in blocks(page):
             if block.kind != "sh":
@@ -78,8 +78,8 @@ def commands() -> list:
                         marks = [pytest.mark.slow] * late
                         label = f"{name(page)}: {' '.join(words)}"
                         case = pytest.param(words[1:], id=label, marks=marks)
-                        found.setdefault((*words[1:out], *words[out + 1 :]), case)
-    return list(found.values())
+                        cases.setdefault((*words[1:out], *words[out + 1 :]), case)
+    return list(cases.values())
 
 
 def scripts(page: Path) -> dict[str, str]:
@@ -143,8 +143,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     mine = ("my-model", "my-baseline", "runs/selective-30m")
-    made = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
-    for folder in made - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
+    folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
+    for folder in folders - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
         if arguments[0] in ("train", "convert", "doctor"):
@@ -175,7 +175,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
             value = arguments.index(option) + 1
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
     plans = compare.plans
-    monkeypatch.setattr(compare, "plans", lambda *given: islice(plans(*given), 2))
+    monkeypatch.setattr(compare, "plans", lambda *arguments: islice(plans(*arguments), 2))
     monkeypatch.setattr(setups, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
     with pytest.raises(SystemExit) as stop:

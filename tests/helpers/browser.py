@@ -107,16 +107,16 @@ class Browser:
         if "id" in message:
             self._answers[message["id"]] = message
             return
-        method, given = message["method"], message.get("params", {})
+        method, details = message["method"], message.get("params", {})
         self._events.append(method)
         if method == "Runtime.exceptionThrown":
-            self.problems.append(json.dumps(given["exceptionDetails"])[:600])
-        if method == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning"):
-            self.problems.append(json.dumps(given["args"])[:600])
-        if method == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
-            self.problems.append(given["entry"]["text"])
+            self.problems.append(json.dumps(details["exceptionDetails"])[:600])
+        if method == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning"):
+            self.problems.append(json.dumps(details["args"])[:600])
+        if method == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
+            self.problems.append(details["entry"]["text"])
         if method == "Network.requestWillBeSent":
-            self.requests.append(given["request"]["url"])
+            self.requests.append(details["request"]["url"])
 
     def open(self, path: Path, hash: str = "") -> float:
         """Open a file; returns after how many seconds it was there."""
@@ -132,11 +132,11 @@ class Browser:
 
     def run(self, script: str) -> object:
         """The value of an expression in the page."""
-        found = self.ask(
+        answer = self.ask(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def click(self, selector: str) -> None:
         """Press the mouse in the middle of the first element that a selector finds."""
@@ -166,5 +166,5 @@ class Browser:
 
     def picture(self, path: Path, whole: bool = False) -> None:
         """Write what is seen, or the whole page, as PNG."""
-        found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        answer = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(answer["data"]))

@@ -33,6 +33,6 @@ def here(folder, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(folder)
 
 
-def asked(tmp_path: Path, *models: str, **options) -> Evaluation:
+def evaluation_of(tmp_path: Path, *models: str, **options) -> Evaluation:
     options = {"haystack": ("book.txt",), "data": ("book.txt",), "samples": 2} | options
     return Evaluation(models or ("plain",), out=str(tmp_path / "run"), **options)

@@ -10,7 +10,7 @@ TOKENS = ["<script>", " ", "\n", "\t", "\x07", "$x$", "", "é"]
 
 def run(mechanism="standard", value=0.5, seed=0, **fields) -> Record:
     """A small invented run."""
-    made = {
+    defaults = {
         "task": "blocks",
         "metric": "error",
         "steps": 100,
@@ -24,7 +24,7 @@ def run(mechanism="standard", value=0.5, seed=0, **fields) -> Record:
         "peak_memory_mib": 100.0,
         "environment": {"machine": "a laptop", "command": "heedful compare", "date": "2025-01-01"},
     }
-    return Record(mechanism=mechanism, seed=seed, **{**made, **fields})
+    return Record(mechanism=mechanism, seed=seed, **{**defaults, **fields})
 
 
 def runs(mechanism: str, values, **fields) -> list[Record]:

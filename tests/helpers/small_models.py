@@ -28,12 +28,12 @@ def tokenizer_of_words(chat: bool = False) -> PreTrainedTokenizerFast:
     """One token per byte, BOS in front, and a chat template if asked for."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate(letters)} | {"<bos>": 256, "<user>": 257, "<bot>": 258}
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<bos>", "<user>", "<bot>"])
-    made.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 256)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>")
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens(["<bos>", "<user>", "<bot>"])
+    words.post_processor = processors.TemplateProcessing("<bos> $A", None, [("<bos>", 256)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>")
     if chat:
         tokenizer.chat_template = (
             "<bos>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -46,16 +46,16 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def made(model: Path, **options) -> tuple[Generated, str]:
+def generation_of(model: Path, **changes) -> tuple[Generated, str]:
     """What was generated, and the pieces in which it was told."""
     defaults = {"prompt": PROMPT, "max_new_tokens": 12, "tokenizer": "bytes"}
     if (model / "tokenizer.json").exists():
         del defaults["tokenizer"]
-    asked = Generation(model=str(model), **(defaults | options))
+    options = Generation(model=str(model), **(defaults | changes))
     pieces: list[str] = []
-    found = generate(asked, pieces.append)
-    assert "".join(pieces) == found.text
-    return found, pieces
+    generation = generate(options, pieces.append)
+    assert "".join(pieces) == generation.text
+    return generation, pieces
 
 
 def converted(mechanism, **options):

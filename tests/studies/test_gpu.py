@@ -87,14 +87,14 @@ def check_numbers(records: list[dict]) -> None:
 
 
 def test_outcomes_of_tests_are_read_with_and_without_workers():
-    said = (
+    output = (
         "tests/ops/a.py::test_one[x y] PASSED   [ 50%]\n"
         "tests/ops/a.py::test_two FAILED        [100%]\n"
         "[gw3] [ 7%] PASSED tests/ops/b.py::test_three[z] \n"
         "[gw0] [100%] ERROR tests/ops/b.py::test_four\n"
         "FAILED tests/ops/a.py::test_two - assert 0\ntests/ops/b.py::test_five "
     )
-    assert gpu_session.outcomes(said) == {
+    assert gpu_session.outcomes(output) == {
         "tests/ops/a.py::test_one[x y]": "PASSED",
         "tests/ops/a.py::test_two": "FAILED",
         "tests/ops/b.py::test_three[z]": "PASSED",
@@ -168,8 +168,8 @@ def test_a_dead_and_a_hanging_process_are_recorded_and_survived(tmp_path, monkey
     out = tmp_path / "records.jsonl"
     worker = [sys.executable, "-c", WORKER, str(out), str(time.time() + 4)]
     assert watch(worker, out) == 0
-    found = {record["case"]: (record["status"], record.get("error")) for record in read(out)}
-    assert found == {
+    outcomes = {record["case"]: (record["status"], record.get("error")) for record in read(out)}
+    assert outcomes == {
         "good": ("measured", None),
         "dies": ("failed", "its process ended with code -11"),
         "hangs": ("failed", "ran longer than its stage may, and was ended"),

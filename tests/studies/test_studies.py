@@ -42,9 +42,9 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
     run("grouped.run", "recall", "--seeds", 1, "--only", *names[:2], "--out", "grid.jsonl")
     before = lines("grid.jsonl")
     run("grouped.run", "recall", "--seeds", 1, "--only", *names, "--out", "grid.jsonl")
-    found = {line["name"]: line for line in lines("grid.jsonl")}
-    assert lines("grid.jsonl")[:2] == before and list(found) == names
-    full, window, _, fixed = found.values()
+    by_name = {line["name"]: line for line in lines("grid.jsonl")}
+    assert lines("grid.jsonl")[:2] == before and list(by_name) == names
+    full, window, _, fixed = by_name.values()
     # By hand: half a square; 20 tokens; of groups of 8 what ended 16 tokens ago, tokens after them.
     assert full["pairs"] == {"decoder": [96 * 97 / 2] * 2} and full["groups"] == {}
     assert window["pairs"]["decoder"][0] == sum(min(t + 1, 20) for t in range(96))
@@ -75,13 +75,13 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     """Rates first, then all of a seed; equal time is fewer steps of what is slow."""
     from benchmarks.training import run as training
 
-    def planned(*options: tuple) -> list[tuple]:
-        asked = argparse.Namespace(
+    def planned(*changes: tuple) -> list[tuple]:
+        options = argparse.Namespace(
             steps=800, seeds=2, only=["standard", "mta"], long=None, continual=None,
             ablation=False,
         )  # fmt: skip
-        vars(asked).update(options)
-        plan = training.plan(asked, {"mta": 1.6, "standard": 1.0})
+        vars(options).update(changes)
+        plan = training.plan(options, {"mta": 1.6, "standard": 1.0})
         return [tuple(x) if x.base else tuple(x)[:5] for x in plan]
 
     rates = [("rate", x, 100, 200, rate) for x in ("standard", "mta") for rate in training.RATES]
@@ -155,15 +155,15 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
         model.model.layers[1].self_attn.heedful.conv[1, -2, 4] = 0.5  # on the diagonal
     model.save_pretrained("mta")
     run("training.learned", "mta", "--out", "learned.jsonl")
-    found = lines("learned.jsonl")
-    said = {(x["layer"], x["kind"], x["number"]): x["pattern"] for x in found}
-    assert said.pop((1, "conv", 1)) == "diagonal"
-    assert set(said.values()) == {"near identity"}
-    kinds = [(layer, kind) for layer, kind, number in said if number == 0]
+    records = lines("learned.jsonl")
+    patterns = {(x["layer"], x["kind"], x["number"]): x["pattern"] for x in records}
+    assert patterns.pop((1, "conv", 1)) == "diagonal"
+    assert set(patterns.values()) == {"near identity"}
+    kinds = [(layer, kind) for layer, kind, number in patterns if number == 0]
     assert kinds == [(0, "mix"), (0, "post_mix")] + [
         (1, kind) for kind in ("conv", "post_conv", "mix", "post_mix")
     ]
-    assert found[3]["values"][-2][4] == 0.5
+    assert records[3]["values"][-2][4] == 0.5
 
 
 @pytest.fixture
@@ -183,26 +183,26 @@ def trained(run) -> Path:
 @pytest.mark.slow
 def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
     """Standard attention begins with a selective model's weights, and learns to hide after it."""
-    asked = ("--task", "recall", "--steps", 2, "--batch", 2)
-    run("small_caches.teach", trained, *asked, "--mechanism", "standard", "--to", "standard")
-    run("small_caches.teach", "standard", *asked, "--mechanism-rate", 20, "--to", "hiding")
-    said = json.loads(Path("hiding/taught.json").read_text())
+    training = ("--task", "recall", "--steps", 2, "--batch", 2)
+    run("small_caches.teach", trained, *training, "--mechanism", "standard", "--to", "standard")
+    run("small_caches.teach", "standard", *training, "--mechanism-rate", 20, "--to", "hiding")
+    report = json.loads(Path("hiding/taught.json").read_text())
     standard, hiding = (heedful.load(x, budgets=False) for x in ("standard", "hiding"))
     # An extra selector hides nothing before it has learnt: the score is that of its start.
-    assert said["before"] == json.loads(Path("standard/taught.json").read_text())["after"]
+    assert report["before"] == json.loads(Path("standard/taught.json").read_text())["after"]
     kinds = [type(m.model.layers[0].self_attn.heedful).__name__ for m in (standard, hiding)]
     assert kinds == ["StandardAttention", "SelectiveAttention"]
 
     scored = ("--budgets", 0.5, "--rows", 4, "--batch", 2, "--out", "scored.jsonl")
     run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
-    found = read_budgeted(Path("scored.jsonl"))
-    assert {x.policy for x in found if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
-    searched = [x for x in found if x.policy.startswith("searched")]
+    records = read_budgeted(Path("scored.jsonl"))
+    assert {x.policy for x in records if x.mechanism == "b"} > {"whole", "MostHidden", "Random"}
+    searched = [x for x in records if x.policy.startswith("searched")]
     assert [x.mechanism for x in searched] == ["b"]  # what hides nothing has no such search
     budgets = [int(x) for x in searched[0].policy.split()[1].split("/")]
     assert all(13 <= x <= 96 for x in budgets) and searched[0].tokens == round(sum(budgets) / 2)
     run("small_caches.run", "a=standard", "b=hiding", *scored, "--by-layer", 0.5)
-    assert len(read_budgeted(Path("scored.jsonl"))) == len(found)
+    assert len(read_budgeted(Path("scored.jsonl"))) == len(records)
 
 
 def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
@@ -222,25 +222,25 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch)
     steps = dict.fromkeys(toy_table.STEPS, 2)
     monkeypatch.setattr(toy_table, "STEPS", steps | {(8, "all"): 3})
     monkeypatch.setattr(toy_table, "HELD_OUT", 32)
-    asked = ("--seeds", 1, "--blocks", 3, "--out", "toy.jsonl")
-    run("toy.run", *asked, "--only", "standard")
-    run("toy.run", *asked)
-    found = lines("toy.jsonl")
-    assert [x["name"] for x in found] == ["standard"] * 6 + ["mta"] * 6
+    options = ("--seeds", 1, "--blocks", 3, "--out", "toy.jsonl")
+    run("toy.run", *options, "--only", "standard")
+    run("toy.run", *options)
+    records = lines("toy.jsonl")
+    assert [x["name"] for x in records] == ["standard"] * 6 + ["mta"] * 6
     columns = [(5, "all"), (5, "first"), (5, "last"), (8, "all"), (8, "first"), (8, "last")]
-    assert [(x["letters"], x["answer"]) for x in found[:6]] == columns
-    assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in found)
-    run("toy.run", *asked[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
+    assert [(x["letters"], x["answer"]) for x in records[:6]] == columns
+    assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in records)
+    run("toy.run", *options[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
     other = ("--seeds", 1, "--blocks", 2, "--out", "other.jsonl", "--only", "standard")
     run("toy.run", *other, "--letters", 5)  # what has other rows is not done yet
     assert [x["blocks"] for x in lines("other.jsonl")] == [3, 3, 3, 2, 2, 2]
     from benchmarks.toy import table as reproductions
 
-    assert [x["steps"] for x in found[:6]] == [2, 2, 2, 3, 2, 2]
+    assert [x["steps"] for x in records[:6]] == [2, 2, 2, 3, 2, 2]
     table = reproductions.toy(Path("toy.jsonl"))
     assert "rows of 3 blocks, 2 steps of 32 rows (3 where N = 8, all); published" in table
     rows = [line.split(" | ") for line in table.splitlines()[2:8]]
-    error = 100 * found[11]["final"]["in-distribution"]  # mta, N = 8, last
+    error = 100 * records[11]["final"]["in-distribution"]  # mta, N = 8, last
     assert rows[2][0] == "| mta" and rows[2][-1] == f"{error:.1f} % |" and rows[2][1] == "1"
     assert rows[4][0] == "| published: standard, dropout left on" and rows[5][-1] == "0.0 ± 0.0 % |"
 
@@ -254,26 +254,26 @@ def test_training_side_by_side_goes_on_from_the_model_of_a_long_run(run, monkeyp
         training.CONFIG | {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32},
     )  # fmt: skip
     monkeypatch.setattr(training, "RATES", (1e-3,))
-    said = [f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(900)]
-    Path("read.txt").write_text("".join(said[:700]))
-    Path("held.txt").write_text("".join(said[700:]))
+    text = [f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(900)]
+    Path("read.txt").write_text("".join(text[:700]))
+    Path("held.txt").write_text("".join(text[700:]))
     speeds = [{"kind": "standard", "times_plain": 1.0}, {"kind": "mta", "times_plain": 2.0}]
     Path("speeds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in speeds))
-    asked = ("--data", "read.txt", "--held-out", "held.txt", "--out", "runs/found.jsonl")
-    asked += ("--steps", 8, "--batch", 1, "--length", 32, "--only", "standard", "mta")
-    run("training.run", *asked, "--seeds", 1, "--speeds", "speeds.jsonl")
-    run("training.run", *asked, "--long", 12, "--continual", 6)
+    options = ("--data", "read.txt", "--held-out", "held.txt", "--out", "runs/found.jsonl")
+    options += ("--steps", 8, "--batch", 1, "--length", 32, "--only", "standard", "mta")
+    run("training.run", *options, "--seeds", 1, "--speeds", "speeds.jsonl")
+    run("training.run", *options, "--long", 12, "--continual", 6)
     base = Path("runs/found/long-standard-0-12-0.001/training.json")
     begun = base.stat().st_mtime_ns
-    run("training.run", *asked, "--long", 12)
-    found = lines("runs/found.jsonl")
-    assert [(x["kind"], x["name"], x["steps"], len(x["curve"])) for x in found] == [
+    run("training.run", *options, "--long", 12)
+    records = lines("runs/found.jsonl")
+    assert [(x["kind"], x["name"], x["steps"], len(x["curve"])) for x in records] == [
         ("rate", "standard", 2, 1), ("rate", "mta", 2, 1),
         ("steps", "standard", 8, 1), ("steps", "mta", 8, 1), ("time", "mta", 4, 1),
         ("continual", "standard", 6, 6), ("continual", "mta", 6, 6),
         ("long", "standard", 12, 6), ("long", "mta", 12, 6),
     ]  # fmt: skip
-    assert {x["base"] for x in found if x["kind"] == "continual"} == {12}
+    assert {x["base"] for x in records if x["kind"] == "continual"} == {12}
     assert base.stat().st_mtime_ns == begun  # the model was there
     assert sorted(x.name for x in Path("runs/found").iterdir() if x.is_dir()) == [
         "long-mta-0-12-0.001", "long-standard-0-12-0.001",

@@ -53,8 +53,8 @@ def test_loss_lies_on_the_answer():
     assert samples.labels[:, -1].equal(samples.input_ids[:, -1])
     assert samples.attention_mask.eq(1).all()
     several = Assignment(queries=3).sample(10, seed=0)
-    asked = several.labels.ne(-100)
-    assert asked.sum() == 30 and asked[:, [-5, -3, -1]].all()
+    mask = several.labels.ne(-100)
+    assert mask.sum() == 30 and mask[:, [-5, -3, -1]].all()
 
 
 def test_evaluations():
@@ -84,8 +84,8 @@ def test_deterministic_in_seed():
 def test_names_queries_and_answers_are_uniform(query):
     task = Assignment(variables=5, values=4, assignments=20, query=query)
     ids = task.sample(20_000, seed=0).input_ids
-    names, asked, answer = ids[:, 1:-2:2] - 2, ids[:, -2] - 2, ids[:, -1] - 7
-    for values, bins in [(names[:, 0], 5), (names[:, 7], 5), (asked, 5), (answer, 4)]:
+    names, query_names, answer = ids[:, 1:-2:2] - 2, ids[:, -2] - 2, ids[:, -1] - 7
+    for values, bins in [(names[:, 0], 5), (names[:, 7], 5), (query_names, 5), (answer, 4)]:
         share = values.bincount(minlength=bins) / len(values)
         assert share.sub(1 / bins).abs().max() < 0.015
     if query == "first":

@@ -28,15 +28,15 @@ def track(told: tuple[str, ...]) -> tuple[dict, dict]:
             been[thing].append(where[holds[thing]])
 
     for sentence in told:
-        said = sentence.rstrip(".").split()
-        who, last = said[0], said[-1]
+        words = sentence.rstrip(".").split()
+        who, last = words[0], words[-1]
         if last in PLACES:
             where[who] = last
             for thing in [x for x, owner in holds.items() if owner == who]:
                 note(thing)
         elif last == "there":
-            holds[said[-2]] = who
-            note(said[-2])
+            holds[words[-2]] = who
+            note(words[-2])
         else:
             assert holds.pop(last) == who
     return where, been
@@ -44,24 +44,24 @@ def track(told: tuple[str, ...]) -> tuple[dict, dict]:
 
 def derived(kind: int, told: tuple[str, ...], question: str) -> str:
     """The answer, found by other means than those of the generator."""
-    asked = question.rstrip("?").split()
+    words = question.rstrip("?").split()
     if kind in (1, 2, 3):
         where, been = track(told)
         if kind == 1:
-            return where[asked[-1]]
+            return where[words[-1]]
         if kind == 2:
-            return been[asked[-1]][-1]
-        thing, place = asked[3], asked[-1]
+            return been[words[-1]][-1]
+        thing, place = words[3], words[-1]
         (at,) = [i for i, x in enumerate(been[thing]) if x == place and i]
         return been[thing][at - 1]
     if kind == 4:
         facts = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", x).groups() for x in told]
         pairs = {(a, way, b) for a, way, b in facts} | {(b, AGAINST[way], a) for a, way, b in facts}
         if question.endswith("of?"):
-            found = {b for a, way, b in pairs if (a, way) == (asked[3], asked[4])}
+            answers = {b for a, way, b in pairs if (a, way) == (words[3], words[4])}
         else:
-            found = {a for a, way, b in pairs if (way, b) == (asked[2], asked[-1])}
-        (answer,) = found
+            answers = {a for a, way, b in pairs if (way, b) == (words[2], words[-1])}
+        (answer,) = answers
         return answer
     gift = re.compile(r"(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\.")
     for giver, thing, taker in reversed([m.groups() for x in told if (m := gift.fullmatch(x))]):
@@ -79,15 +79,15 @@ def derived(kind: int, told: tuple[str, ...], question: str) -> str:
 
 @pytest.mark.parametrize("kind", [1, 2, 3, 4, 5])
 def test_answers_follow_from_the_words(kind):
-    found = [story(kind, np.random.default_rng(seed)) for seed in range(300)]
-    for one in found:
-        assert derived(kind, one.sentences, one.question) == one.answer, one
-        assert one.answer in one.labels
-        assert one.answer.lower() not in one.question.lower()
-    answers = {one.answer for one in found}
+    tales = [story(kind, np.random.default_rng(seed)) for seed in range(300)]
+    for tale in tales:
+        assert derived(kind, tale.sentences, tale.question) == tale.answer, tale
+        assert tale.answer in tale.labels
+        assert tale.answer.lower() not in tale.question.lower()
+    answers = {tale.answer for tale in tales}
     assert answers == set(PLACES if kind < 5 else (*PEOPLE, *OBJECTS))
-    assert found[:3] == [story(kind, np.random.default_rng(seed)) for seed in range(3)]
-    assert len({one.sentences for one in found}) > 200
+    assert tales[:3] == [story(kind, np.random.default_rng(seed)) for seed in range(3)]
+    assert len({tale.sentences for tale in tales}) > 200
 
 
 def test_no_label_is_part_of_another():
@@ -101,23 +101,23 @@ def test_a_story_stands_in_its_order_in_long_text(kind):
     background = Background(TEXT, words)
     bare = BabiLong(kind).sample(4, 0, None, words)
     for length in (500, 1500):
-        made = BabiLong(kind, length).sample(4, 0, background, words)
-        for question, alone in zip(made, bare, strict=True):
+        questions = BabiLong(kind, length).sample(4, 0, background, words)
+        for question, alone in zip(questions, bare, strict=True):
             assert (question.question, question.answers) == (alone.question, alone.answers)
             assert length - 12 < words(question.prompt) <= length
             told = context(alone)
             assert [x for x in context(question) if not x.startswith("Sentence")] == told
             assert question.prompt.endswith(f"Question: {question.question}\nAnswer:")
-    assert made == BabiLong(kind, 1500).sample(4, 0, background, words)
-    assert made[:2] == BabiLong(kind, 1500).sample(2, 0, background, words)
+    assert questions == BabiLong(kind, 1500).sample(4, 0, background, words)
+    assert questions[:2] == BabiLong(kind, 1500).sample(2, 0, background, words)
 
 
 def test_facts_are_spread_over_the_whole_text():
     background = Background(TEXT, words)
     at = []
     for question in BabiLong(1, 2000).sample(40, 0, background, words):
-        said = context(question)
-        at += [i / len(said) for i, x in enumerate(said) if not x.startswith("Sentence")]
+        sentences = context(question)
+        at += [i / len(sentences) for i, x in enumerate(sentences) if not x.startswith("Sentence")]
     assert len(at) > 150
     shares = np.histogram(at, bins=4, range=(0, 1))[0] / len(at)
     assert (abs(shares - 0.25) < 0.1).all(), shares
@@ -170,18 +170,18 @@ FILE = """1 Mary went to the kitchen.
 
 def test_stories_are_read_from_files(tmp_path):
     (tmp_path / "qa1_facts_test.txt").write_text(FILE)
-    found = read_stories(str(tmp_path), 1)
-    assert [(x.sentences, x.question, x.answer) for x in found] == [
+    tales = read_stories(str(tmp_path), 1)
+    assert [(x.sentences, x.question, x.answer) for x in tales] == [
         (("Mary went to the kitchen.",), "Where is Mary?", "kitchen"),
         (("Mary went to the kitchen.", "Mary left the milk."), "Where is the milk?", "kitchen"),
         (("John went to the garden.",), "Where is John?", "garden"),
     ]
-    assert {x.labels for x in found} == {("garden", "kitchen")}
-    assert read_stories(str(tmp_path / "qa1_facts_test.txt"), 3) == found
-    made = BabiLong(1).sample(9, 0, None, words, found)
-    assert {x.answers for x in made} == {("kitchen",), ("garden",)} and len(made) == 3
+    assert {x.labels for x in tales} == {("garden", "kitchen")}
+    assert read_stories(str(tmp_path / "qa1_facts_test.txt"), 3) == tales
+    questions = BabiLong(1).sample(9, 0, None, words, tales)
+    assert {x.answers for x in questions} == {("kitchen",), ("garden",)} and len(questions) == 3
     with pytest.raises(ValueError, match="length 40 is too short for every story of kind 1"):
-        BabiLong(1, 40).sample(9, 0, Background(TEXT, words), words, found)
+        BabiLong(1, 40).sample(9, 0, Background(TEXT, words), words, tales)
     with pytest.raises(ValueError, match=r"holds no qa2_\*\.txt"):
         read_stories(str(tmp_path), 2)
     (tmp_path / "qa2_bad.txt").write_text("1 Mary went.\nno number\n")
@@ -199,20 +199,20 @@ def test_the_published_stories(kind):
     """All thousand questions are read, and one has the answer that follows from its words."""
     if not PUBLIC.is_dir():
         pytest.skip("needs the public text folder shared/data beside the checkout")
-    found = read_stories(str(PUBLIC / "babi"), kind)
-    assert len(found) == 1000
+    tales = read_stories(str(PUBLIC / "babi"), kind)
+    assert len(tales) == 1000
     places = {"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"}
     things = {"Bill", "Fred", "Jeff", "Mary", "apple", "football", "milk"}
-    assert set(found[0].labels) == (things if kind == 5 else places)
+    assert set(tales[0].labels) == (things if kind == 5 else places)
     if kind == 1:
-        for one in found:
-            who = one.question.removeprefix("Where is ").rstrip("?")
-            last = [x for x in one.sentences if x.startswith(f"{who} ")][-1]
-            assert last.endswith(f" {one.answer}.")
+        for tale in tales:
+            who = tale.question.removeprefix("Where is ").rstrip("?")
+            last = [x for x in tale.sentences if x.startswith(f"{who} ")][-1]
+            assert last.endswith(f" {tale.answer}.")
     if kind == 4:
-        assert all(derived(4, one.sentences, one.question) == one.answer for one in found)
+        assert all(derived(4, tale.sentences, tale.question) == tale.answer for tale in tales)
     background = Background(TEXT, words)
-    for question in BabiLong(kind, 2000).sample(5, 0, background, words, found):
+    for question in BabiLong(kind, 2000).sample(5, 0, background, words, tales):
         assert 2000 - 12 < words(question.prompt) <= 2000
         right = question.answers[0]
         assert only_label(right, right, question.question, question.labels)

@@ -112,12 +112,12 @@ def test_score_counts_rows():
     noise[:, : task.length - 7] = 31
     noise[:, -1] = 31
     assert task.score(noise, labels)["error"] == 0.0
-    one = right.clone()
-    one[17, -2] = 31
-    assert task.score(one, labels) == {"error": 0.01, "token_error": pytest.approx(1 / 600)}
-    one[17, -3] = 31
-    one[40, -7] = 31
-    assert task.score(one, labels) == {"error": 0.02, "token_error": pytest.approx(3 / 600)}
+    flawed = right.clone()
+    flawed[17, -2] = 31
+    assert task.score(flawed, labels) == {"error": 0.01, "token_error": pytest.approx(1 / 600)}
+    flawed[17, -3] = 31
+    flawed[40, -7] = 31
+    assert task.score(flawed, labels) == {"error": 0.02, "token_error": pytest.approx(3 / 600)}
     # Unshifted predictions are one off and must not pass.
     assert task.score(labels.clamp(min=0), labels)["error"] == 1.0
 
@@ -194,7 +194,7 @@ def test_every_task_has_the_same_outward_shape(name):
         assert samples.input_ids.shape == (20, split.length)
         assert samples.input_ids.max() < task.vocab_size == split.vocab_size
         assert split.score(perfect(samples.labels), samples.labels)[task.metric] == 0.0
-        asked = samples.labels != -100
-        assert samples.labels[asked].equal(samples.input_ids[asked])
-        assert asked[:, 1:].any(1).all() and not asked[:, 0].any()
+        mask = samples.labels != -100
+        assert samples.labels[mask].equal(samples.input_ids[mask])
+        assert mask[:, 1:].any(1).all() and not mask[:, 0].any()
         assert split.decode(samples.input_ids[0])

@@ -55,10 +55,10 @@ def test_score(task):
     predictions[:, :-1] = labels[:, 1:].clamp(min=0)
     assert task.score(predictions, labels) == {"error": 0.0, "token_error": 0.0}
     predictions[7, -2] = 31
-    asked = int((labels[:, 1:] != -100).sum())
+    count = int((labels[:, 1:] != -100).sum())
     assert task.score(predictions, labels) == {
         "error": 0.02,
-        "token_error": pytest.approx(1 / asked),
+        "token_error": pytest.approx(1 / count),
     }
 
 

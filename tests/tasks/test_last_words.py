@@ -9,14 +9,14 @@ from heedful.tasks.windows import domain_windows, domains, windows
 
 
 def test_the_last_word_is_what_stands_behind_the_last_space():
-    found = last_words(["One bus and\nanother  bus", "a b c "])
-    assert [(x.context, x.word) for x in found] == [
+    passages = last_words(["One bus and\nanother  bus", "a b c "])
+    assert [(x.context, x.word) for x in passages] == [
         ("One bus and\nanother", " bus"), ("a b", " c"),
     ]  # fmt: skip
     assert len(last_words(["a b", "c d", "e f"], 2)) == 2
-    one, other, again = (x.key for x in last_words(["a b", "c d", "a b"]))
-    assert again == f"{one} 2" and other not in (one, again)
-    assert last_words(["c d"])[0].key == other
+    first, second, again = (x.key for x in last_words(["a b", "c d", "a b"]))
+    assert again == f"{first} 2" and second not in (first, again)
+    assert last_words(["c d"])[0].key == second
     with pytest.raises(ValueError, match="passage 2 is 'alone', a single word"):
         last_words(["a b", "alone"])
 
@@ -36,15 +36,15 @@ def test_passages_are_cut_where_the_last_word_stands_before(tmp_path):
     book = [sentence] * 5 + ["It ends with something unheard."] + [sentence] * 6
     book += ["Nothing else is said about this River!"] + [sentence] * 5
     (tmp_path / "book.txt").write_text(" ".join(book))
-    found = passages_of((str(tmp_path),), 50, 0)
-    for text in found:
+    passages = passages_of((str(tmp_path),), 50, 0)
+    for text in passages:
         words = text.split()
         assert 60 < len(words) < 2 * 60
         assert words[-1] in ("boats", "River")
         assert any(x.strip(".").lower() == words[-1].lower() for x in words[:-1])
     # The sixth sentence is the first to pass 60 words, but its last word is new; the next one does.
-    assert found[0].endswith("unheard. " + sentence[:-1])
-    assert found == passages_of((str(tmp_path),), 50, 1)
+    assert passages[0].endswith("unheard. " + sentence[:-1])
+    assert passages == passages_of((str(tmp_path),), 50, 1)
     assert len(passages_of((str(tmp_path),), 1, 0)) == 1
     (tmp_path / "book.txt").write_text("too short")
     with pytest.raises(ValueError, match="holds no passage of 60 words"):
@@ -72,14 +72,14 @@ def test_marks_join_their_words(apart, joined):
 def test_every_token_but_the_first_counts_once(tokens, length, stride):
     ids = list(range(tokens))
     ends = [3 * (i + 1) for i in ids]
-    found = windows(ids, ends, length, stride)
-    counted = [token for x in found for token in x.ids[x.first :]]
+    result = windows(ids, ends, length, stride)
+    counted = [token for x in result for token in x.ids[x.first :]]
     assert counted == ids[1:]
-    assert sum(x.nbytes for x in found) == 3 * (tokens - 1)
-    for x in found[1:]:
+    assert sum(x.nbytes for x in result) == 3 * (tokens - 1)
+    for x in result[1:]:
         assert x.first >= length - stride and 1 < len(x.ids) <= length
-    assert found[0].first == 1
-    assert len({x.key for x in found}) == len(found)
+    assert result[0].first == 1
+    assert len({x.key for x in result}) == len(result)
     assert windows([5], [1], length, stride) == []
     with pytest.raises(ValueError, match="stride must be a whole number from 1 to 3, got 4"):
         windows(ids, ends, 4, 4)
@@ -88,10 +88,10 @@ def test_every_token_but_the_first_counts_once(tokens, length, stride):
 @pytest.mark.parametrize("lead", [1, 2])
 def test_what_begins_a_text_begins_every_window(lead):
     ids, ends = [99] * lead + list(range(20)), [0] * lead + list(range(2, 42, 2))
-    found = windows(ids, ends, 6, 3)
-    assert all(x.ids[:lead] == (99,) * lead and len(x.ids) <= 6 for x in found)
-    assert [token for x in found for token in x.ids[x.first :]] == list(range(20))
-    assert sum(x.nbytes for x in found) == 40
+    result = windows(ids, ends, 6, 3)
+    assert all(x.ids[:lead] == (99,) * lead and len(x.ids) <= 6 for x in result)
+    assert [token for x in result for token in x.ids[x.first :]] == list(range(20))
+    assert sum(x.nbytes for x in result) == 40
     with pytest.raises(ValueError, match="stride must be a whole number from 1 to"):
         windows(ids, ends, 6, 6 - lead + 1)
 
@@ -109,8 +109,8 @@ def test_domains_are_called_by_their_last_part(tmp_path):
     (tmp_path / "a.txt").write_text("abcde")
     (tmp_path / "b.txt").write_text("z")
     (tmp_path / "c.txt").write_text("fgh")
-    found = domain_windows((str(tmp_path),), encode, 9, 4, 2)
-    assert [bytes(x.ids) for x in found] == [b"abcd", b"cde", b"fgh"]  # none over a border
+    result = domain_windows((str(tmp_path),), encode, 9, 4, 2)
+    assert [bytes(x.ids) for x in result] == [b"abcd", b"cde", b"fgh"]  # none over a border
     assert len(domain_windows((str(tmp_path),), encode, 2, 4, 2)) == 2
     with pytest.raises(ValueError, match="holds no two tokens"):
         domain_windows((str(tmp_path / "b.txt"),), encode, 9, 4, 2)

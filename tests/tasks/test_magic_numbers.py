@@ -18,16 +18,16 @@ def test_every_city_is_told_once_and_asked_for_once(task):
     assert samples.input_ids.shape == (60, task.length)
     assert samples.input_ids.max() < task.vocab_size and samples.input_ids[:, 0].eq(0).all()
     for ids, labels in zip(samples.input_ids, samples.labels, strict=True):
-        found = _TOLD.findall(task.decode(ids))
-        told = {city: number for city, number, stop in found if stop}
-        asked = [(city, number) for city, number, stop in found if not stop]
-        assert len(told) == len(asked) == task.needles and told == dict(asked)
+        matches = _TOLD.findall(task.decode(ids))
+        told = {city: number for city, number, stop in matches if stop}
+        answers = [(city, number) for city, number, stop in matches if not stop]
+        assert len(told) == len(answers) == task.needles and told == dict(answers)
         assert len(set(told.values())) == task.needles
         # Loss lies on the answers' numbers, at their own places.
         places = (labels != -100).nonzero().flatten()
         assert labels[places].equal(ids[places])
-        assert task.decode(labels[places]) == "".join(f"{number} " for _, number in asked)
-        assert task.decode(ids).endswith(f"is {asked[-1][1]} ")
+        assert task.decode(labels[places]) == "".join(f"{number} " for _, number in answers)
+        assert task.decode(ids).endswith(f"is {answers[-1][1]} ")
 
 
 def test_needles_stand_anywhere_and_questions_in_any_order():
@@ -72,8 +72,8 @@ def test_deterministic_and_longer():
     assert first.equal(task.sample(20, 5).input_ids)
     assert not first.equal(task.sample(20, 6).input_ids)
     assert task.cut(300, "byte") == MagicNumbers(300) and task.cut(None, "byte") == task
-    found = {name: (x.length, x.needles) for name, x in task.evaluations().items()}
-    assert list(found.items()) == [
+    sizes = {name: (x.length, x.needles) for name, x in task.evaluations().items()}
+    assert list(sizes.items()) == [
         ("in-distribution", (128, 4)), ("2-needles", (128, 2)), ("6-needles", (128, 6)),
         ("8-needles", (128, 8)), ("2x-length", (256, 4)), ("2-needles-2x-length", (256, 2)),
         ("6-needles-2x-length", (256, 6)), ("8-needles-2x-length", (256, 8)),
@@ -93,10 +93,10 @@ def test_score_and_bad_configurations():
     message = (
         "length must be a whole number of at least 53, got 52; 4 needles and their questions take"
     )
-    for build, said in [
+    for build, text in [
         (lambda: MagicNumbers(52), message),
         (lambda: MagicNumbers(needles=0), "needles must be a whole number from 1 to 40, got 0"),
         (lambda: MagicNumbers(needles=41), "from 1 to 40, got 41; each has a city of its own"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(said)):
+        with pytest.raises(ValueError, match=re.escape(text)):
             build()

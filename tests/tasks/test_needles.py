@@ -22,9 +22,9 @@ def bytes_of(text: str) -> int:
 def taken_apart(question) -> tuple[list[str], dict[str, str]]:
     """The sentences of a prompt's text, and the numbers of its cities."""
     text = question.prompt.split("\n\n")[0]
-    found = re.findall(r"The magic number of (\w+) is (\d+)\.", text)
-    assert len(dict(found)) == len(found)
-    return sentences(text), dict(found)
+    facts = re.findall(r"The magic number of (\w+) is (\d+)\.", text)
+    assert len(dict(facts)) == len(facts)
+    return sentences(text), dict(facts)
 
 
 @pytest.mark.parametrize("count", [words, bytes_of])
@@ -64,7 +64,7 @@ def test_tokens_that_grow_where_sentences_meet_still_fit():
 
 def test_samples_come_from_the_seed_alone():
     background = Background(TEXT, words)
-    task = Needles(500, needles=4, asked=2, depth=0.25)
+    task = Needles(500, needles=4, queries=2, depth=0.25)
     first = task.sample(6, 0, background, words)
     assert first == task.sample(6, 0, background, words)
     assert first[:3] == task.sample(3, 0, background, words)
@@ -76,7 +76,7 @@ def test_samples_come_from_the_seed_alone():
 def test_several_cities_are_answered_in_the_order_of_the_question():
     background = Background(TEXT, words)
     orders = set()
-    for question in Needles(500, needles=4, asked=3, depth=0).sample(20, 0, background, words):
+    for question in Needles(500, needles=4, queries=3, depth=0).sample(20, 0, background, words):
         text, numbers = taken_apart(question)
         cities = re.findall(r"[A-Z]\w+", question.question.removeprefix("What are"))
         assert question.answers == tuple(numbers[city] for city in cities)
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused():
         Needles(20, needles=4).sample(1, 0, background, words)
     with pytest.raises(ValueError, match="room for at least 5 sentences between needles"):
         Needles(80, needles=6).sample(1, 0, background, words)
-    for options in ({"needles": 0}, {"needles": 41}, {"asked": 2}, {"depth": 1.1}, {"digits": 0}):
+    for options in ({"needles": 0}, {"needles": 41}, {"queries": 2}, {"depth": 1.1}, {"digits": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Needles(1000, **options)
 
@@ -135,7 +135,7 @@ def test_a_haystack_is_sentences_of_any_text(tmp_path):
 
 
 def test_every_machine_has_a_haystack():
-    found = background_sentences((), 4096, without=("magic number",))
-    assert sum(map(bytes_of, found)) > 4 * 4096
-    assert not any("magic number" in x.lower() for x in found)
-    assert sum(x.count("self.") for x in found) < len(found) / 20  # prose, not code
+    haystack = background_sentences((), 4096, without=("magic number",))
+    assert sum(map(bytes_of, haystack)) > 4 * 4096
+    assert not any("magic number" in x.lower() for x in haystack)
+    assert sum(x.count("self.") for x in haystack) < len(haystack) / 20  # prose, not code

@@ -27,8 +27,8 @@ def test_lines_and_json_and_folders_in_order(tmp_path):
     data = "\n\n".join(json.dumps(x, ensure_ascii=False) for x in lines).encode()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data))
     (tmp_path / "notes.txt").write_text("no pairs")
-    found = text_pairs([tmp_path])
-    assert found == [
+    pairs = text_pairs([tmp_path])
+    assert pairs == [
         TextPair(f"{tmp_path}/a.jsonl.gz:1", "drei", "three"),
         TextPair(f"{tmp_path}/a.jsonl.gz:3", "vier", "four"),
         TextPair(f"{tmp_path}/b.tsv:1", "ein Haus", "a house"),
@@ -100,26 +100,26 @@ ROWS = {
 @pytest.fixture
 def hub(monkeypatch):
     module = types.ModuleType("datasets")
-    asked = []
+    calls = []
 
     def load_dataset(name, config, split, streaming):
-        asked.append((name, config, split, streaming))
+        calls.append((name, config, split, streaming))
         return ROWS[name]
 
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    return asked
+    return calls
 
 
 def test_columns_of_data_sets(hub):
-    found = {
+    columns_by_path = {
         "hf:wmt:de-en:test": ("ein Haus", "a house"),
         "hf:wmt:de-en::en:de": ("a house", "ein Haus"),
         "hf:cnn": ("long", "short"),
         "hf:xsum": ("long", "short"),
         "hf:own:::question:answer": ("why", "because"),
     }
-    for path, columns in found.items():
+    for path, columns in columns_by_path.items():
         assert text_pairs([path]) == [TextPair(f"{path}[0]", *columns)]
     assert hub[0] == ("wmt", "de-en", "test", False) and hub[1] == ("wmt", "de-en", "train", False)
     wrong = {

@@ -17,7 +17,7 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
     """
     tokens = TOKEN.findall(text)
     assert "".join(tokens) == text
-    values, mark, answers, told, asked, at = {}, None, [], {}, {}, 0
+    values, mark, answers, told, questions, at = {}, None, [], {}, {}, 0
     while at < len(tokens):
         token = tokens[at]
         if token.startswith("["):
@@ -33,9 +33,9 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
                 answers.append(
                     {"name": name, "at": at, "answer": [*value, tokens[end]],
                      "expected": values[name] + [mark], "told": len(told[name]),
-                     "asked": asked.get(name, 0)}
+                     "asked": questions.get(name, 0)}
                 )  # fmt: skip
-                asked[name] = asked.get(name, 0) + 1
+                questions[name] = questions.get(name, 0) + 1
             at = end
         at += 1
     return answers, {name: places[0] for name, places in told.items()}
@@ -59,19 +59,19 @@ def test_answers_follow_from_the_text(task):
     for ids in samples.input_ids:
         text = task.decode(ids)
         answers, told = read(text)
-        assert all(one["answer"] == one["expected"] for one in answers)
+        assert all(answer["answer"] == answer["expected"] for answer in answers)
         assert len(answers) == task.references + task.questions
         assert len(told) == task.names and len(re.findall(r"\[", text)) == task.instructions
         last, before = answers[-task.questions :], answers[: -task.questions]
-        names = [one["name"] for one in last]
+        names = [answer["name"] for answer in last]
         assert len(set(names)) == task.questions
-        dormant = set(told) - {one["name"] for one in before}
-        retold = {one["name"]: one["told"] for one in last}
-        for one in last:
+        dormant = set(told) - {answer["name"] for answer in before}
+        retold = {answer["name"]: answer["told"] for answer in last}
+        for answer in last:
             kinds = {1: "dormant", 1 + task.retold: "recent"}
-            assert task.asked in ("any", kinds[one["told"]])
-            if kinds[one["told"]] == "dormant":
-                assert one["name"] in dormant and one["asked"] == 0
+            assert task.asked in ("any", kinds[answer["told"]])
+            if kinds[answer["told"]] == "dormant":
+                assert answer["name"] in dormant and answer["asked"] == 0
         assert len([n for n in retold if retold[n] == 1]) <= task.names // 2
         values = re.findall(r"[a-z]=([A-Z0-9]+);", text)
         assert len(set("".join(values))) == len("".join(values)), "a symbol is in two values"
@@ -83,10 +83,12 @@ def test_dormant_facts_lie_beyond_the_distance_and_after_the_lead():
     assert task.distance == 151 > task.length // 2
     for ids in task.sample(400, seed=3).input_ids:
         answers, told = read(task.decode(ids))
-        for one in answers[-task.questions :]:
-            end = told[one["name"]] + len(one["answer"]) + 1  # of BOS, and the fact's last token
-            nearest = min(nearest, one["at"] + 1 - end)
-            first = min(first, told[one["name"]] + 1)
+        for answer in answers[-task.questions :]:
+            end = (
+                told[answer["name"]] + len(answer["answer"]) + 1
+            )  # of BOS, and the fact's last token
+            nearest = min(nearest, answer["at"] + 1 - end)
+            first = min(first, told[answer["name"]] + 1)
     assert nearest >= task.distance and first >= 8
     assert nearest < task.distance + 40 and first == 8, "the bounds say no more than is needed"
 
@@ -104,9 +106,9 @@ def test_the_last_instruction_is_late_and_matters():
 
 def test_loss_lies_on_answers_and_in_training_on_all_that_follows():
     plain, taught = Recall(taught=False), Recall()
-    one, other = plain.sample(50, seed=0), taught.sample(50, seed=0)
-    assert one.input_ids.equal(other.input_ids)
-    for ids, few, many in zip(one.input_ids, one.labels, other.labels, strict=True):
+    first, second = plain.sample(50, seed=0), taught.sample(50, seed=0)
+    assert first.input_ids.equal(second.input_ids)
+    for ids, few, many in zip(first.input_ids, first.labels, second.labels, strict=True):
         answers, _ = read(plain.decode(ids))
         expected = torch.zeros(plain.length, dtype=torch.bool)
         for number, answer in enumerate(answers):
@@ -139,16 +141,16 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     labels = task.sample(50, seed=0).labels
     right = labels.roll(-1, 1)
     assert task.score(right, labels) == {"answer_error": 0.0, "token_error": 0.0}
-    asked, wrong = labels.ne(-100), right.clone()
-    ends = (asked & ~asked.roll(-1, 1)).nonzero()  # the marks; no row ends in the next one's name
+    mask, wrong = labels.ne(-100), right.clone()
+    ends = (mask & ~mask.roll(-1, 1)).nonzero()  # the marks; no row ends in the next one's name
     assert len(ends) == 50 * task.questions
     for row, at in ends[:3].tolist():
         wrong[row, at - 1] = 0
     row, at = ends[0].tolist()
     wrong[row, at - 2] = 0  # the same answer once more
-    found = task.score(wrong, labels)
-    assert found["answer_error"] == pytest.approx(3 / 200)
-    assert found["token_error"] == pytest.approx(4 / asked.sum().item())
+    scores = task.score(wrong, labels)
+    assert scores["answer_error"] == pytest.approx(3 / 200)
+    assert scores["token_error"] == pytest.approx(4 / mask.sum().item())
     assert task.score(torch.zeros_like(right), labels)["answer_error"] == 1
 
 

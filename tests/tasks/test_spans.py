@@ -29,8 +29,8 @@ def test_source_and_target_make_the_piece_again(corpus, options):
     for source, target, piece in zip(rows.input_ids, rows.labels, pieces, strict=True):
         assert task.restored(source, target) == piece.tolist()
         assert source[-1] == target[-1] == task.eos
-        found = [int(x) - task.sentinel(0) for x in source if task.sentinel(0) <= x < task.pad]
-        assert found == list(range(task.spans))
+        sentinels = [int(x) - task.sentinel(0) for x in source if task.sentinel(0) <= x < task.pad]
+        assert sentinels == list(range(task.spans))
     assert rows.attention_mask.all() and rows.decoder_attention_mask.all()
     assert rows.labels.shape[1] == task.target_length
     assert rows.input_ids.shape[1] == task.length - task.lost + task.spans + 1
@@ -134,9 +134,9 @@ def test_a_saved_tokenizer_makes_the_rows(corpus):
         tokenizer = task.saved_tokenizer()
         for row in task.sample(5, 1).input_ids:
             text = task.decode(row)
-            found = tokenizer.encode(text).ids
-            assert found[-1] == task.eos
+            ids = tokenizer.encode(text).ids
+            assert ids[-1] == task.eos
             if task.tokenizer == "byte" and "\N{REPLACEMENT CHARACTER}" not in text:
-                assert found == row.tolist()
+                assert ids == row.tolist()
         assert tokenizer.token_to_id("<0>") == task.sentinel(0)
         assert tokenizer.token_to_id("<pad>") == task.pad

@@ -56,19 +56,19 @@ def test_held_out_reports_are_never_trained_on():
 
 
 def test_facts_are_counted_by_hand():
-    asked = ["mill output 47 . farm loss 12 .", "port size 30 .", "mill size 10 ."]
-    found = ["mill output 47 . farm loss 13 .", "port size 30 . port size 30 .", ""]
-    scores = fact_scores(found, asked)
+    references = ["mill output 47 . farm loss 12 .", "port size 30 .", "mill size 10 ."]
+    texts = ["mill output 47 . farm loss 13 .", "port size 30 . port size 30 .", ""]
+    scores = fact_scores(texts, references)
     assert scores == {  # 2 of 4 facts, and 2 of the 4 that were written
         "fact_error": pytest.approx(0.5), "fact_recall": 0.5, "fact_precision": 0.5,
     }  # fmt: skip
-    assert fact_scores(["", "", ""], asked) == {
+    assert fact_scores(["", "", ""], references) == {
         "fact_error": 1.0, "fact_recall": 0.0, "fact_precision": 0.0,
     }  # fmt: skip
-    assert fact_scores(asked, asked)["fact_error"] == 0.0
-    one = fact_scores(["port size 30"], ["port size 30 . mill size 10 ."])
-    assert one["fact_recall"] == 0.5 and one["fact_precision"] == 1.0
-    assert one["fact_error"] == pytest.approx(1 - 2 / 3)
+    assert fact_scores(references, references)["fact_error"] == 0.0
+    single = fact_scores(["port size 30"], ["port size 30 . mill size 10 ."])
+    assert single["fact_recall"] == 0.5 and single["fact_precision"] == 1.0
+    assert single["fact_error"] == pytest.approx(1 - 2 / 3)
 
 
 def test_rouge_l_is_that_of_rouge_score():

@@ -56,8 +56,8 @@ def test_deterministic_in_seed(task):
 
 
 def test_whole_documents_are_held_out(task):
-    held = task.held_out()
-    held_names = names("".join(task.decode(ids) for ids in held.input_ids))
+    evaluation = task.held_out()
+    held_names = names("".join(task.decode(ids) for ids in evaluation.input_ids))
     train_names = names("".join(task.decode(ids) for ids in task.sample(3000, 0).input_ids))
     assert held_names and not held_names & train_names
     assert len(held_names | train_names) == 40
@@ -67,20 +67,20 @@ def test_whole_documents_are_held_out(task):
 
 
 def test_held_out_rows_cover_the_part_once(task):
-    held = task.held_out()
+    evaluation = task.held_out()
     stream = torch.from_numpy(task._corpus.held_out.astype("int64"))
-    assert held.input_ids[:, 1:].flatten().equal(stream[: 63 * len(held.input_ids)])
-    assert len(stream) - 63 * len(held.input_ids) < 63
+    assert evaluation.input_ids[:, 1:].flatten().equal(stream[: 63 * len(evaluation.input_ids)])
+    assert len(stream) - 63 * len(evaluation.input_ids) < 63
     some = task.held_out(5)
     assert len(some.input_ids) == 5
     assert (
         len(
             {tuple(row) for row in some.input_ids.tolist()}
-            - set(map(tuple, held.input_ids.tolist()))
+            - set(map(tuple, evaluation.input_ids.tolist()))
         )
         == 0
     )
-    assert task.held_out(10**6).input_ids.equal(held.input_ids)
+    assert task.held_out(10**6).input_ids.equal(evaluation.input_ids)
 
 
 def test_evaluation_is_the_held_out_part(task):
@@ -116,9 +116,9 @@ def test_score_of_a_uniform_model():
 
 def test_score_counts_the_bytes_of_the_predicted_tokens(folder):
     task = Text(paths=(folder,), length=64, tokenizer="bpe", vocab_size=400)
-    held = task.held_out()
-    rows = "".join(task.decode(ids) for ids in held.input_ids[:1])
-    labels = held.labels[:1]
+    evaluation = task.held_out()
+    rows = "".join(task.decode(ids) for ids in evaluation.input_ids[:1])
+    labels = evaluation.labels[:1]
     assert not labels[:, 1:].eq(-100).any()
     size = int(task._corpus.token_bytes[labels[0, 1:].numpy()].sum())
     assert len(rows.replace("�", "").encode()) <= size <= len(rows.encode())

@@ -88,13 +88,13 @@ def test_numbers_are_spelled_so_that_they_can_be_read():
 
 def test_meanings_depend_on_the_adverb_and_on_the_object():
     """Every homonym, and every verb of two meanings, is met with both."""
-    language, seen = _language(), set()
+    language, pairs = _language(), set()
     for source, target in Translate(clauses=1).texts(4000, seed=0):
         for word in [*language.nouns, *language.verbs]:
             if any(re.fullmatch(f"{word.word}[nt]?", x) for x in source.split()):
-                seen |= {(word.word, stem) for stem in word.stems if stem in target}
+                pairs |= {(word.word, stem) for stem in word.stems if stem in target}
     for word in [*language.nouns, *language.verbs]:
-        assert {(word.word, stem) for stem in word.stems} <= seen
+        assert {(word.word, stem) for stem in word.stems} <= pairs
     assert sum(len(set(x.stems)) == 2 for x in language.nouns) == 4
     assert sum(len(set(x.stems)) == 2 for x in language.verbs) == 4
 
@@ -119,13 +119,18 @@ def test_rows_are_the_texts_with_ends_and_padding():
     assert rows.input_ids.shape[1] <= task.length and rows.labels.shape[1] <= task.target_length
     for i, (source, target) in enumerate(task.texts(50, seed=4)):
         ids, labels = rows.input_ids[i], rows.labels[i]
-        size, asked = int(rows.attention_mask[i].sum()), int(rows.decoder_attention_mask[i].sum())
+        size, label_count = (
+            int(rows.attention_mask[i].sum()),
+            int(rows.decoder_attention_mask[i].sum()),
+        )
         assert ids[size - 1] == task.eos and (ids[size:] == task.pad).all()
-        assert labels[asked - 1] == task.eos and (labels[asked:] == -100).all()
-        inside = {*ids[: size - 1].tolist(), *labels[: asked - 1].tolist()}
+        assert labels[label_count - 1] == task.eos and (labels[label_count:] == -100).all()
+        inside = {*ids[: size - 1].tolist(), *labels[: label_count - 1].tolist()}
         assert not {task.eos, task.pad} & inside
         assert rows.attention_mask[i].tolist() == [1] * size + [0] * (len(ids) - size)
-        assert rows.decoder_attention_mask[i].tolist() == [1] * asked + [0] * (len(labels) - asked)
+        assert rows.decoder_attention_mask[i].tolist() == [1] * label_count + [0] * (
+            len(labels) - label_count
+        )
         assert task.decode(ids) == source and task.decode(labels) == target
     mean = (rows.attention_mask.sum() + rows.decoder_attention_mask.sum()).item() / 50
     assert task.row_tokens == pytest.approx(mean, rel=0.15)

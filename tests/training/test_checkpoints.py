@@ -32,9 +32,9 @@ def test_cut_short_checkpoints_go_and_the_one_before_counts(tmp_path):
     with open(state.folder / "checkpoint-2" / "weights", "r+b") as file:
         file.truncate(50)
     assert saved_step(state.folder) == 1
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as caught:
         assert state.newest() == state.folder / "checkpoint-1"
-    texts = [str(warning.message) for warning in said]
+    texts = [str(warning.message) for warning in caught]
     assert [text.rpartition("/")[2] for text in texts] == [
         "checkpoint-3 is cut short or damaged, and removed",
         "checkpoint-2 is cut short or damaged, and removed",

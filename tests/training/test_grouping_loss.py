@@ -25,13 +25,15 @@ def test_it_is_the_mean_over_the_layers_that_make_groups():
         layer.register_forward_hook(lambda _, args, out: heard.append(out.grouping))
     with GroupingLoss(model) as grouping_loss:
         model(input_ids=ids, use_cache=False)
-        found = grouping_loss()
-        made = [report for report in heard if report is not None]
-        assert len(made) == 2 and len(heard) == 3, "layers 0 and 2 make groups, 1 takes those of 0"
-        expected = torch.stack([report.loss for report in made]).mean()
-        assert torch.equal(found, expected)
-        assert grouping_loss.sizes == [report.size.item() for report in made]
-        found.backward()
+        loss = grouping_loss()
+        reports = [report for report in heard if report is not None]
+        assert len(reports) == 2 and len(heard) == 3, (
+            "layers 0 and 2 make groups, 1 takes those of 0"
+        )
+        expected = torch.stack([report.loss for report in reports]).mean()
+        assert torch.equal(loss, expected)
+        assert grouping_loss.sizes == [report.size.item() for report in reports]
+        loss.backward()
         for layer in (layers[0], layers[2]):
             grads = [p.grad for p in layer.grouping.parameters()]
             assert all(g is not None and bool(g.isfinite().all()) for g in grads)
@@ -40,30 +42,30 @@ def test_it_is_the_mean_over_the_layers_that_make_groups():
 
 def push(model, by: float) -> list[torch.nn.Module]:
     """Fill groups faster in every layer; returns what makes the groups."""
-    found = [m.heedful.grouping for m in model.modules() if hasattr(m, "heedful")]
+    groupings = [m.heedful.grouping for m in model.modules() if hasattr(m, "heedful")]
     with torch.no_grad():
-        for grouping in found:
+        for grouping in groupings:
             grouping.outer.bias.add_(by)
-    return found
+    return groupings
 
 
 def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
     model, ids = converted("cif"), tokens(4, 120)
 
-    def said() -> int:
+    def warnings() -> int:
         caplog.clear()
         model(input_ids=ids, use_cache=False)
         grouping()
         return sum("has collapsed, or is about to" in x.getMessage() for x in caplog.records)
 
     with caplog.at_level(logging.WARNING, logger="heedful"), GroupingLoss(model) as grouping:
-        assert said() == 0
+        assert warnings() == 0
         push(model, 6.0)  # nearly every token fills a group
-        assert (said(), said()) == (3, 0) and max(grouping.sizes) < 1.3
+        assert (warnings(), warnings()) == (3, 0) and max(grouping.sizes) < 1.3
         push(model, -6.0)
-        assert said() == 0 and min(grouping.sizes) >= 2
+        assert warnings() == 0 and min(grouping.sizes) >= 2
         push(model, -9.0)  # none does before the longest
-        assert (said(), said()) == (3, 0) and min(grouping.sizes) > 12
+        assert (warnings(), warnings()) == (3, 0) and min(grouping.sizes) > 12
 
 
 def test_training_brings_the_size_back():
@@ -106,14 +108,14 @@ def test_groups_that_keep_their_size_have_none(grouping):
 
 
 def test_a_forward_pass_with_the_default_cache_is_heard_too():
-    found = []
+    results = []
     for cached in (True, False):
         torch.manual_seed(1)
         model = converted("cif", share=2)
         with GroupingLoss(model) as grouping:
             out = model(input_ids=torch.arange(40)[None] % 30 + 2, use_cache=cached)
-            found.append((out.logits, grouping()))
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+            results.append((out.logits, grouping()))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
 def test_a_call_without_a_forward_pass_says_so():

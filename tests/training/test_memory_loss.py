@@ -44,7 +44,7 @@ def documents(way: dict) -> list[list[list[int]]]:
     """For each row the places of each document's tokens."""
     places = way.get("position_ids", torch.arange(11).expand(2, -1)).tolist()
     mask = way.get("attention_mask", torch.ones(2, 11)).tolist()
-    found = []
+    parts_by_row = []
     for row in range(2):
         parts, before = [], None
         for t in (t for t in range(11) if mask[row][t]):
@@ -52,8 +52,8 @@ def documents(way: dict) -> list[list[list[int]]]:
                 parts.append([])
             parts[-1].append(t)
             before = places[row][t]
-        found.append(parts)
-    return found
+        parts_by_row.append(parts)
+    return parts_by_row
 
 
 class Recorded(list):
@@ -84,12 +84,12 @@ def by_loops(recorded: Recorded, way: dict, tau: float, window: int | None = Non
                     reach = i + 1 if window is None else min(i + 1, window)
                     hidden = 0.0
                     for k_at in range(i + 1 - reach, i):
-                        for one in logits[row]:
+                        for selector in logits[row]:
                             f = 0.0
                             for p in range(k_at + 1, i):
                                 sees = window is None or p - k_at < window
                                 if sees and k_at > 0:
-                                    f += max(one[part[p]][part[k_at]], 0.0)
+                                    f += max(selector[part[p]][part[k_at]], 0.0)
                             hidden += min(f, tau) / len(logits[row])
                     needs.append(reach - 1 - hidden / tau)
                 total += max(needs)
@@ -112,9 +112,9 @@ def test_tau_is_the_cap(tau):
     model = selective()
     memory, recorded = heedful.MemoryLoss(model, tau=tau), Recorded(model)
     model(input_ids=tokens())
-    found = memory().item()
-    torch.testing.assert_close(found, by_loops(recorded, {}, tau), rtol=1e-10, atol=0)
-    assert abs(found - by_loops(recorded, {}, 1.0)) > 1e-3
+    term = memory().item()
+    torch.testing.assert_close(term, by_loops(recorded, {}, tau), rtol=1e-10, atol=0)
+    assert abs(term - by_loops(recorded, {}, 1.0)) > 1e-3
 
 
 @pytest.mark.parametrize("way", ["whole rows", "packed", "left padding"])
@@ -122,10 +122,10 @@ def test_a_key_out_of_the_window_is_not_needed(way):
     model = selective("mistral")  # its window is 4
     memory, recorded = heedful.MemoryLoss(model), Recorded(model)
     model(input_ids=tokens(), **WAYS[way])
-    found = memory().item()
+    term = memory().item()
     expected = by_loops(recorded, WAYS[way], 1.0, window=4)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
-    assert found < by_loops(recorded, WAYS[way], 1.0)
+    torch.testing.assert_close(term, expected, rtol=1e-10, atol=0)
+    assert term < by_loops(recorded, WAYS[way], 1.0)
 
 
 def test_the_wrong_factors_of_others_are_told_apart():
@@ -161,9 +161,9 @@ def test_a_row_of_padding_counts_nothing():
     memory = heedful.MemoryLoss(model)
     mask[1] = 0
     model(input_ids=ids, attention_mask=mask)
-    found = memory()
+    term = memory()
     model(input_ids=ids[:1])
-    torch.testing.assert_close(found, memory(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(term, memory(), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -232,8 +232,8 @@ def test_checkpointed_layers_report_once():
             with pytest.raises(ValueError, match="no layer has reported memory since the last"):
                 memory()
         grads.append([p.grad for p in model.parameters()])
-    for one, two in zip(*grads, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-12, atol=1e-12)
 
 
 def test_reentrant_checkpointing_is_refused():
@@ -262,8 +262,8 @@ def test_it_trains_and_forgets_nothing_between_passes():
             model(input_ids=tokens(3))  # a look at other rows
         model(input_ids=batch)
         memory().backward()
-    found = model.model.layers[0].self_attn.q_proj.weight.grad
-    torch.testing.assert_close(found, sum(sums), rtol=1e-12, atol=1e-14)
+    gradient = model.model.layers[0].self_attn.q_proj.weight.grad
+    torch.testing.assert_close(gradient, sum(sums), rtol=1e-12, atol=1e-14)
 
 
 def test_less_is_needed_after_some_steps():
@@ -425,7 +425,7 @@ def test_accumulated_batches_of_the_trainer_are_one(tmp_path):
         ends.append([p.detach().clone() for p in model.parameters()])
         assert trainer.evaluate()["eval_loss"] > 0
     moved = False
-    for one, two, before in zip(*ends, start.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
-        moved |= not torch.equal(one, before)
+    for first, second, before in zip(*ends, start.parameters(), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-10, atol=1e-12)
+        moved |= not torch.equal(first, before)
     assert moved

@@ -40,14 +40,14 @@ def test_an_epoch_predicts_every_token_of_the_text_once(tmp_path):
     data = lines(tmp_path / "a.jsonl", texts)
     other = lines(tmp_path / "b.jsonl", ["held out " * 9])
     tokenizer = _with_ends(bytes_alone())
-    made = encode([data], [other], tokenizer, tmp_path / "made", length=16, most_tokens=10**6)
+    encoded = encode([data], [other], tokenizer, tmp_path / "made", length=16, most_tokens=10**6)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     stream = [i for text in texts for i in (bos, *text.encode(), eos)]
-    ids, first = made.train.read(0, made.train.tokens)
+    ids, first = encoded.train.read(0, encoded.train.tokens)
     assert ids.tolist() == stream
     assert np.flatnonzero(first).tolist() == [i for i, token in enumerate(stream) if token == bos]
-    assert made.train.text_bytes == sum(len(text) for text in texts)
-    rows = TrainingSequences(made.train, 16, 1, seed=3)
+    assert encoded.train.text_bytes == sum(len(text) for text in texts)
+    rows = TrainingSequences(encoded.train, 16, 1, seed=3)
     epoch = [rows[i] for i in range(rows.in_epoch)]
     predicted = sorted(i for row in epoch for i in row["labels"][1:].tolist())
     whole = stream[1 : rows.in_epoch * 15 + 1]
@@ -76,27 +76,31 @@ def test_held_out_rows_ask_for_each_token_once_and_are_filled_up(tmp_path):
     np.arange(100, 123, dtype=np.uint32).tofile(path)
     rows = EvaluationSequences(TokenFile(path, 23, 23), 8, multiple=3)
     assert len(rows) == 6
-    asked = torch.cat([rows[i]["labels"][1:] for i in range(len(rows))])
-    assert asked[asked != IGNORE].tolist() == list(range(101, 123))
+    labels = torch.cat([rows[i]["labels"][1:] for i in range(len(rows))])
+    assert labels[labels != IGNORE].tolist() == list(range(101, 123))
     assert all(len(rows[i]["input_ids"]) == 8 for i in range(6))
 
 
 def test_documents_are_held_out_whole_and_always_the_same(tmp_path):
     texts = [f"document {i}: " + "words " * 20 for i in range(200)]
     data, tokenizer = lines(tmp_path / "a.jsonl", texts), _with_ends(bytes_alone())
-    found = [
+    encodings = [
         encode([data], (), tokenizer, tmp_path / str(n), length=32, most_tokens=10**6)
         for n in range(2)
     ]
-    ids = [made.held_out.read(0, made.held_out.tokens)[0].tolist() for made in found]
+    ids = [
+        encoding.held_out.read(0, encoding.held_out.tokens)[0].tolist() for encoding in encodings
+    ]
     assert ids[0] == ids[1]
     apart = [
         text for text in bytes(i if i < 256 else 0 for i in ids[0]).decode().split("\0") if text
     ]
     assert set(apart) < set(texts) and 4 <= len(apart) <= 20
-    trained = found[0].train.read(0, found[0].train.tokens)[0]
-    assert found[0].train.tokens + found[0].held_out.tokens == sum(len(t) + 2 for t in texts)
-    assert found[0].held_out.text_bytes == sum(map(len, apart))
+    trained = encodings[0].train.read(0, encodings[0].train.tokens)[0]
+    assert encodings[0].train.tokens + encodings[0].held_out.tokens == sum(
+        len(t) + 2 for t in texts
+    )
+    assert encodings[0].held_out.text_bytes == sum(map(len, apart))
     assert apart[0].encode() not in bytes(i if i < 256 else 0 for i in trained.tolist())
 
 
@@ -104,19 +108,21 @@ def test_documents_are_held_out_whole_and_always_the_same(tmp_path):
 def test_of_one_text_the_end_is_held_out(tmp_path, kind):
     text = "".join(f"línea {i}\n" for i in range(900))
     (tmp_path / "a.txt").write_text(text)
-    made = ByteTokenizer() if kind == "bytes" else _with_ends(byte_pairs([text], 300))
-    found = encode([tmp_path / "a.txt"], (), made, tmp_path / "made", length=32, most_tokens=10**6)
-    total = found.train.tokens + found.held_out.tokens
-    assert found.held_out.tokens == pytest.approx(total / 20, abs=1)
-    ids = found.held_out.read(0, found.held_out.tokens)[0]
-    decoded = made.decode(ids[1:].tolist(), skip_special_tokens=True)
+    tokenizer = ByteTokenizer() if kind == "bytes" else _with_ends(byte_pairs([text], 300))
+    encoding = encode(
+        [tmp_path / "a.txt"], (), tokenizer, tmp_path / "made", length=32, most_tokens=10**6
+    )
+    total = encoding.train.tokens + encoding.held_out.tokens
+    assert encoding.held_out.tokens == pytest.approx(total / 20, abs=1)
+    ids = encoding.held_out.read(0, encoding.held_out.tokens)[0]
+    decoded = tokenizer.decode(ids[1:].tolist(), skip_special_tokens=True)
     assert text.endswith(decoded.lstrip("\N{REPLACEMENT CHARACTER}"))
-    assert found.held_out.text_bytes == len(decoded.encode())
+    assert encoding.held_out.text_bytes == len(decoded.encode())
     # What is predicted in both parts: all bytes but the first of the held-out part, and, where no
     # BOS stands before it, the first of the text.
-    first = len(made.decode(ids[:1].tolist()).encode())
+    first = len(tokenizer.decode(ids[:1].tolist()).encode())
     unpredicted = first + (kind == "bytes")
-    assert found.train.text_bytes + found.held_out.text_bytes == pytest.approx(
+    assert encoding.train.text_bytes + encoding.held_out.text_bytes == pytest.approx(
         len(text.encode()) - unpredicted, abs=3 + first
     )
 
@@ -126,8 +132,8 @@ def test_text_that_spells_a_special_token_is_text(tmp_path):
     text = "one <eos> two <bos> three "
     data = lines(tmp_path / "a.jsonl", [text * 5] * 4)
     other = lines(tmp_path / "b.jsonl", [text])
-    made = encode([data], [other], tokenizer, tmp_path / "made", length=16, most_tokens=10**6)
-    ids = made.train.read(0, made.train.tokens)[0].tolist()
+    encoding = encode([data], [other], tokenizer, tmp_path / "made", length=16, most_tokens=10**6)
+    ids = encoding.train.read(0, encoding.train.tokens)[0].tolist()
     assert ids.count(tokenizer.bos_token_id) == ids.count(tokenizer.eos_token_id) == 4
     assert bytes(i for i in ids if i < 256).decode() == text * 20
 
@@ -136,11 +142,11 @@ def test_no_more_is_read_than_the_run_needs(tmp_path):
     data = lines(tmp_path / "a.jsonl", ["text " * 1000] * 2000)  # 10 MB
     (tmp_path / "bad.txt").write_bytes(b"\xff")  # would raise if it were read
     tokenizer = ByteTokenizer()
-    found = encode(
+    encoding = encode(
         [data, str(tmp_path / "bad.txt")], (), tokenizer, tmp_path / "made", length=64,
         most_tokens=50_000,
     )  # fmt: skip
-    assert 50_000 <= found.train.tokens <= 56_000
+    assert 50_000 <= encoding.train.tokens <= 56_000
 
 
 def test_too_little_text_is_refused_and_nothing_is_left(tmp_path):
@@ -159,9 +165,9 @@ def test_too_little_text_is_refused_and_nothing_is_left(tmp_path):
 def test_a_file_cut_short_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("long " * 1000)
     options = {"length": 64, "most_tokens": 10**6}
-    made = encode([tmp_path / "a.txt"], (), ByteTokenizer(), tmp_path / "made", **options)
+    encoding = encode([tmp_path / "a.txt"], (), ByteTokenizer(), tmp_path / "made", **options)
     again = encode(["gone"], (), ByteTokenizer(), tmp_path / "made", **options)  # read back
-    assert again == made
-    made.train.path.write_bytes(b"1234")
+    assert again == encoding
+    encoding.train.path.write_bytes(b"1234")
     with pytest.raises(ValueError, match=r"train\.tokens is cut short or gone; delete"):
         encode([tmp_path / "a.txt"], (), ByteTokenizer(), tmp_path / "made", **options)

@@ -70,10 +70,10 @@ def stock_model(name: str, **options) -> PreTrainedModel:
         name: a folder, or a name on the Hugging Face hub.
         options: for `from_pretrained`.
     """
-    model, found = stock_class(AutoConfig.from_pretrained(name)).from_pretrained(
+    model, report = stock_class(AutoConfig.from_pretrained(name)).from_pretrained(
         name, output_loading_info=True, **options
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
     return model
 
@@ -133,10 +133,10 @@ def opening(what: str, name: str) -> Iterator[None]:
 
 def _problem(name: str, error: Exception) -> str:
     """What an error says in one line; of a name that may be a misspelt folder, that it is none."""
-    said = " ".join(str(error).split())[:600].rstrip(".")
+    message = " ".join(str(error).split())[:600].rstrip(".")
     if Path(name).exists() or name.endswith(".json"):
-        return said
-    return f"there is no such folder, nor can it be had from the hub: {said}"
+        return message
+    return f"there is no such folder, nor can it be had from the hub: {message}"
 
 
 def is_converted(folder: Path) -> bool:
@@ -203,7 +203,7 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
     Raises:
         ValueError: a word is none, or names a mechanism, an option or a value that is not there.
     """
-    found: dict[Mechanism, tuple[int, ...] | None] = {}
+    mechanisms: dict[Mechanism, tuple[int, ...] | None] = {}
     for word in words:
         match = re.fullmatch(r"([^:@]+)(?::([^@]+))?(?:@([\d,-]+))?", word)
         if match is None:
@@ -212,15 +212,15 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
                 "mta:conv_every=1@0-3"
             )
         config = _with_options(mechanism(match[1]), match[1], match[2] or "")
-        if config in found:
+        if config in mechanisms:
             raise ValueError(f"mechanism {word!r} is there twice; name all its layers in one word")
-        found[config] = None if match[3] is None else _indices(word, match[3])
-    if len(found) > 1 and None in found.values():
+        mechanisms[config] = None if match[3] is None else _indices(word, match[3])
+    if len(mechanisms) > 1 and None in mechanisms.values():
         raise ValueError(
             "mechanism: of several, each must say its layers, as in selective@0-2 mta@3; the "
             "other layers keep standard attention"
         )
-    return found
+    return mechanisms
 
 
 def _with_options(config: Mechanism, name: str, options: str) -> Mechanism:

@@ -12,7 +12,7 @@ from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 
 
-class Cached(Protocol):
+class CacheOptions(Protocol):
     """The options of a command whose model has a cache."""
 
     budget: str | None
@@ -20,12 +20,12 @@ class Cached(Protocol):
     seed: int
 
 
-def reads_budgets(options: Cached) -> bool:
+def reads_budgets(options: CacheOptions) -> bool:
     """Whether the budgets of the model's folder decide."""
     return options.budget is None and options.eviction != "none"
 
 
-def policy_of(options: Cached, model: PreTrainedModel) -> Eviction | bool | None:
+def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool | None:
     """The eviction policy of a command; `None` is the model's own, `False` none."""
     if options.eviction == "none":
         return False
@@ -61,8 +61,8 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
     if name == "auto":
         hides = all(module.heedful.keeps for module in attention_modules(model))
         name = "most-hidden" if hides else "streaming-llm"
-    found = {spelled(policy.__name__): policy for policy in POLICIES}[name]
-    return found(tokens=tokens, **options)
+    kind = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+    return kind(tokens=tokens, **options)
 
 
 def spelled(name: str) -> str:

@@ -74,17 +74,17 @@ def read_each(
     if _cut_off(lines[-1]):
         warnings.warn(f"{path}: left out a last line that was cut off", stacklevel=4)
         lines.pop()
-    found = []
+    entries = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            found.append((number, from_json(line.decode())))
+            entries.append((number, from_json(line.decode())))
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not {called} ({error}); mend or delete the line"
             ) from error
-    return found
+    return entries
 
 
 def _cut_off(line: bytes) -> bool:

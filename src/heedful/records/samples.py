@@ -18,7 +18,7 @@ class Sample:
         cache: what its cache may hold, such as `"streaming-llm 256"`; `""` is everything.
         task: such as `"needles"`.
         key: names the sample within its task.
-        asked: a digest of what exactly was asked.
+        digest: of the exact question; `"asked"` in JSON.
         cell: what the sample is one of several of, such as `{"length": 1024}`.
         values: numbers by name: `right` (0 or 1), `error`, or `nats` with `tokens` and `bytes`.
         reply: what was written, where something was.
@@ -29,7 +29,7 @@ class Sample:
     cache: str
     task: str
     key: str
-    asked: str
+    digest: str
     cell: dict
     values: dict[str, float]
     reply: str | None = None
@@ -37,7 +37,7 @@ class Sample:
     curve: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("model", "cache", "task", "key", "asked"):
+        for name in ("model", "cache", "task", "key", "digest"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
         for name in ("cell", "values", "curve"):
@@ -53,14 +53,16 @@ class Sample:
         return self.model, self.cache
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        fields = asdict(self).items()
+        return json.dumps({"asked" if name == "digest" else name: x for name, x in fields})
 
     @classmethod
     def from_json(cls, line: str) -> Self:
         """The sample that `to_json` wrote; anything else raises a `ValueError`."""
         try:
-            return cls(**json.loads(line))
-        except (TypeError, RecursionError) as error:
+            fields = json.loads(line)
+            return cls(digest=fields.pop("asked"), **fields)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not the fields of a sample: {error}") from error
 
 

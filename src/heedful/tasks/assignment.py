@@ -82,24 +82,24 @@ class Assignment(SymbolTask):
         names = rng.integers(self.variables, size=(count, n))
         values = rng.integers(self.values, size=(count, n))
         if self.query == "first":
-            asked = names[:, :1].repeat(self.queries, axis=1)
+            query_names = names[:, :1].repeat(self.queries, axis=1)
             if n > 1:
                 # The other names, uniformly: a step of 1 to variables-1 around the circle.
                 steps = rng.integers(1, self.variables, size=(count, n - 1))
-                names[:, 1:] = (asked[:, :1] + steps) % self.variables
+                names[:, 1:] = (query_names[:, :1] + steps) % self.variables
         else:
             lots = rng.random((count, self.queries, self.variables))
             assigned = np.zeros((count, 1, self.variables), dtype=bool)
             assigned[each[:, None], 0, names] = True
-            asked = np.where(assigned, lots, -1.0).argmax(axis=2)
-        latest = n - 1 - (names[:, None] == asked[:, :, None])[:, :, ::-1].argmax(axis=2)
+            query_names = np.where(assigned, lots, -1.0).argmax(axis=2)
+        latest = n - 1 - (names[:, None] == query_names[:, :, None])[:, :, ::-1].argmax(axis=2)
 
         ids = np.empty((count, self.length), dtype=np.int64)
         ids[:, 0] = BOS
         end = 1 + 2 * n
         ids[:, 1:end:2] = names + _NAME
         ids[:, 2:end:2] = values + (_NAME + self.variables)
-        ids[:, end::2] = asked + _NAME
+        ids[:, end::2] = query_names + _NAME
         ids[:, end + 1 :: 2] = values[each[:, None], latest] + (_NAME + self.variables)
         return rows(torch.from_numpy(ids), slice(end + 1, None, 2))
 

@@ -87,26 +87,26 @@ class BabiLong:
                 (number, story(self.kind, draws(seed, "story", self.kind, number)))
                 for number in range(count)
             ]
-        found: list[Question] = []
-        for number, one in told:
-            if len(found) == count:
+        questions: list[Question] = []
+        for number, tale in told:
+            if len(questions) == count:
                 break
             try:
-                found.append(self._question(number, seed, background, tokens, one))
+                questions.append(self._question(number, seed, background, tokens, tale))
             except ValueError:
                 if not stories:
                     raise
-        if not found:
+        if not questions:
             raise ValueError(
                 f"length {self.length} is too short for every story of kind {self.kind}; ask for "
                 "more"
             )
-        return found
+        return questions
 
-    def _question(self, number, seed, background, tokens, one: Story) -> Question:
+    def _question(self, number, seed, background, tokens, tale: Story) -> Question:
         rng = draws(seed, "babilong", self.kind, self.length, number)
         start = 0 if background is None else int(rng.integers(len(background.sentences)))
-        shares = sorted(rng.random(len(one.sentences)).tolist())
+        shares = sorted(rng.random(len(tale.sentences)).tolist())
 
         def make(room: int) -> tuple[str, None]:
             text = background.cut(start, room)[0] if room and background is not None else []
@@ -114,22 +114,22 @@ class BabiLong:
             parts, told = [], 0
             for gap in range(len(text) + 1):
                 while told < len(at) and at[told] == gap:
-                    parts.append(one.sentences[told])
+                    parts.append(tale.sentences[told])
                     told += 1
                 parts += text[gap : gap + 1]
-            return _prompt(self.kind, " ".join(parts), one.question), None
+            return _prompt(self.kind, " ".join(parts), tale.question), None
 
         prompt = make(0)[0] if not self.length else at_most(self.length, tokens, make)[0]
         cell = {"kind": f"qa{self.kind}", "length": self.length}
         key = f"qa{self.kind} length={self.length} {number}"
-        return Question(key, cell, prompt, (one.answer,), one.question, one.labels)
+        return Question(key, cell, prompt, (tale.answer,), tale.question, tale.labels)
 
 
 def _prompt(kind: int, context: str, question: str) -> str:
-    told, asked, answer = _EXAMPLES[kind]
+    example, example_question, answer = _EXAMPLES[kind]
     return (
         f"{_TOLD[kind]} The facts may be hidden in a longer text. Answer with one word.\n\n"
-        f"{_shown(told, asked)} {answer}\n\n{_shown(context, question)}"
+        f"{_shown(example, example_question)} {answer}\n\n{_shown(context, question)}"
     )
 
 
@@ -146,9 +146,9 @@ def only_label(reply: str, answer: str, question: str, labels: Sequence[str]) ->
 
     Source: the strict metric of github.com/booydar/babilong, `babilong/metrics.py`.
     """
-    said = reply.lower()
+    sentence = reply.lower()
     for end in (".", "<context>", "<example>"):
-        said = said.split(end)[0]
+        sentence = sentence.split(end)[0]
     known = {label.lower() for label in labels}
-    found = {x for x in known if x in said} - {x for x in known if x in question.lower()}
-    return found == {answer.lower()}
+    matches = {x for x in known if x in sentence} - {x for x in known if x in question.lower()}
+    return matches == {answer.lower()}

@@ -67,12 +67,12 @@ class Background:
 
         Behind the last sentence of the text comes its first.
         """
-        found: list[int] = []
+        indices: list[int] = []
         while tokens > 0 and (size := self.size(start % len(self.sentences))) <= tokens:
-            found.append(start % len(self.sentences))
+            indices.append(start % len(self.sentences))
             tokens -= size
             start += 1
-        return [self.sentences[i] for i in found], [self.size(i) for i in found]
+        return [self.sentences[i] for i in indices], [self.size(i) for i in indices]
 
 
 def background_sentences(
@@ -90,16 +90,16 @@ def background_sentences(
         ValueError: the text cannot be read, or holds no word.
     """
     unwanted = [x.lower() for x in without]
-    found = [
+    usable = [
         sentence
         for text in prose(paths, max(1 << 17, 4 * tokens * _BYTES))
         for sentence in sentences(text)
         if not any(x in sentence.lower() for x in unwanted)
     ]
-    if not found:
+    if not usable:
         named = ", ".join(map(repr, paths)) or "the standard library"
         raise ValueError(f"haystack {named} holds no sentence of words; name another text")
-    return found
+    return usable
 
 
 def prose(paths: Sequence[str], nbytes: int) -> list[str]:
@@ -121,14 +121,14 @@ def prose(paths: Sequence[str], nbytes: int) -> list[str]:
 
 def sentences(text: str) -> list[str]:
     """The sentences of a text, white space made single; very long ones are cut between words."""
-    found = []
+    parts = []
     for paragraph in re.split(r"\n\s*\n", text):
         for sentence in re.split(r"(?<=[.!?])\s+", paragraph):
             words = sentence.split()
             if not any(c.isalpha() for c in sentence):
                 continue
-            found += [" ".join(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
-    return found
+            parts += [" ".join(words[i : i + _WORDS]) for i in range(0, len(words), _WORDS)]
+    return parts
 
 
 def _documentation(source: str) -> list[str]:

@@ -129,8 +129,8 @@ class Blocks(SymbolTask):
         ids[:, self._answer_start - self.question : self._answer_start] = (
             question.astype(np.int64) + _LETTER
         )
-        asked = {"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}[self.answer]
-        ids[:, self._answer_start : -1] = answer[:, asked].astype(np.int64) + _LETTER
+        letters = {"all": slice(None), "first": slice(0, 1), "last": slice(-1, None)}[self.answer]
+        ids[:, self._answer_start : -1] = answer[:, letters].astype(np.int64) + _LETTER
         ids[:, -1] = EOS
 
     def shown(self) -> Int[Tensor, " T"]:
@@ -168,8 +168,8 @@ def _redraw_distractors(
     """Replace, in place, blocks beside the target that hold the question or repeat another."""
     open_rows = np.arange(len(blocks))
     while len(open_rows):
-        here, asked = blocks[open_rows], question[open_rows, None]
-        bad = ((_letter_set(here) & asked) == asked) | _repeats(here)
+        here, letters = blocks[open_rows], question[open_rows, None]
+        bad = ((_letter_set(here) & letters) == letters) | _repeats(here)
         # A copy of the target holds the question too, so the copy is always the one to go.
         bad[np.arange(len(here)), target[open_rows]] = False
         redo = bad.any(axis=1)

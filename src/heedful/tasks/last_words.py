@@ -36,7 +36,7 @@ def last_words(texts: Sequence[str], count: int | None = None) -> list[Passage]:
     Raises:
         ValueError: a passage is a single word; names its number.
     """
-    found, times = [], Counter()
+    passages, times = [], Counter()
     for number, text in enumerate(texts[:count]):
         context, space, word = text.strip().rpartition(" ")
         if not space or not context.strip():
@@ -47,8 +47,8 @@ def last_words(texts: Sequence[str], count: int | None = None) -> list[Passage]:
         name = hashlib.sha256(text.strip().encode()).hexdigest()[:12]
         times[name] += 1
         key = name if times[name] == 1 else f"{name} {times[name]}"
-        found.append(Passage(key, context.rstrip(), " " + word))
-    return found
+        passages.append(Passage(key, context.rstrip(), " " + word))
+    return passages
 
 
 def read_passages(path: str) -> list[str]:
@@ -61,10 +61,10 @@ def read_passages(path: str) -> list[str]:
     texts = [x.text for x in documents]
     if not path.startswith("hf:") and ".jsonl" not in path:
         texts = [line for text in texts for line in text.split("\n")]
-    found = [text.strip() for text in texts if text.strip()]
-    if not found:
+    passages = [text.strip() for text in texts if text.strip()]
+    if not passages:
         raise ValueError(f"lambada {path!r} holds no passage; name a file with one in each line")
-    return found
+    return passages
 
 
 def passages_of(paths: Sequence[str], count: int, seed: int) -> list[str]:
@@ -83,7 +83,7 @@ def passages_of(paths: Sequence[str], count: int, seed: int) -> list[str]:
     Raises:
         ValueError: the text cannot be read, or holds no such passage.
     """
-    found: list[str] = []
+    passages: list[str] = []
     for text in prose(paths, count * _BYTES):
         words: list[str] = []
         for sentence in sentences(text):
@@ -93,18 +93,18 @@ def passages_of(paths: Sequence[str], count: int, seed: int) -> list[str]:
             last = words[-1].rstrip(".!?")
             before = {x.strip(".,;:!?\"'()").lower() for x in words[:-1]}
             if last.isalpha() and len(last) >= _WORD and last.lower() in before:
-                found.append(" ".join([*words[:-1], last]))
+                passages.append(" ".join([*words[:-1], last]))
                 words = []
             elif len(words) > 2 * _PASSAGE:
                 words = []
-    if not found:
+    if not passages:
         named = ", ".join(map(repr, paths)) or "the standard library"
         raise ValueError(
             f"data {named} holds no passage of {_PASSAGE} words whose last word stands in it "
             "twice; give more running text"
         )
-    chosen = draws(seed, "last words").permutation(len(found))[:count]
-    return [found[i] for i in sorted(chosen.tolist())]
+    chosen = draws(seed, "last words").permutation(len(passages))[:count]
+    return [passages[i] for i in sorted(chosen.tolist())]
 
 
 def detokenised(text: str) -> str:

@@ -122,8 +122,8 @@ class MagicNumbers(Task):
             row += [*filler[done:place], *needle]
             done = place
         row += filler[done:].tolist()
-        for asked in rng.permutation(self.needles):
-            row += told[asked][:_ASKED]
+        for index in rng.permutation(self.needles):
+            row += told[index][:_ASKED]
         return np.array(row)
 
     def _filler(self, rng: np.random.Generator, length: int) -> np.ndarray:
@@ -139,12 +139,12 @@ class MagicNumbers(Task):
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
         ids = {name: i for i, name in enumerate(_NAMES)}
-        made = Tokenizer(models.WordLevel(ids, unk_token=_NAMES[EOS]))
-        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_NAMES[EOS]))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{_NAMES[BOS]} $A", special_tokens=[(_NAMES[BOS], BOS)]
         )
-        return made
+        return tokenizer
 
     def special_tokens(self) -> dict[str, int]:
         """BOS, and what stands for a word that the task does not know."""
@@ -156,15 +156,15 @@ class MagicNumbers(Task):
 
     def evaluations(self) -> dict[str, Self]:
         """As many needles, and two, six and eight where they fit; both in rows twice as long."""
-        found = {"in-distribution": self}
+        tasks = {"in-distribution": self}
         for needles in (2, 6, 8):
             if needles != self.needles and 1 + needles * (_TOLD + _ASKED) <= self.length:
-                found[f"{needles}-needles"] = replace(self, needles=needles)
+                tasks[f"{needles}-needles"] = replace(self, needles=needles)
         longer = {
             name.replace("in-distribution", "2x-length").replace("needles", "needles-2x-length"):
-            replace(task, length=2 * self.length) for name, task in found.items()
+            replace(task, length=2 * self.length) for name, task in tasks.items()
         }  # fmt: skip
-        return found | longer
+        return tasks | longer
 
     def score(
         self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]

@@ -32,7 +32,7 @@ class Needles:
         length: tokens of a prompt at most; it is less by at most a sentence.
         needles: how many there are.
         depth: from 0, before the first sentence, to 1, behind the last.
-        asked: how many cities are asked for.
+        queries: how many cities are asked for.
         digits: of a number.
 
     Raises:
@@ -45,13 +45,15 @@ class Needles:
     length: int
     needles: int = 1
     depth: float = 0.5
-    asked: int = 1
+    queries: int = 1
     digits: int = 7
 
     def __post_init__(self) -> None:
         check_whole("length", self.length, 1)
         check_whole("needles", self.needles, 1, len(CITIES), way_out="each has a city of its own")
-        check_whole("asked", self.asked, 1, self.needles, way_out="only needles can be asked for")
+        check_whole(
+            "queries", self.queries, 1, self.needles, way_out="only needles can be asked for"
+        )
         check_whole("digits", self.digits, 1, 18)
         if not 0 <= self.depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {self.depth!r}")
@@ -72,7 +74,7 @@ class Needles:
         ]
 
     def _question(self, number, seed, background, tokens, cell) -> Question:
-        name = f"n={self.needles} r={self.asked} length={self.length} depth={self.depth:g}"
+        name = f"n={self.needles} r={self.queries} length={self.length} depth={self.depth:g}"
         rng = draws(seed, "needles", name, self.digits, number)
         cities = [CITIES[i] for i in rng.permutation(len(CITIES))[: self.needles]]
         numbers: list[str] = []
@@ -81,9 +83,9 @@ class Needles:
             numbers += [drawn] * (drawn not in numbers)
         start = int(rng.integers(len(background.sentences)))
         shares = [self.depth, *rng.random(self.needles - 1).tolist()]
-        asked = [int(i) for i in rng.permutation(self.asked)]
-        ending = _ending([cities[i] for i in asked])
-        said = [
+        queries = [int(i) for i in rng.permutation(self.queries)]
+        ending = _ending([cities[i] for i in queries])
+        facts = [
             f"The magic number of {city} is {value}."
             for city, value in zip(cities, numbers, strict=True)
         ]
@@ -91,8 +93,8 @@ class Needles:
         def make(start: int, room: int) -> tuple[str, int]:
             text, sizes = background.cut(start, room)
             if len(text) + 1 < self.needles:  # too short; the whole tells by how much
-                return " ".join([*said, *text]) + ending, len(text)
-            at = dict(zip(places(sizes, shares), said, strict=True))
+                return " ".join([*facts, *text]) + ending, len(text)
+            at = dict(zip(places(sizes, shares), facts, strict=True))
             parts = [
                 part
                 for gap in range(len(text) + 1)
@@ -103,14 +105,14 @@ class Needles:
 
         # Where long sentences leave too few gaps, the next ones of the text may leave enough.
         for begin in range(start, start + len(background.sentences)):
-            prompt, held = at_most(self.length, tokens, partial(make, begin))
-            if held + 1 >= self.needles:
+            prompt, count = at_most(self.length, tokens, partial(make, begin))
+            if count + 1 >= self.needles:
                 break
         else:
-            places([1] * held, shares)  # raises
+            places([1] * count, shares)  # raises
         question = ending.split("\n")[2].removeprefix("Question: ")
         return Question(
-            f"{name} {number}", cell, prompt, tuple(numbers[i] for i in asked), question
+            f"{name} {number}", cell, prompt, tuple(numbers[i] for i in queries), question
         )
 
 

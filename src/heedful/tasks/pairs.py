@@ -78,8 +78,8 @@ class PairTask(Task):
     def padded(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Pairs:
         """Rows of the longest source and target among these, which are ids without their ends."""
         inputs, mask = self._filled(sources, self.pad)
-        labels, asked = self._filled(targets, IGNORE)
-        return Pairs(inputs, mask, labels, asked)
+        labels, target_mask = self._filled(targets, IGNORE)
+        return Pairs(inputs, mask, labels, target_mask)
 
     def _filled(self, rows: Sequence[Sequence[int]], filler: int) -> tuple[Tensor, Tensor]:
         width = max(map(len, rows)) + 1
@@ -103,14 +103,14 @@ class PairTask(Task):
         """A copy to be saved: with `more` tokens, padding and an end, which comes behind a text."""
         from tokenizers import Tokenizer, processors
 
-        made = Tokenizer.from_str(tokenizer.to_str())
-        made.add_special_tokens([*more, *_SPECIAL])
-        if made.token_to_id(_SPECIAL[1]) != self.eos:
-            return made  # a vocabulary that a small corpus left unfilled: the end is elsewhere
-        made.post_processor = processors.TemplateProcessing(
+        copy = Tokenizer.from_str(tokenizer.to_str())
+        copy.add_special_tokens([*more, *_SPECIAL])
+        if copy.token_to_id(_SPECIAL[1]) != self.eos:
+            return copy  # a vocabulary that a small corpus left unfilled: the end is elsewhere
+        copy.post_processor = processors.TemplateProcessing(
             single=f"$A {_SPECIAL[1]}", special_tokens=[(_SPECIAL[1], self.eos)]
         )
-        return made
+        return copy
 
     def special_tokens(self) -> dict[str, int]:
         """Padding and end."""
@@ -239,19 +239,19 @@ class TextPairTask(PairTask):
                 )
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
-        return [found.ids for found in self._tokens.encode_batch(texts)]
+        return [encoding.ids for encoding in self._tokens.encode_batch(texts)]
 
     def texts(self, count: int, seed: int) -> list[tuple[str, str]]:
         """`count` generated pairs of this part, as texts."""
         check_draw(count, seed)
         if self.paths:
             raise ValueError("texts are generated pairs, and these are given by paths")
-        rng, made = np.random.default_rng(seed), []
-        while len(made) < count:
+        rng, pairs = np.random.default_rng(seed), []
+        while len(pairs) < count:
             pair = self._invented(rng)
             if (zlib.crc32(pair[0].encode()) % _HELD_OUT == 0) == (self.part == "held-out"):
-                made.append(pair)
-        return made
+                pairs.append(pair)
+        return pairs
 
     def sample(self, count: int, seed: int) -> Pairs:
         """`count` rows, the same for the same configuration, count and seed."""

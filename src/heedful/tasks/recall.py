@@ -18,9 +18,9 @@ from heedful.tasks.samples import (
     Samples,
     Task,
     check_draw,
+    errors_and_mask,
     render,
     token_error,
-    wrong_and_asked,
 )
 
 _MARKS = (".", "!")  # an answer ends with one of them, as the last instruction says
@@ -166,8 +166,8 @@ class Recall(Task):
         """`count` rows, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         rng = np.random.default_rng(seed)
-        made = [self._row(rng) for _ in range(count)]
-        ids, labels = (torch.from_numpy(np.stack(x)) for x in zip(*made, strict=True))
+        pairs = [self._row(rng) for _ in range(count)]
+        ids, labels = (torch.from_numpy(np.stack(x)) for x in zip(*pairs, strict=True))
         return Samples(ids, labels, torch.ones_like(ids))
 
     def _row(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -197,8 +197,8 @@ class Recall(Task):
             else:
                 middle.append(ask(rng.choice(active)) if turn == "question" else tell(turn))
         choice = {"dormant": dormant, "recent": active, "any": names}[self.asked]
-        asked = _shuffled(rng, choice)[: self.questions]
-        return self._laid(rng, early, middle, [ask(name) for name in asked])
+        question_names = _shuffled(rng, choice)[: self.questions]
+        return self._laid(rng, early, middle, [ask(name) for name in question_names])
 
     def _laid(self, rng, early, middle, last) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels of a row: its pieces in order, with filler between them."""
@@ -285,11 +285,11 @@ def answer_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) ->
 
     Arguments and errors are those of `sequence_error`.
     """
-    wrong, asked = wrong_and_asked(predictions, labels)
-    starts = asked & ~torch.nn.functional.pad(asked, (1, -1))
-    number = starts.flatten().cumsum(0)[asked.flatten()] - 1
+    wrong, mask = errors_and_mask(predictions, labels)
+    starts = mask & ~torch.nn.functional.pad(mask, (1, -1))
+    number = starts.flatten().cumsum(0)[mask.flatten()] - 1
     failed = torch.zeros(int(starts.sum()), dtype=torch.int64)
-    return (failed.index_add_(0, number, wrong[asked].long()) > 0).double().mean().item()
+    return (failed.index_add_(0, number, wrong[mask].long()) > 0).double().mean().item()
 
 
 def _shuffled(rng: np.random.Generator, items: Sequence) -> list:

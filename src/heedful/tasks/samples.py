@@ -209,8 +209,8 @@ def sequence_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) 
 
     Source: the metric of the toy task of Multi-Token Attention, arXiv 2504.00927, §4.1.
     """
-    wrong, asked = wrong_and_asked(predictions, labels)
-    rows = asked.any(dim=1)
+    wrong, mask = errors_and_mask(predictions, labels)
+    rows = mask.any(dim=1)
     return wrong.any(dim=1)[rows].double().mean().item()
 
 
@@ -219,8 +219,8 @@ def token_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> 
 
     Arguments and errors are those of `sequence_error`.
     """
-    wrong, asked = wrong_and_asked(predictions, labels)
-    return (wrong.sum() / asked.sum()).item()
+    wrong, mask = errors_and_mask(predictions, labels)
+    return (wrong.sum() / mask.sum()).item()
 
 
 def token_losses(
@@ -247,7 +247,7 @@ def token_losses(
     return torch.nn.functional.pad(losses, (0, 1))
 
 
-def wrong_and_asked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def errors_and_mask(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Which predictions are wrong and which count, `[N, T - 1]`, each at its label less one."""
     check_aligned("predictions", predictions, labels)
     if predictions.is_floating_point():
@@ -255,8 +255,8 @@ def wrong_and_asked(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
             f"predictions must be token ids, got {predictions.dtype}; take logits.argmax(-1)"
         )
     targets = labels[:, 1:]
-    asked = targets != IGNORE
-    return (predictions[:, :-1] != targets) & asked, asked
+    mask = targets != IGNORE
+    return (predictions[:, :-1] != targets) & mask, mask
 
 
 def check_aligned(name: str, values: Tensor, labels: Tensor) -> None:
@@ -275,10 +275,10 @@ def check_aligned(name: str, values: Tensor, labels: Tensor) -> None:
         )
 
 
-def rows(input_ids: Int[Tensor, "N T"], asked: slice) -> Samples:
-    """Samples of one length whose loss lies on the positions `asked`, the same in each row."""
+def rows(input_ids: Int[Tensor, "N T"], answers: slice) -> Samples:
+    """Samples of one length whose loss lies on the positions `answers`, the same in each row."""
     labels = torch.full_like(input_ids, IGNORE)
-    labels[:, asked] = input_ids[:, asked]
+    labels[:, answers] = input_ids[:, answers]
     return Samples(input_ids, labels, torch.ones_like(input_ids))
 
 

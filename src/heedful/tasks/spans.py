@@ -125,8 +125,8 @@ class Spans(PairTask):
 
     def _corrupted(self, rows: Int[Tensor, "N T"], seed: tuple[int, int]) -> Pairs:
         rng = np.random.default_rng(seed)
-        made = [self.corrupt(row[1:], self.mask(rng)) for row in rows.numpy()]
-        return self.padded(*zip(*made, strict=True))
+        pairs = [self.corrupt(row[1:], self.mask(rng)) for row in rows.numpy()]
+        return self.padded(*zip(*pairs, strict=True))
 
     def mask(self, rng: np.random.Generator) -> Bool[np.ndarray, " length"]:
         """Which tokens of a piece are taken out."""
@@ -204,14 +204,14 @@ class Spans(PairTask):
             losses: negative log-likelihoods in nats: position t holds that of `labels[t]`.
             labels: -100 where nothing is asked.
         """
-        asked = labels != IGNORE
-        if losses.shape != labels.shape or not bool(asked.any()):
+        mask = labels != IGNORE
+        if losses.shape != labels.shape or not bool(mask.any()):
             raise ValueError(
                 f"losses must have labels' shape {list(labels.shape)}, of which at least one asks "
                 f"for something, got {list(losses.shape)}"
             )
         with np.errstate(over="ignore"):  # a diverged model: infinity is the answer
-            return {"perplexity": float(np.exp(np.float64(losses[asked].double().mean().item())))}
+            return {"perplexity": float(np.exp(np.float64(losses[mask].double().mean().item())))}
 
 
 def _divided(rng: np.random.Generator, items: int, parts: int) -> np.ndarray:

@@ -40,7 +40,7 @@ class _World:
         self.rng = rng
         self.people = _some(rng, PEOPLE, people)
         self.objects = _some(rng, OBJECTS, objects)
-        self.said: list[str] = []
+        self.sentences: list[str] = []
         self.place: dict[str, str] = {}  # of people
         self.holder: dict[str, str] = {}
         self.been: dict[str, list[str]] = {x: [] for x in self.objects}  # each place once in a row
@@ -52,7 +52,7 @@ class _World:
     def move(self) -> None:
         person = self.choose(self.people)
         self.place[person] = self.choose([x for x in PLACES if x != self.place.get(person)])
-        self.said.append(f"{person} {self.choose(_MOVES)} the {self.place[person]}.")
+        self.sentences.append(f"{person} {self.choose(_MOVES)} the {self.place[person]}.")
         for thing, holder in self.holder.items():
             if holder == person:
                 self._lies(thing, self.place[person])
@@ -68,13 +68,13 @@ class _World:
         if can:
             person, thing = self.choose(can)
             self.holder[thing] = person
-            self.said.append(f"{person} {self.choose(_TAKES)} the {thing} there.")
+            self.sentences.append(f"{person} {self.choose(_TAKES)} the {thing} there.")
             self._lies(thing, self.place[person])
 
     def drop(self) -> None:
         if self.holder:
             thing = self.choose(sorted(self.holder))
-            self.said.append(f"{self.holder.pop(thing)} {self.choose(_DROPS)} the {thing}.")
+            self.sentences.append(f"{self.holder.pop(thing)} {self.choose(_DROPS)} the {thing}.")
 
     def give(self) -> None:
         """Whoever has something gives it to anybody else, as if both stood together."""
@@ -84,7 +84,7 @@ class _World:
             taker = self.choose([x for x in self.people if x != giver])
             self.holder[thing] = taker
             self.gifts.append((giver, thing, taker))
-            self.said.append(f"{giver} {self.choose(_GIVES)} the {thing} to {taker}.")
+            self.sentences.append(f"{giver} {self.choose(_GIVES)} the {thing} to {taker}.")
 
     def _lies(self, thing: str, place: str) -> None:
         if self.been[thing][-1:] != [place]:
@@ -94,7 +94,7 @@ class _World:
         """So many things happen: m(ove), t(ake), d(rop), g(ive), as often as their letters."""
         do = {"m": self.move, "t": self.take, "d": self.drop, "g": self.give}
         for _ in range(_TRIES):
-            if len(self.said) >= events:
+            if len(self.sentences) >= events:
                 return
             do[self.choose(turns)]()
 
@@ -103,17 +103,17 @@ def _one_fact(rng: np.random.Generator) -> Story | None:
     world = _World(rng, people=4)
     world.live(int(rng.integers(4, 11)), "m")
     person = world.choose(sorted(world.place))
-    return Story(tuple(world.said), f"Where is {person}?", world.place[person], PLACES)
+    return Story(tuple(world.sentences), f"Where is {person}?", world.place[person], PLACES)
 
 
 def _two_facts(rng: np.random.Generator) -> Story | None:
     world = _World(rng)
     world.live(int(rng.integers(6, 15)), "mmttd")
-    seen = [thing for thing, been in world.been.items() if been]
-    if not seen:
+    things = [thing for thing, been in world.been.items() if been]
+    if not things:
         return None
-    thing = world.choose(seen)
-    return Story(tuple(world.said), f"Where is the {thing}?", world.been[thing][-1], PLACES)
+    thing = world.choose(things)
+    return Story(tuple(world.sentences), f"Where is the {thing}?", world.been[thing][-1], PLACES)
 
 
 def _three_facts(rng: np.random.Generator) -> Story | None:
@@ -128,7 +128,9 @@ def _three_facts(rng: np.random.Generator) -> Story | None:
     if not can:
         return None
     thing, before, place = world.choose(can)
-    return Story(tuple(world.said), f"Where was the {thing} before the {place}?", before, PLACES)
+    return Story(
+        tuple(world.sentences), f"Where was the {thing} before the {place}?", before, PLACES
+    )
 
 
 def _two_relations(rng: np.random.Generator) -> Story | None:
@@ -140,15 +142,15 @@ def _two_relations(rng: np.random.Generator) -> Story | None:
     if rng.integers(2):  # the place in the middle can stand first
         facts[1] = (middle, _OPPOSITE[facts[1][1]], last)
     known = facts + [(b, _OPPOSITE[way], a) for a, way, b in facts]
-    asked = [(f"What is {way} of the {b}?", a) for a, way, b in known]
-    asked += [(f"What is the {a} {way} of?", b) for a, way, b in known]
-    questions = [question for question, _ in asked]
-    can = [(question, answer) for question, answer in asked if questions.count(question) == 1]
+    candidates = [(f"What is {way} of the {b}?", a) for a, way, b in known]
+    candidates += [(f"What is the {a} {way} of?", b) for a, way, b in known]
+    questions = [question for question, _ in candidates]
+    can = [(question, answer) for question, answer in candidates if questions.count(question) == 1]
     if not can:
         return None
     question, answer = can[int(rng.integers(len(can)))]
-    said = tuple(f"The {a} is {way} of the {b}." for a, way, b in facts)
-    return Story(said, question, answer, PLACES)
+    sentences = tuple(f"The {a} is {way} of the {b}." for a, way, b in facts)
+    return Story(sentences, question, answer, PLACES)
 
 
 def _three_arguments(rng: np.random.Generator) -> Story | None:
@@ -166,7 +168,7 @@ def _three_arguments(rng: np.random.Generator) -> Story | None:
             f"Who received the {thing}?": taker,
         }
     question = world.choose(sorted(newest))
-    return Story(tuple(world.said), question, newest[question], (*PEOPLE, *OBJECTS))
+    return Story(tuple(world.sentences), question, newest[question], (*PEOPLE, *OBJECTS))
 
 
 KINDS: dict[int, Callable[[np.random.Generator], Story | None]] = {
@@ -178,8 +180,8 @@ KINDS: dict[int, Callable[[np.random.Generator], Story | None]] = {
 def story(kind: int, rng: np.random.Generator) -> Story:
     """A story of this kind with its question."""
     for _ in range(_TRIES):
-        if (made := KINDS[kind](rng)) is not None:
-            return made
+        if (tale := KINDS[kind](rng)) is not None:
+            return tale
     raise AssertionError(f"no story of kind {kind} came in {_TRIES} tries")
 
 
@@ -195,10 +197,10 @@ def read_stories(path: str, kind: int) -> list[Story]:
     """
     file = Path(path)
     if file.is_dir():
-        found = sorted(file.glob(f"qa{kind}_*test.txt")) or sorted(file.glob(f"qa{kind}_*.txt"))
-        if not found:
+        files = sorted(file.glob(f"qa{kind}_*test.txt")) or sorted(file.glob(f"qa{kind}_*.txt"))
+        if not files:
             raise ValueError(f"babi {path!r} holds no qa{kind}_*.txt; name a folder of bAbI files")
-        file = found[0]
+        file = files[0]
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -40,12 +40,12 @@ def _lexicon() -> _Words:
     rng = np.random.default_rng(11)
     syllables = [c + v for c in "bdfgklmnprst" for v in "aeiou"]
     numbers = rng.permutation(len(syllables) ** 2)[: _ENTITIES + _RELATIONS + _FILLERS].tolist()
-    made = [
+    stock = [
         syllables[n // len(syllables)] + syllables[n % len(syllables)] + syllables[n % 7]
         for n in numbers
     ]
-    entities, rest = made[:_ENTITIES], made[_ENTITIES:]
-    stems = ["heading", *_MARKS, ".", *made, *_NUMBERS]
+    entities, rest = stock[:_ENTITIES], stock[_ENTITIES:]
+    stems = ["heading", *_MARKS, ".", *stock, *_NUMBERS]
     return _Words(tuple(entities), tuple(rest[:_RELATIONS]), tuple(rest[_RELATIONS:]), words(stems))
 
 
@@ -159,8 +159,8 @@ class Summarise(TextPairTask):
     def score(self, texts: Sequence[str], labels: "Int[Tensor, 'N T']") -> dict[str, float]:
         """`rouge_l` from 0 to 1, and of generated reports what became of their facts."""
         references = self.references(labels)
-        found = {"rouge_l": rouge_l(texts, references)}
-        return found if self.paths else found | fact_scores(texts, references)
+        scores = {"rouge_l": rouge_l(texts, references)}
+        return scores if self.paths else scores | fact_scores(texts, references)
 
 
 def _noise(rng: np.random.Generator, lexicon: _Words, room: int) -> list[str]:
@@ -188,13 +188,13 @@ def fact_scores(texts: Sequence[str], references: Sequence[str]) -> dict[str, fl
     """
     check_texts(texts, references)
     pairs = [(facts_of(a), facts_of(b)) for a, b in zip(texts, references, strict=True)]
-    hits = sum((found & asked).total() for found, asked in pairs)
-    found = sum(found.total() for found, _ in pairs)
-    asked = sum(asked.total() for _, asked in pairs)
+    hits = sum((predicted & expected).total() for predicted, expected in pairs)
+    positives = sum(predicted.total() for predicted, _ in pairs)
+    facts = sum(expected.total() for _, expected in pairs)
     return {
-        "fact_error": 1 - 2 * hits / (found + asked) if found + asked else 1.0,
-        "fact_recall": hits / asked if asked else 0.0,
-        "fact_precision": hits / found if found else 0.0,
+        "fact_error": 1 - 2 * hits / (positives + facts) if positives + facts else 1.0,
+        "fact_recall": hits / facts if facts else 0.0,
+        "fact_precision": hits / positives if positives else 0.0,
     }
 
 

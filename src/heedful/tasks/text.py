@@ -215,15 +215,17 @@ class Text(Task):
         """The tokens of a row: BOS, then bytes or byte pairs."""
         from tokenizers import Tokenizer, processors
 
-        made = bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
-        made = Tokenizer.from_str(made.to_str())
-        made.add_special_tokens([_BOS])
-        if made.token_to_id(_BOS) != self.bos:
-            return made  # a vocabulary that a small corpus left unfilled: BOS has another number
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer = bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        tokenizer.add_special_tokens([_BOS])
+        if tokenizer.token_to_id(_BOS) != self.bos:
+            return (
+                tokenizer  # a vocabulary that a small corpus left unfilled: BOS has another number
+            )
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{_BOS} $A", special_tokens=[(_BOS, self.bos)]
         )
-        return made
+        return tokenizer
 
     def special_tokens(self) -> dict[str, int]:
         """BOS."""
@@ -254,12 +256,12 @@ class Text(Task):
                 "labels), not predictions"
             )
         targets = labels[:, 1:]
-        asked = targets != IGNORE
-        nats = losses[:, :-1][asked].double().sum().item()
-        tokens = int(asked.sum())
+        mask = targets != IGNORE
+        nats = losses[:, :-1][mask].double().sum().item()
+        tokens = int(mask.sum())
         # With bytes the corpus is not needed, so a saved run can be scored without its text.
         byte = self.tokenizer == "byte"
-        size = tokens if byte else int(self._corpus.token_bytes[targets[asked].cpu().numpy()].sum())
+        size = tokens if byte else int(self._corpus.token_bytes[targets[mask].cpu().numpy()].sum())
         with np.errstate(over="ignore"):  # a diverged model: infinity is the answer
             perplexity = float(np.exp(np.float64(nats / tokens)))
         return {

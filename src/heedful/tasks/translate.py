@@ -77,8 +77,8 @@ def _language() -> _Language:
 
     def stems(consonants: str) -> list[str]:
         syllables = [c + v for c in consonants for v in "aeiou"]
-        made = [a + b for a in syllables for b in syllables]
-        return [made[i] for i in rng.permutation(len(made))]
+        pairs = [a + b for a in syllables for b in syllables]
+        return [pairs[i] for i in rng.permutation(len(pairs))]
 
     here, there = stems("bdfgk"), stems("jpvwz")
     used: tuple[list[str], list[str]] = ([], [])
@@ -93,13 +93,13 @@ def _language() -> _Language:
 
     nouns = []
     for i in range(_NOUNS + _HOMONYMS):
-        name, one, sort, alive = word(), stem(), i % 2, i // 2 % 2 == 0
-        other = (stem(), 1 - sort, not alive) if i >= _NOUNS else (one, sort, alive)
-        nouns.append(_Noun(name, (one, other[0]), (sort, other[1]), (alive, other[2])))
+        name, root, sort, alive = word(), stem(), i % 2, i // 2 % 2 == 0
+        other = (stem(), 1 - sort, not alive) if i >= _NOUNS else (root, sort, alive)
+        nouns.append(_Noun(name, (root, other[0]), (sort, other[1]), (alive, other[2])))
     verbs = []
     for i in range(_VERBS + _MIXED_VERBS):
-        name, one = word(), stem()
-        verbs.append(_Verb(name, (one, stem() if i >= _VERBS else one)))
+        name, root = word(), stem()
+        verbs.append(_Verb(name, (root, stem() if i >= _VERBS else root)))
     language = _Language(
         tuple(nouns),
         tuple(verbs),
@@ -131,21 +131,21 @@ class _Phrase(NamedTuple):
         return " ".join([first, *adjective, self.noun.word + _PLURAL * self.plural])
 
     def target(self, language: _Language, topic: int, ending: str) -> str:
-        found = [self.noun.stems[topic] + _MANY * self.plural + ending]
+        parts = [self.noun.stems[topic] + _MANY * self.plural + ending]
         if self.adjective is not None:
-            found.append(self.adjective[1] + _AGREEMENT[self.noun.classes[topic], self.plural])
-        return " ".join(found + ([] if self.number is None else spelled(self.number, language)))
+            parts.append(self.adjective[1] + _AGREEMENT[self.noun.classes[topic], self.plural])
+        return " ".join(parts + ([] if self.number is None else spelled(self.number, language)))
 
 
 def spelled(number: int, language: _Language) -> list[str]:
     """A number from 1 to 999 in the target language: hundreds, then units before tens."""
     hundreds, tens, units = number // 100, number // 10 % 10, number % 10
-    found = [language.digits[hundreds], language.hundred] if hundreds else []
+    parts = [language.digits[hundreds], language.hundred] if hundreds else []
     if units:
-        found.append(language.digits[units])
+        parts.append(language.digits[units])
     if tens:
-        found += [*([language.plus] if units else []), language.tens[tens]]
-    return found
+        parts += [*([language.plus] if units else []), language.tens[tens]]
+    return parts
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ class Translate(TextPairTask):
 
     def evaluations(self) -> dict[str, Self]:
         """The held-out part, and of generated sentences also those of twice as many clauses."""
-        found = super().evaluations()
+        tasks = super().evaluations()
         if not self.paths and self.clauses <= 8:
             sizes = {"length": None, "target_length": None}
-            found["2x-clauses"] = replace(self, clauses=2 * self.clauses, part="held-out", **sizes)
-        return found
+            tasks["2x-clauses"] = replace(self, clauses=2 * self.clauses, part="held-out", **sizes)
+        return tasks
 
     def score(self, texts: Sequence[str], labels: "Int[Tensor, 'N T']") -> dict[str, float]:
         """`bleu` from 0 to 100, and `error`, sentences that are not the reference to the letter."""

@@ -54,14 +54,14 @@ def windows(
     most = length - max(lead, 1)
     check_whole("stride", stride, 1, most, way_out="a window needs a token of context")
     begin, text, ends = tuple(ids[:lead]), ids[lead:], ends[lead:]
-    found, counted, start = [], 0 if lead else 1, 0
+    result, counted, start = [], 0 if lead else 1, 0
     while counted < len(text):
         stop = min(start + length - lead, len(text))
         nbytes = ends[stop - 1] - (ends[counted - 1] if counted else 0)
         first = lead + counted - start
-        found.append(Window(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
+        result.append(Window(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
         counted, start = stop, start + stride
-    return found
+    return result
 
 
 def domains(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -84,11 +84,11 @@ def domain_windows(
     Raises:
         ValueError: the text cannot be read, or has no two tokens.
     """
-    found: list[Window] = []
+    result: list[Window] = []
     for number, document in enumerate(corpus(tuple(paths), (count + 1) * length * _BYTES)):
-        found += windows(*encode(document.text), length, stride, f"{number}:")
-        if len(found) >= count:
+        result += windows(*encode(document.text), length, stride, f"{number}:")
+        if len(result) >= count:
             break
-    if not found:
+    if not result:
         raise ValueError(f"data {', '.join(paths)} holds no two tokens; give more text")
-    return found[:count]
+    return result[:count]

@@ -120,12 +120,12 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:
-    found = {}
+    digests = {}
     for path in sorted(checkpoint.iterdir()):
         if path.name != _SEAL:
             with open(path, "rb") as file:  # weights do not fit into memory twice
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def _is_whole(checkpoint: Path) -> bool:

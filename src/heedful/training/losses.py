@@ -36,10 +36,10 @@ class _Reports:
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a converted model, got {type(model).__name__}")
-        found = [x for x in model.modules() if isinstance(x, Layer)]
-        self._layers = [layer for layer in found if self._reports_of(layer)]
+        layers = [x for x in model.modules() if isinstance(x, Layer)]
+        self._layers = [layer for layer in layers if self._reports_of(layer)]
         if not self._layers:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in found})) or "none"
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
             raise ValueError(
                 f"model must have layers that report {self.what}, and this {type(model).__name__} "
                 f"has none (its heedful layers: {kinds}); call {self.way_out}"

@@ -101,17 +101,17 @@ def encode(
                 break
         if apart and others.tokens < length:
             _move_end(train, others, tokenizer, min(room, max(train.tokens // _SHARE, length)))
-        for name, made in (("data", train), ("held_out", others)):
-            if made.tokens < length:
-                whole = train.tokens + others.tokens if apart else made.tokens
+        for name, writer in (("data", train), ("held_out", others)):
+            if writer.tokens < length:
+                whole = train.tokens + others.tokens if apart else writer.tokens
                 raise ValueError(
                     f"{'data' if apart else name} has {whole} tokens, too few for rows of "
                     f"{length}{' to train on and others to hold out' if apart else ''}; give more "
                     "text, or a shorter length"
                 )
     about = {
-        name: {"tokens": made.tokens, "text_bytes": made.text_bytes}
-        for name, made in (("train", train), ("held-out", others))
+        name: {"tokens": writer.tokens, "text_bytes": writer.text_bytes}
+        for name, writer in (("train", train), ("held-out", others))
     }
     write_whole(folder / _ABOUT, json.dumps(about))
     return _read_back(folder)
@@ -161,13 +161,13 @@ def _ids(tokenizer, texts: list[str]) -> list[list[int]]:
 
 def _ends_known(parts: Iterable[Piece]) -> Iterator[tuple[Piece, bool]]:
     """Each piece, and whether its document ends with it."""
-    held: deque[Piece] = deque()
+    waiting: deque[Piece] = deque()
     for piece in parts:
-        held.append(piece)
-        if len(held) > 1:
-            yield held.popleft(), piece.first
-    if held:
-        yield held.popleft(), True
+        waiting.append(piece)
+        if len(waiting) > 1:
+            yield waiting.popleft(), piece.first
+    if waiting:
+        yield waiting.popleft(), True
 
 
 def _batches(parts: Iterable[tuple[Piece, bool]]) -> Iterator[list[tuple[Piece, bool]]]:
@@ -293,8 +293,8 @@ def _row(ids: np.ndarray, first: np.ndarray) -> dict[str, Int[Tensor, " T"]]:
     at = np.arange(len(ids))
     positions = at - np.maximum.accumulate(np.where(first, at, 0))
     labels = np.where(first, IGNORE, ids)  # no document tells how the next one begins
-    found = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return {name: torch.from_numpy(array) for name, array in found.items()}
+    arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def shuffled(index: int, count: int, seed: int) -> int:

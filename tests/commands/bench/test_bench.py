@@ -25,9 +25,11 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
     each = [("sdpa", "torch"), ("selective", "reference"), ("selective", "tiled")]
     assert cases == [(*case, p) for p in ("forward", "forward+backward", "decode") for case in each]
     assert all(r["low_ms"] <= r["ms"] <= r["high_ms"] for r in records)
-    said = capsys.readouterr()
-    assert said.out.count("selective") == 6
-    assert "left out: selective fused forward, " in said.err and "impl='fused' cannot" in said.err
+    output = capsys.readouterr()
+    assert output.out.count("selective") == 6
+    assert (
+        "left out: selective fused forward, " in output.err and "impl='fused' cannot" in output.err
+    )
     assert "<svg" in out.with_suffix(".svg").read_text()
 
 
@@ -48,8 +50,8 @@ def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, messa
     monkeypatch.setattr("heedful.commands.bench.measure.bench", lambda _: pytest.fail("measured"))
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--out", out])
-    said = capsys.readouterr().err
-    assert stop.value.code == 1 and message in said and said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert stop.value.code == 1 and message in output and output.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "mine"
 
@@ -68,8 +70,8 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
     monkeypatch.setattr("heedful.commands.bench.measure.bench", meanwhile)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)])
-    said = capsys.readouterr()
-    assert stop.value.code == 1 and "there already" in said.err and "tiled" in said.out
+    output = capsys.readouterr()
+    assert stop.value.code == 1 and "there already" in output.err and "tiled" in output.out
     assert [path.name for path in tmp_path.iterdir()] == ["bench.jsonl"]
     assert out.read_text() == "mine"
 

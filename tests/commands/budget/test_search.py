@@ -14,13 +14,13 @@ import heedful
 from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import LOG, Found, Log, greedy, search
+from heedful.commands.budget.search import LOG, Log, SearchResult, greedy, search
 from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
-from helpers.small_models import files_of, made, small, tokenizer_of_words
+from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
     f"{a} has a {b} {c}. the {c} of {a} is {b}. "
@@ -69,20 +69,20 @@ def folder(trained, tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(trained, tmp_path_factory) -> tuple[Path, Found]:
+def finished(trained, tmp_path_factory) -> tuple[Path, SearchResult]:
     """The selective model after a search."""
     root = shutil.copytree(trained, tmp_path_factory.mktemp("finished") / "here")
-    return root, search(asked(root))
+    return root, search(options_for(root))
 
 
 @pytest.fixture
-def searched(finished, tmp_path) -> tuple[Path, Found]:
+def searched(finished, tmp_path) -> tuple[Path, SearchResult]:
     """A copy of it that may be written to."""
     folder = shutil.copytree(finished[0], tmp_path / "searched")
     return folder, finished[1]
 
 
-def asked(folder: Path, name: str = "selective", **options) -> BudgetSearch:
+def options_for(folder: Path, name: str = "selective", **options) -> BudgetSearch:
     defaults = {"model": str(folder / name), "data": (str(folder / "text.txt"),),
                 "length": LENGTH, "rows": ROWS, "tokenizer": "bytes", "sinks": 1, "recent": 4,
                 "loss": 1.0}  # fmt: skip
@@ -108,7 +108,7 @@ def plain_greedy(start, least, step, limit, perplexity_of) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["selective", pytest.param("standard", marks=pytest.mark.slow)])
 def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
-    found = finished[1] if name == "selective" else search(asked(folder, name))
+    result = finished[1] if name == "selective" else search(options_for(folder, name))
     model = heedful.load(folder / name)
     rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
     policy = MostHidden if name == "selective" else StreamingLLM
@@ -121,17 +121,17 @@ def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
         return known[budgets]
 
     whole = value((LENGTH,) * 3)
-    assert found.whole == pytest.approx(whole, rel=1e-5)
-    assert found.perplexity == pytest.approx(value(found.eviction.tokens), rel=1e-5)
-    assert found.perplexity <= found.limit == found.whole * 1.01
+    assert result.whole == pytest.approx(whole, rel=1e-5)
+    assert result.perplexity == pytest.approx(value(result.eviction.tokens), rel=1e-5)
+    assert result.perplexity <= result.limit == result.whole * 1.01
     for i in range(3):  # no layer can give up one more
-        less = tuple(n - (j == i) for j, n in enumerate(found.eviction.tokens))
-        assert less[i] < 6 or value(less) > found.limit
+        less = tuple(n - (j == i) for j, n in enumerate(result.eviction.tokens))
+        assert less[i] < 6 or value(less) > result.limit
     expected = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
-    assert found.eviction == policy(tokens=expected, sinks=1, recent=4)
-    assert found.kept == sum(expected) / (3 * LENGTH) < 0.9
+    assert result.eviction == policy(tokens=expected, sinks=1, recent=4)
+    assert result.kept == sum(expected) / (3 * LENGTH) < 0.9
     assert len(set(expected)) > 1  # layers differ
-    assert found.trials < len(known)
+    assert result.trials < len(known)
 
 
 def test_greedy_on_costs_that_add_up():
@@ -141,24 +141,24 @@ def test_greedy_on_costs_that_add_up():
         torch.manual_seed(seed)
         costs = torch.rand(6, 40).square().sort().values.cumsum(1)  # of keeping 40, 39, ... tokens
 
-        seen = set()
+        known = set()
 
-        def cost(budgets, kind, costs=costs, seen=seen) -> float:
-            trials[kind] += (kind, budgets) not in seen
-            seen.add((kind, budgets))
+        def cost(budgets, kind, costs=costs, known=known) -> float:
+            trials[kind] += (kind, budgets) not in known
+            known.add((kind, budgets))
             return 1 + sum(float(costs[i, 40 - n]) if n < 40 else 0 for i, n in enumerate(budgets))
 
         limit = 1 + 20 * float(torch.rand(()))
-        found = greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "lazy"))
+        budgets = greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "lazy"))
         expected = plain_greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "plain"))
-        assert found == expected
-        assert cost(found, "lazy") <= limit
+        assert budgets == expected
+        assert cost(budgets, "lazy") <= limit
     assert trials["lazy"] < trials["plain"]
 
 
 def test_layers_without_a_budget_take_no_part():
-    found = greedy((20, None, 20), 5, 4, 100, lambda x: sum(20 - (n or 20) for n in x))
-    assert found == (5, None, 5)
+    budgets = greedy((20, None, 20), 5, 4, 100, lambda x: sum(20 - (n or 20) for n in x))
+    assert budgets == (5, None, 5)
 
 
 def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
@@ -172,25 +172,25 @@ def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
 
 
 def test_what_is_written_is_used(searched):
-    folder, found = searched
+    folder, result = searched
     data = json.loads((folder / "selective" / "budgets.json").read_text())
-    assert data["eviction"] == {"kind": "MostHidden", "tokens": list(found.eviction.tokens),
+    assert data["eviction"] == {"kind": "MostHidden", "tokens": list(result.eviction.tokens),
                                 "sinks": 1, "recent": 4, "keep_prompt": False}  # fmt: skip
     about = data["about"]
-    assert about["perplexity"] == {"whole": found.whole, "found": found.perplexity,
-                                   "limit": found.limit}  # fmt: skip
+    assert about["perplexity"] == {"whole": result.whole, "found": result.perplexity,
+                                   "limit": result.limit}  # fmt: skip
     assert (about["length"], about["rows"], about["limit"]) == (
         48,
         2,
         "1.0 % above the whole cache",
     )
-    assert about["share_of_tokens_kept"] == found.kept
+    assert about["share_of_tokens_kept"] == result.kept
     assert {"commit", "machine", "date", "command"} <= about["environment"].keys()
     model = heedful.load(folder / "selective")
     cache = heedful.new_cache(model)
-    assert [layer.policy for layer in cache.layers] == [found.eviction] * 3
-    assert [layer.budget.tokens for layer in cache.layers] == list(found.eviction.tokens)
-    text, _ = made(folder / "selective", prompt=TEXT[:100], max_new_tokens=20)
+    assert [layer.policy for layer in cache.layers] == [result.eviction] * 3
+    assert [layer.budget.tokens for layer in cache.layers] == list(result.eviction.tokens)
+    text, _ = generation_of(folder / "selective", prompt=TEXT[:100], max_new_tokens=20)
     assert text.nbytes < text.whole_nbytes
     assert not (folder / "selective" / ".heedful.lock").exists()
 
@@ -198,29 +198,29 @@ def test_what_is_written_is_used(searched):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tova", "h2o", "snap-kv", "random", "window"])
 def test_other_policies_are_searched_too(folder, name):
-    found = search(asked(folder, "standard", eviction=name, sinks=None, length=40, rows=2))
-    assert found.perplexity <= found.limit and found.kept < 1
-    assert found.eviction.sinks == (0 if name == "window" else 4)
-    assert heedful.new_cache(heedful.load(folder / "standard")).layers[0].policy == found.eviction
+    result = search(options_for(folder, "standard", eviction=name, sinks=None, length=40, rows=2))
+    assert result.perplexity <= result.limit and result.kept < 1
+    assert result.eviction.sinks == (0 if name == "window" else 4)
+    assert heedful.new_cache(heedful.load(folder / "standard")).layers[0].policy == result.eviction
 
 
 def test_an_ordinary_model_gets_budgets_too(folder):
     model = heedful.revert(heedful.load(folder / "standard"))
     model.save_pretrained(folder / "ordinary")
-    found = search(asked(folder, "ordinary"))
-    assert found.eviction.tokens == search(asked(folder, "standard")).eviction.tokens
-    assert made(folder / "ordinary", prompt=TEXT[:80])[0].nbytes < 80 * 3 * 2 * 2 * 8 * 4
+    result = search(options_for(folder, "ordinary"))
+    assert result.eviction.tokens == search(options_for(folder, "standard")).eviction.tokens
+    assert generation_of(folder / "ordinary", prompt=TEXT[:80])[0].nbytes < 80 * 3 * 2 * 2 * 8 * 4
 
 
 def test_layers_that_cannot_let_go_keep_everything(folder):
     model = small(layers=3, vocabulary=256)
     heedful.convert(model, {MultiToken(conv_every=1): [1], Selective(): [0, 2]})
     model.save_pretrained(folder / "mixed")
-    found = search(asked(folder, "mixed", eviction="most-hidden", loss=50.0))
-    assert found.start == (LENGTH, None, LENGTH) and found.eviction.tokens[1] is None
-    assert "    1     all  100.0%" in budget.format_found(found)
+    result = search(options_for(folder, "mixed", eviction="most-hidden", loss=50.0))
+    assert result.start == (LENGTH, None, LENGTH) and result.eviction.tokens[1] is None
+    assert "    1     all  100.0%" in budget.format_result(result)
     with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
-        search(asked(folder, "standard", eviction="most-hidden"))
+        search(options_for(folder, "standard", eviction="most-hidden"))
 
 
 def test_windows_are_where_the_search_begins(folder):
@@ -231,8 +231,8 @@ def test_windows_are_where_the_search_begins(folder):
         initializer_range=0.3,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "windows")
-    found = search(asked(folder, "windows", loss=5.0))
-    assert found.start == (24, 24) and found.kept <= 1
+    result = search(options_for(folder, "windows", loss=5.0))
+    assert result.start == (24, 24) and result.kept <= 1
 
 
 @pytest.mark.slow
@@ -242,16 +242,16 @@ def test_a_reference_sets_the_limit(folder):
         worse.lm_head.weight.mul_(0.5)
     worse.save_pretrained(folder / "worse")
     rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
-    found = search(asked(folder, reference=str(folder / "worse")))
-    assert found.limit == pytest.approx(float(perplexity(worse, rows, None)), rel=1e-6)
-    assert found.whole < found.perplexity <= found.limit
-    said = "has a perplexity of .* and the model with its whole cache has .*: no budget can"
-    with pytest.raises(ValueError, match=said):
-        search(asked(folder, "worse", reference=str(folder / "selective")))
+    result = search(options_for(folder, reference=str(folder / "worse")))
+    assert result.limit == pytest.approx(float(perplexity(worse, rows, None)), rel=1e-6)
+    assert result.whole < result.perplexity <= result.limit
+    message = "has a perplexity of .* and the model with its whole cache has .*: no budget can"
+    with pytest.raises(ValueError, match=message):
+        search(options_for(folder, "worse", reference=str(folder / "selective")))
     other = shutil.copytree(folder / "selective", folder / "other")
     # The same bytes in another order: as many tokens, and other ones.
-    made_of = tokenizer_of_words()
-    text = made_of._tokenizer.to_str()
+    tokenizer = tokenizer_of_words()
+    text = tokenizer._tokenizer.to_str()
     changed = json.loads(text)
     vocabulary = changed["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -260,10 +260,10 @@ def test_a_reference_sets_the_limit(folder):
         model = small(layers=3)
         heedful.convert(model, "selective")
         model.save_pretrained(folder / name)
-        type(made_of._tokenizer).from_str(text).save(str(folder / name / "tokenizer.json"))
+        type(tokenizer._tokenizer).from_str(text).save(str(folder / name / "tokenizer.json"))
         shutil.copy(_tokenizer_config(folder), folder / name / "tokenizer_config.json")
     with pytest.raises(ValueError, match="splits the data into other tokens than"):
-        search(asked(folder, reference=str(other), tokenizer=None))
+        search(options_for(folder, reference=str(other), tokenizer=None))
 
 
 def _tokenizer_config(folder: Path) -> Path:
@@ -281,31 +281,31 @@ def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
         (folder / "selective" / LOG).write_bytes(b"".join(lines[:count]) + half)
         if half:
             with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-                again = search(asked(folder))
+                again = search(options_for(folder))
         else:
-            again = search(asked(folder))
+            again = search(options_for(folder))
         assert again.measured == len(lines) - count
         assert (folder / "selective" / LOG).read_bytes() == b"".join(lines)
         same = {"path": whole.path, "measured": 0, "seconds": 0}
         assert again._replace(**same) == whole._replace(**same)
     monkeypatch.setattr(budget, "perplexity", None)  # all is known
-    again = search(asked(folder))
+    again = search(options_for(folder))
     assert again.eviction == whole.eviction and again.measured == 0
 
 
 def test_another_search_is_refused_unless_told(searched):
     folder, first = searched
     before = files_of(folder)
-    for options, said in (
+    for options, message in (
         ({"loss": 2.0}, "loss was 1.0 and is 2.0 now"),
         ({"rows": 3}, "rows was 2 and is 3 now"),
         ({"recent": 5}, "policy.recent was 4 and is 5 now"),
         ({"eviction": "tova"}, 'policy.kind was "MostHidden" and is "TOVA" now'),
     ):
-        with pytest.raises(ValueError, match=f"holds another search: .*{said}.*--restart"):
-            search(asked(folder, **options))
+        with pytest.raises(ValueError, match=f"holds another search: .*{message}.*--restart"):
+            search(options_for(folder, **options))
         assert files_of(folder) == before
-    second = search(asked(folder, loss=20.0, rows=1, restart=True))
+    second = search(options_for(folder, loss=20.0, rows=1, restart=True))
     assert second.kept < first.kept and second.measured == second.trials
     model = heedful.load(folder / "selective")
     with torch.no_grad():
@@ -313,10 +313,10 @@ def test_another_search_is_refused_unless_told(searched):
             p.mul_(1.02)
     model.save_pretrained(folder / "selective")
     with pytest.raises(ValueError, match=r"holds another search: model\.weights was"):
-        search(asked(folder, loss=20.0, rows=1))
+        search(options_for(folder, loss=20.0, rows=1))
     (folder / "selective" / LOG).write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match=r"is damaged .*; add --restart to search"):
-        search(asked(folder))
+        search(options_for(folder))
 
 
 def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
@@ -336,12 +336,12 @@ def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
 
 
 def test_as_a_command(searched, capsys):
-    folder, found = searched
+    folder, result = searched
     with pytest.raises(SystemExit) as stop:
         main(command(folder, "--loss", "1"))
     captured = capsys.readouterr()
     assert stop.value.code == 0
-    tokens = found.eviction.tokens
+    tokens = result.eviction.tokens
     printed = captured.out.splitlines()
     assert printed[0] == "layer  tokens   share"
     for i, n in enumerate(tokens):
@@ -385,11 +385,11 @@ def test_wrong_options_are_one_line_and_nothing_changes(folder, message, capsys)
 
 
 def test_models_that_are_no_folder_are_one_line(folder, capsys):
-    for name, said in {
+    for name, message in {
         "nothing": "model must be a folder, as budgets.json is written into it",
         "": "is a folder without a config.json; name a model's folder",
     }.items():
-        assert said in refused(capsys, command(folder, name=name))
+        assert message in refused(capsys, command(folder, name=name))
 
 
 def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
@@ -400,8 +400,8 @@ def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
 def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
     add = Log.add
 
-    def interrupted(self, *given):
-        add(self, *given)
+    def interrupted(self, *arguments):
+        add(self, *arguments)
         if len(self.known) == 3:
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
@@ -410,8 +410,10 @@ def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
         main(command(folder, "--loss", "1", "--length", "72"))
     out, err = capsys.readouterr()
     assert stop.value.code == 130 and out == "", err
-    said = "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
-    assert said in err and "Traceback" not in err
+    message = (
+        "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
+    )
+    assert message in err and "Traceback" not in err
     assert not (folder / "selective" / "budgets.json").exists()
     log = folder / "selective" / LOG
     assert log.read_bytes().endswith(b"}\n") and log.read_bytes().count(b"\n") == 4
@@ -423,4 +425,4 @@ def test_a_model_that_diverged_is_refused(folder):
         model.lm_head.weight.fill_(math.nan)
     model.save_pretrained(folder / "standard")
     with pytest.raises(ValueError, match="has a perplexity of nan on the data"):
-        search(asked(folder, "standard"))
+        search(options_for(folder, "standard"))

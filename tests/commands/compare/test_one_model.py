@@ -11,7 +11,7 @@ import torch
 from heedful import MemoryLoss
 from heedful.commands.compare.one_model import Diverged, train
 from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
 from heedful.training.run import Stopped
@@ -19,12 +19,12 @@ from heedful.training.trainer import parameter_groups
 
 TASK = Parity(bits=6)
 SIZE = Size(32, 2, 2)
-BUDGET = Budget(steps=12, batch=8, evaluations=3, held_out=16, warmup=2)
+HYPERPARAMETERS = Hyperparameters(steps=12, batch=8, evaluations=3, held_out=16, warmup=2)
 
 
 def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path):
     runs = [
-        train(TASK, Standard(), SIZE, BUDGET, seed, tmp_path / str(n), device="cpu")
+        train(TASK, Standard(), SIZE, HYPERPARAMETERS, seed, tmp_path / str(n), device="cpu")
         for n, seed in enumerate((0, 0, 1))
     ]
     assert runs[0].loss_curve == runs[1].loss_curve
@@ -40,7 +40,7 @@ def test_all_mechanisms_start_from_the_same_weights():
 
 
 def test_a_stopped_run_goes_on_to_the_same_end(tmp_path):
-    whole = train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "whole", device="cpu")
+    whole = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "whole", device="cpu")
     steps = []
 
     def five_steps_and_stop() -> bool:
@@ -48,13 +48,13 @@ def test_a_stopped_run_goes_on_to_the_same_end(tmp_path):
 
     with pytest.raises(Stopped):
         train(
-            TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "parts", device="cpu",
+            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu",
             progress=lambda step, value: steps.append(step), should_stop=five_steps_and_stop,
         )  # fmt: skip
     assert steps == [1, 2, 3, 4, 5]
     steps = []
     resumed = train(
-        TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "parts", device="cpu",
+        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu",
         progress=lambda step, value: steps.append(step),
     )  # fmt: skip
     assert steps == [6, 7, 8, 9, 10, 11, 12]
@@ -73,33 +73,33 @@ class Killed(Exception):
     """Stands for a death: nothing is saved when it comes."""
 
 
-def killed_at(step: int, folder, budget: Budget, save_seconds: float) -> None:
+def killed_at(step: int, folder, hyperparameters: Hyperparameters, save_seconds: float) -> None:
     def die(now: int, value: float | None) -> None:
         if now == step:
             raise Killed
 
     with pytest.raises(Killed):
         train(
-            TASK, Selective(), SIZE, budget, 0, folder, device="cpu", progress=die,
+            TASK, Selective(), SIZE, hyperparameters, 0, folder, device="cpu", progress=die,
             save_seconds=save_seconds,
         )  # fmt: skip
 
 
 def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
     """Also between two means of the loss: 100 steps have one of every second."""
-    budget = replace(BUDGET, steps=100)
-    whole = train(TASK, Selective(), SIZE, budget, 0, tmp_path / "whole", device="cpu")
+    hyperparameters = replace(HYPERPARAMETERS, steps=100)
+    whole = train(TASK, Selective(), SIZE, hyperparameters, 0, tmp_path / "whole", device="cpu")
     assert [step for step, _ in whole.loss_curve] == list(range(2, 101, 2))
     parts = tmp_path / "parts"
-    killed_at(4, parts, budget, save_seconds=math.inf)
+    killed_at(4, parts, hyperparameters, save_seconds=math.inf)
     assert not list(parts.glob("checkpoint-*"))
-    killed_at(6, parts, budget, save_seconds=0)
+    killed_at(6, parts, hyperparameters, save_seconds=0)
     assert sorted(path.name for path in parts.glob("checkpoint-*")) == [
         "checkpoint-4", "checkpoint-5",
     ]  # fmt: skip
     steps = []
     resumed = train(
-        TASK, Selective(), SIZE, budget, 0, parts, device="cpu",
+        TASK, Selective(), SIZE, hyperparameters, 0, parts, device="cpu",
         progress=lambda step, value: steps.append(step),
     )  # fmt: skip
     assert steps[0] == 6
@@ -108,15 +108,15 @@ def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
 
 
 def test_a_damaged_checkpoint_costs_its_steps_alone(tmp_path):
-    whole = train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "whole", device="cpu")
+    whole = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "whole", device="cpu")
     parts = tmp_path / "parts"
-    killed_at(8, parts, BUDGET, save_seconds=0)
+    killed_at(8, parts, HYPERPARAMETERS, save_seconds=0)
     weights = parts / "checkpoint-7" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     steps = []
     with pytest.warns(UserWarning, match="cut short|going on from step 6"):
         resumed = train(
-            TASK, Selective(), SIZE, BUDGET, 0, parts, device="cpu",
+            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, parts, device="cpu",
             progress=lambda step, value: steps.append(step),
         )  # fmt: skip
     assert steps[0] == 7
@@ -124,15 +124,15 @@ def test_a_damaged_checkpoint_costs_its_steps_alone(tmp_path):
 
 
 def test_the_memory_loss_trains_another_model_that_needs_less(tmp_path):
-    plain = train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu")
+    plain = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu")
     with_it = train(
-        TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu", memory_loss=0.1
+        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu", memory_loss=0.1
     )
     assert plain.loss_curve[0] == with_it.loss_curve[0], "losses are told without the term"
     assert plain.loss_curve[-1] != with_it.loss_curve[-1]
     rows, needs = TASK.held_out(64).input_ids, []
     strong = train(
-        TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu", memory_loss=3.0
+        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu", memory_loss=3.0
     )
     for run in (plain, with_it, strong):
         with torch.no_grad(), MemoryLoss(run.model) as memory:  # the run has taken its own away
@@ -144,7 +144,7 @@ def test_the_memory_loss_trains_another_model_that_needs_less(tmp_path):
 def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
     """The gradient of the first step is that of loss + 0.1 memory, by a plain loop."""
     model, grads = from_scratch(TASK, Selective(), SIZE, 0), []
-    rows = TASK.batch(BUDGET.batch, 0, 0)
+    rows = TASK.batch(HYPERPARAMETERS.batch, 0, 0)
     with MemoryLoss(model) as memory:
         loss = model(input_ids=rows.input_ids, labels=rows.labels).loss
         (loss + 0.1 * memory()).backward()
@@ -157,16 +157,16 @@ def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", first)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(1.0))
     with pytest.raises(Killed):
-        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu", memory_loss=0.1)
-    for one, two in zip(grads[0], expected, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu", memory_loss=0.1)
+    for actual, wanted in zip(grads[0], expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(tmp_path):
     def begin(folder, **options):
         return train(
-            TASK, Selective(), SIZE, BUDGET, 0, tmp_path / folder, device="cpu", memory_loss=0.1,
-            **options,
+            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / folder, device="cpu",
+            memory_loss=0.1, **options,
         )  # fmt: skip
 
     whole, steps = begin("whole"), []
@@ -175,24 +175,44 @@ def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(tmp_path):
             "parts", progress=lambda *step: steps.append(step), should_stop=lambda: len(steps) > 4
         )
     with pytest.raises(ValueError, match=r"another run: memory_loss was 0\.1 and is absent now"):
-        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "parts", device="cpu")
+        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu")
     assert_same(begin("parts"), whole)
 
 
 def test_a_model_that_reports_no_memory_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must have layers that report memory"):
-        train(TASK, Standard(), SIZE, BUDGET, 0, tmp_path / "run", memory_loss=0.1, device="cpu")
+        train(
+            TASK,
+            Standard(),
+            SIZE,
+            HYPERPARAMETERS,
+            0,
+            tmp_path / "run",
+            memory_loss=0.1,
+            device="cpu",
+        )
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="memory_loss must be a number of at least 0"):
-        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path / "run", memory_loss=-1, device="cpu")
+        train(
+            TASK,
+            Selective(),
+            SIZE,
+            HYPERPARAMETERS,
+            0,
+            tmp_path / "run",
+            memory_loss=-1,
+            device="cpu",
+        )
 
 
 def test_another_run_s_state_is_refused_by_what_differs(tmp_path):
-    killed_at(3, tmp_path, BUDGET, save_seconds=0)
+    killed_at(3, tmp_path, HYPERPARAMETERS, save_seconds=0)
     with pytest.raises(ValueError, match=r"holds the state of another run: seed was 0 and is 1"):
-        train(TASK, Selective(), SIZE, BUDGET, 1, tmp_path, device="cpu")
+        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 1, tmp_path, device="cpu")
     with pytest.raises(ValueError, match=r"budget\.steps was 12 and is 13 now"):
-        train(TASK, Selective(), SIZE, replace(BUDGET, steps=13), 0, tmp_path, device="cpu")
+        train(
+            TASK, Selective(), SIZE, replace(HYPERPARAMETERS, steps=13), 0, tmp_path, device="cpu"
+        )
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
@@ -201,7 +221,7 @@ def test_a_changed_text_is_another_run(tmp_path):
     task = Text(paths=(str(text),), length=16)
 
     def begin() -> None:
-        train(replace(task), Standard(), SIZE, BUDGET, 0, tmp_path / "run", device="cpu",
+        train(replace(task), Standard(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu",
               should_stop=lambda: True)  # fmt: skip
 
     text.write_text("heed the needful, and need the heedful. " * 20)
@@ -213,26 +233,26 @@ def test_a_changed_text_is_another_run(tmp_path):
 
 
 def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
-    killed_at(4, tmp_path, BUDGET, save_seconds=0)
+    killed_at(4, tmp_path, HYPERPARAMETERS, save_seconds=0)
 
     def full(*_):
         raise RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"state cannot be saved in "):
         patch.setattr(torch, "save", full)
-        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu", save_seconds=0)
+        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu", save_seconds=0)
     steps = []
     with pytest.warns(UserWarning, match="cut short|going on from step 3"):
-        train(TASK, Selective(), SIZE, BUDGET, 0, tmp_path, device="cpu",
+        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu",
               progress=lambda step, value: steps.append(step))  # fmt: skip
     assert steps[0] == 4
 
 
 def test_a_diverged_model_is_said(tmp_path):
-    budget = replace(BUDGET, learning_rate=1e30)
+    hyperparameters = replace(HYPERPARAMETERS, learning_rate=1e30)
     with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:
-        train(TASK, Standard(), SIZE, budget, 0, tmp_path / "run", device="cpu")
-    assert isinstance(raised.value, ValueError) and raised.value.step < budget.steps
+        train(TASK, Standard(), SIZE, hyperparameters, 0, tmp_path / "run", device="cpu")
+    assert isinstance(raised.value, ValueError) and raised.value.step < hyperparameters.steps
     run = raised.value.run
     assert all(map(math.isnan, run.final.values())) and run.tokens_per_second > 0
     assert not (tmp_path / "run").exists()
@@ -253,8 +273,10 @@ def test_without_the_system_s_count_the_peak_of_memory_is_nan():
 
 def test_training_learns(tmp_path):
     task = Copy(symbols=2, alphabet=4)
-    budget = Budget(steps=150, batch=32, learning_rate=1e-2, warmup=10, held_out=64)
-    run = train(task, Standard(), SIZE, budget, 0, tmp_path / "run", device="cpu")
+    hyperparameters = Hyperparameters(
+        steps=150, batch=32, learning_rate=1e-2, warmup=10, held_out=64
+    )
+    run = train(task, Standard(), SIZE, hyperparameters, 0, tmp_path / "run", device="cpu")
     assert run.final["in-distribution"] < 0.05
     assert run.tokens_per_second > 0 and run.peak_memory_mib > 100
 
@@ -267,7 +289,7 @@ def test_an_untrained_model_scores_as_chance(tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    perplexity = score(model, task.evaluations()["held-out"], BUDGET)["perplexity"]
+    perplexity = score(model, task.evaluations()["held-out"], HYPERPARAMETERS)["perplexity"]
     assert math.isclose(perplexity, task.vocab_size, rel_tol=1e-5)
 
 
@@ -276,10 +298,13 @@ def test_an_untrained_model_scores_as_chance(tmp_path):
     [
         (lambda: Size(hidden=33, heads=2), "hidden must be an even multiple of heads"),
         (lambda: Size(layers=0), "layers must be a whole number of at least 1, got 0"),
-        (lambda: Budget(steps=0), "steps must be a whole number of at least 1, got 0"),
-        (lambda: Budget(batch="8"), "batch must be a whole number of at least 1, got '8'"),
-        (lambda: Budget(learning_rate=-1.0), "learning_rate must be a positive number, got -1.0"),
-        (lambda: Budget(mechanism_rate=None), "mechanism_rate must be a positive number"),
+        (lambda: Hyperparameters(steps=0), "steps must be a whole number of at least 1, got 0"),
+        (lambda: Hyperparameters(batch="8"), "batch must be a whole number of at least 1, got '8'"),
+        (
+            lambda: Hyperparameters(learning_rate=-1.0),
+            "learning_rate must be a positive number, got -1.0",
+        ),
+        (lambda: Hyperparameters(mechanism_rate=None), "mechanism_rate must be a positive number"),
     ],
 )
 def test_wrong_sizes_are_refused(make, message):

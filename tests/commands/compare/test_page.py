@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from heedful.commands.compare import figures
-from heedful.commands.compare.exhibits import WrittenExhibit, written_tables
+from heedful.commands.compare.exhibits import TextExhibit, text_tables
 from heedful.commands.compare.figures import (
     KernelExhibit,
     MapExhibit,
@@ -171,19 +171,19 @@ def test_table_formats():
 # Findings.
 
 
-def said(*groups) -> str:
+def finding(*groups) -> str:
     (sentence,) = findings(summarise([record for group in groups for record in group]))
     assert sentence.startswith("blocks: ") and sentence.endswith(".")
     return sentence
 
 
 def test_finding_solved():
-    text = said(runs("standard", [0.96, 0.98]), runs("mta", [0.01, 0.02]))
+    text = finding(runs("standard", [0.96, 0.98]), runs("mta", [0.01, 0.02]))
     assert text == "blocks: mta (1.5 % error) solved it where standard stayed at 97.0 % error."
 
 
 def test_finding_separated_both_ways():
-    text = said(
+    text = finding(
         runs("standard", [0.5, 0.6]), runs("mta", [0.2, 0.3]), runs("selective", [0.7, 0.8])
     )
     assert "every seed of mta (25.0 % error) did better than any of standard" in text
@@ -193,19 +193,19 @@ def test_finding_separated_both_ways():
 
 @pytest.mark.parametrize("values", [[0.1, 0.55], [0.5, 0.5], [0.1, 0.9]])
 def test_finding_overlapping(values):
-    text = said(runs("standard", [0.5, 0.6]), runs("mta", values))
+    text = finding(runs("standard", [0.5, 0.6]), runs("mta", values))
     assert "no difference from standard (55.0 % error) beyond the spread of seeds shows" in text
     assert "better" not in text and "worse" not in text
 
 
 def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
-    text = said(runs("standard", [1.0]), runs("mta", [0.031]), runs("selective", [0.0]))
+    text = finding(runs("standard", [1.0]), runs("mta", [0.031]), runs("selective", [0.0]))
     assert text == (
         "blocks: mta left 3.1 % of rows wrong, selective left no rows wrong, standard left all "
         "rows wrong; one seed may be luck: run more (--seeds 3)."
     )
     for first, second in (([0.9], [0.01, 0.02]), ([0.9, 0.95], [0.01])):
-        text = said(runs("standard", first), runs("mta", second))
+        text = finding(runs("standard", first), runs("mta", second))
         assert "; one seed may be luck: run more (--seeds 3)" in text
         assert "better" not in text and "where" not in text
     about = {"task": "text", "metric": "perplexity"}
@@ -220,14 +220,16 @@ def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
     (text,) = findings(summarise(pair))
     assert text.startswith("recall: selective left 1.0 % of answers wrong, standard left 50.0 % of")
     assert "answer error 1.0 %" in table(summarise(pair))
-    assert "mta diverged, standard left" in said(runs("standard", [0.5]), runs("mta", [math.nan]))
+    assert "mta diverged, standard left" in finding(
+        runs("standard", [0.5]), runs("mta", [math.nan])
+    )
 
 
 def test_one_name_for_two_configurations_is_said():
-    def made(task: str, every: int) -> Record:
+    def run_of(task: str, every: int) -> Record:
         return run("mta", task=task, config={"mechanism": {"conv": [6, 11], "conv_every": every}})
 
-    records = [made("blocks", 1), made("text", 4), made("parity", 4), run()]
+    records = [run_of("blocks", 1), run_of("text", 4), run_of("parity", 4), run()]
     sentence = "mta is not the same everywhere: conv_every=1 on blocks, 4 on text and parity."
     assert configurations(records) == [sentence]
     assert configurations(records[1:]) == []
@@ -255,18 +257,18 @@ def test_peak_memory_says_whose_it_is():
 
 
 def test_finding_divergence_counts_as_worst():
-    text = said(runs("standard", [0.5, math.nan]), runs("mta", [0.1, 0.2]))
+    text = finding(runs("standard", [0.5, math.nan]), runs("mta", [0.1, 0.2]))
     assert "mta (15.0 % error) did better than any of standard (1 of 2 seeds diverged)" in text
-    text = said(runs("standard", [0.5, 0.6]), runs("mta", [0.1, math.nan]))
+    text = finding(runs("standard", [0.5, 0.6]), runs("mta", [0.1, math.nan]))
     assert "for mta (1 of 2 seeds diverged) no difference" in text
-    text = said(runs("standard", [0.1, 0.2]), runs("mta", [math.nan, math.nan]))
+    text = finding(runs("standard", [0.1, 0.2]), runs("mta", [math.nan, math.nan]))
     assert "mta (2 of 2 seeds diverged) did worse than any of standard" in text
 
 
 def test_finding_without_a_fair_comparison():
-    assert "standard was not run" in said(runs("mta", [0.1, 0.2]))
-    assert "nothing to compare" in said(runs("standard", [0.1, 0.2]))
-    text = said(runs("standard", [0.5, 0.6]), runs("mta", [0.1, 0.2], steps=200))
+    assert "standard was not run" in finding(runs("mta", [0.1, 0.2]))
+    assert "nothing to compare" in finding(runs("standard", [0.1, 0.2]))
+    text = finding(runs("standard", [0.5, 0.6]), runs("mta", [0.1, 0.2], steps=200))
     assert "not like for like" in text
 
 
@@ -416,8 +418,8 @@ def test_import_is_light_and_pyplot_stays_out(tmp_path):
 
 def test_what_models_wrote_stands_by_its_source():
     rows = [("a <source>", "right", "right"), ("x" * 700, "asked", "other & more")]
-    other = [(source, asked, "no") for source, asked, _ in rows]
-    page = written_tables([WrittenExhibit("t", "one", rows), WrittenExhibit("t", "two", other)])
+    other = [(source, target, "no") for source, target, _ in rows]
+    page = text_tables([TextExhibit("t", "one", rows), TextExhibit("t", "two", other)])
     assert page.count("<table>") == 2 and page.count("a &lt;source&gt;") == 1
     assert "<th>one ✓</th><td>right</td>" in page and "<th>two ✗</th><td>no</td>" in page
     assert "<th>one ✗</th><td>other &amp; more</td>" in page

@@ -18,7 +18,7 @@ from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import findings, further, summarise
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.scoring import score, write
-from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.commands.models import open_model
 from heedful.nn import Selective, Standard
 from heedful.records import Record, read_records
@@ -29,7 +29,7 @@ from heedful.training.run import Stopped
 
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)
-ASKED = Comparison(
+COMPARISON = Comparison(
     tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=6,
     batch=4, device="cpu",
 )  # fmt: skip
@@ -41,7 +41,9 @@ def small():
 
     def small_setups(data=()):
         return {
-            name: setup._replace(size=SIZE, budget=replace(setup.budget, held_out=6, evaluations=2))
+            name: setup._replace(
+                size=SIZE, hyperparameters=replace(setup.hyperparameters, held_out=6, evaluations=2)
+            )
             for name, setup in real(data).items()
         }
 
@@ -53,7 +55,7 @@ def small():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("pairs") / "out"
-    return out, compare(ASKED, out)
+    return out, compare(COMPARISON, out)
 
 
 def text_model(mechanism=None, task=None):
@@ -69,7 +71,7 @@ def text_model(mechanism=None, task=None):
 def test_every_run_has_its_measures(finished):
     _, records = finished
     assert [(r.task, r.mechanism) for r in records] == [
-        (task, name) for task in ASKED.tasks for name in ASKED.mechanisms
+        (task, name) for task in COMPARISON.tasks for name in COMPARISON.mechanisms
     ]
     for record in records:
         splits = {"translate": ["held-out", "2x-clauses"]}.get(record.task, ["held-out"])
@@ -85,7 +87,9 @@ def test_every_run_has_its_measures(finished):
 
 
 def test_both_mechanisms_start_alike_and_differ_in_the_decoder_alone():
-    models = [from_scratch(Translate(), one, SIZE, 0) for one in (Standard(), Selective())]
+    models = [
+        from_scratch(Translate(), mechanism, SIZE, 0) for mechanism in (Standard(), Selective())
+    ]
     first, second = (model.state_dict() for model in models)
     assert all(torch.equal(second[name], x) for name, x in first.items() if ".heedful." not in name)
     kinds = {name: type(x.heedful).__name__ for name, x in models[1].named_modules()
@@ -99,7 +103,7 @@ def test_the_page_shows_measures_and_what_was_written(finished):
     page = (out / "report.html").read_text()
     for text in ("BLEU (more is better)", "ROUGE-L (more is better)", "fact recall", "fact error"):
         assert text in page
-    for task in ASKED.tasks:
+    for task in COMPARISON.tasks:
         assert f"Written: {task}" in page
     task = Translate()
     source = task.decode(task.held_out(4).input_ids[0])
@@ -112,9 +116,9 @@ def test_saved_models_write_what_the_trained_ones_did(finished):
     out, records = finished
     model = heedful.load(out / "models" / "translate-selective-0").eval()
     record = next(r for r in records if (r.task, r.mechanism) == ("translate", "selective"))
-    found = score(model, Translate(), Budget(batch=4, held_out=6))
-    assert found["loss"] == pytest.approx(record.final["loss"], rel=1e-5)
-    assert found["error"] == record.final["held-out"] and found["bleu"] == record.final["bleu"]
+    scores = score(model, Translate(), Hyperparameters(batch=4, held_out=6))
+    assert scores["loss"] == pytest.approx(record.final["loss"], rel=1e-5)
+    assert scores["error"] == record.final["held-out"] and scores["bleu"] == record.final["bleu"]
     tokenizer = AutoTokenizer.from_pretrained(out / "models" / "translate-selective-0")
     task = Translate()
     (source, _), row = task.texts(1, 1)[0], task.sample(1, 1).input_ids[0]
@@ -128,19 +132,19 @@ def test_scores_of_padded_rows_are_those_of_the_rows_alone(mechanism):
     task = Translate()
     model, rows = text_model(mechanism), task.held_out(6)
     nats, texts = [], []
-    for ids, mask, labels, asked in zip(*rows, strict=True):
-        ids, labels = ids[mask.bool()][None], labels[asked.bool()][None]
+    for ids, mask, labels, label_mask in zip(*rows, strict=True):
+        ids, labels = ids[mask.bool()][None], labels[label_mask.bool()][None]
         with torch.no_grad():
             logits = model(input_ids=ids, labels=labels, use_cache=False).logits
             nats.append(cross_entropy(logits[0], labels[0], reduction="none"))
-        made = model.generate(ids, max_new_tokens=task.target_length, do_sample=False)
-        texts.append(task.decode(made[0, 1:]))
+        output = model.generate(ids, max_new_tokens=task.target_length, do_sample=False)
+        texts.append(task.decode(output[0, 1:]))
     assert len({len(x) for x in nats}) > 1 and len(set(texts)) > 1
-    found = score(model, task, Budget(batch=4, held_out=6))
+    scores = score(model, task, Hyperparameters(batch=4, held_out=6))
     references = task.references(rows.labels)
-    assert found["loss"] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-6)
-    assert found["bleu"] == bleu(texts, references)
-    assert found["error"] == text_error(texts, references)
+    assert scores["loss"] == pytest.approx(torch.cat(nats).mean().item(), abs=1e-6)
+    assert scores["bleu"] == bleu(texts, references)
+    assert scores["error"] == text_error(texts, references)
     assert write(model, task, rows) == texts
 
 
@@ -151,10 +155,10 @@ def test_padding_teaches_nothing():
     model(**rows.inputs()).loss.backward()
     together = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    for ids, mask, labels, asked in zip(*rows, strict=True):
-        ids, labels = ids[mask.bool()][None], labels[asked.bool()][None]
+    for ids, mask, labels, label_mask in zip(*rows, strict=True):
+        ids, labels = ids[mask.bool()][None], labels[label_mask.bool()][None]
         loss = model(input_ids=ids, labels=labels).loss
-        (loss * asked.sum() / rows.decoder_attention_mask.sum()).backward()
+        (loss * label_mask.sum() / rows.decoder_attention_mask.sum()).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, together[name], rtol=1e-8, atol=1e-10)
 
@@ -164,19 +168,19 @@ def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
     """Within a run of a selective model, and between two runs; everything ends as without."""
     _, whole = finished
     for steps, there in ((9, 1), (13, 3)):  # each run has 6; 3 are left of the second
-        asked = iter(range(1000))
+        calls = iter(range(1000))
 
-        def stop(asked=asked, steps=steps) -> bool:
-            return next(asked) + 1 >= steps
+        def stop(calls=calls, steps=steps) -> bool:
+            return next(calls) + 1 >= steps
 
         with pytest.raises(Stopped):
-            compare(ASKED, tmp_path, stop)
+            compare(COMPARISON, tmp_path, stop)
         assert len(read_records(tmp_path / "results.jsonl")) == there
-    records = compare(ASKED, tmp_path)
+    records = compare(COMPARISON, tmp_path)
     assert "missing keys" not in caplog.text, "tied weights are there under one of their names"
     assert len(records) == len(whole) == 6
-    for found, expected in zip(records, whole, strict=True):
-        assert (found.final, found.curve, found.loss_curve) == (
+    for record, expected in zip(records, whole, strict=True):
+        assert (record.final, record.curve, record.loss_curve) == (
             expected.final, expected.curve, expected.loss_curve,
         )  # fmt: skip
 
@@ -187,12 +191,12 @@ def test_the_memory_loss_of_padded_targets_is_that_of_the_rows_alone():
     with torch.no_grad(), MemoryLoss(model) as memory:
         model(**rows.inputs())
         together = memory().item()
-        for ids, mask, labels, asked in zip(*rows, strict=True):
-            model(input_ids=ids[mask.bool()][None], labels=labels[asked.bool()][None])
-            needs += memory().item() * int(asked.sum())
+        for ids, mask, labels, label_mask in zip(*rows, strict=True):
+            model(input_ids=ids[mask.bool()][None], labels=labels[label_mask.bool()][None])
+            needs += memory().item() * int(label_mask.sum())
     tokens = int(rows.decoder_attention_mask.sum())
     assert together == pytest.approx(needs / tokens, rel=1e-9) and together > 0
-    chosen = settings.chosen_setups(replace(ASKED, memory_loss=0.1))["translate"]
+    chosen = settings.chosen_setups(replace(COMPARISON, memory_loss=0.1))["translate"]
     assert chosen.mechanisms == ("standard", "selective", "selective + memory loss")
 
 
@@ -207,15 +211,15 @@ def test_generate_makes_a_target_of_a_source(finished, capsys, options):
     command = ["generate", str(folder), "--prompt", source, "--max-new-tokens"]
     with pytest.raises(SystemExit) as stop:
         main([*command, str(task.target_length), *options])
-    said = capsys.readouterr()
-    assert stop.value.code == 0, said.err
+    output = capsys.readouterr()
+    assert stop.value.code == 0, output.err
     if not options:
-        assert said.out.strip() == expected
-    assert f"{len(task.sample(1, 1).input_ids[0])} tokens read" in said.err
+        assert output.out.strip() == expected
+    assert f"{len(task.sample(1, 1).input_ids[0])} tokens read" in output.err
     with pytest.raises(SystemExit) as stop:
         main([*command, "9999"])
-    said = capsys.readouterr().err
-    assert stop.value.code == 1 and "max_new_tokens asks for 9999 tokens, and the model" in said
+    output = capsys.readouterr().err
+    assert stop.value.code == 1 and "max_new_tokens asks for 9999 tokens, and the model" in output
 
 
 def test_budgets_are_not_searched_for_encoder_decoders(finished, capsys, tmp_path):
@@ -248,8 +252,8 @@ def test_pairs_of_a_file_are_learnt_from_and_their_texts_scored(tmp_path, capsys
     records = {r.task: r for r in read_records(out / "results.jsonl")}
     assert records["translate"].metric == "bleu" and records["summarise"].metric == "rouge_l"
     assert 0 <= records["translate"].value <= 100
-    said = capsys.readouterr().out
-    assert "translate: only standard (BLEU " in said and "solved" not in said
+    output = capsys.readouterr().out
+    assert "translate: only standard (BLEU " in output and "solved" not in output
     page = (out / "report.html").read_text()
     assert "higher is better" in page and "lower is better" not in page
 
@@ -260,9 +264,9 @@ def test_a_bad_line_of_pairs_is_one_clean_line(line, tmp_path, capsys):
     path.write_text(f"a\tb\n{line}\n")
     with pytest.raises(SystemExit) as stop:
         main(["compare", "--tasks", "translate", "--data", str(path), "--out", str(tmp_path / "o")])
-    said = capsys.readouterr().err
-    assert stop.value.code == 1 and "pairs.tsv', whose line 2 has" in said
-    assert said.count("\n") == 1 and not (tmp_path / "o").exists()
+    error = capsys.readouterr().err
+    assert stop.value.code == 1 and "pairs.tsv', whose line 2 has" in error
+    assert error.count("\n") == 1 and not (tmp_path / "o").exists()
 
 
 WRONG = {
@@ -298,8 +302,8 @@ def run(mechanism: str, seed: int, value: float) -> Record:
 def test_of_bleu_more_is_better():
     records = [run("standard", seed, 40.0 + seed) for seed in (0, 1)]
     records += [run("selective", seed, 50.0 + seed) for seed in (0, 1)]
-    (found,) = findings(summarise(records))
-    assert "every seed of selective (BLEU 50.5) did better than any of standard" in found
+    (finding,) = findings(summarise(records))
+    assert "every seed of selective (BLEU 50.5) did better than any of standard" in finding
     (table,) = further(records)
     assert "error" in table and "59.5 % ± 0.7" not in table and "59.5 ± 0.7 %" in table
     assert "BLEU" not in table  # what they are judged by stands in the first table
@@ -310,12 +314,16 @@ def test_a_diverged_encoder_decoder_is_a_result(tmp_path, monkeypatch):
 
     def hot(data=()):
         setup = real(data)["translate"]
-        return {"translate": setup._replace(budget=replace(setup.budget, learning_rate=1e30))}
+        return {
+            "translate": setup._replace(
+                hyperparameters=replace(setup.hyperparameters, learning_rate=1e30)
+            )
+        }
 
     monkeypatch.setattr(settings, "setups", hot)
-    asked = replace(ASKED, tasks=("translate",), mechanisms=("standard",), steps=8)
+    comparison = replace(COMPARISON, tasks=("translate",), mechanisms=("standard",), steps=8)
     with pytest.warns(UserWarning, match=r"translate · standard · seed 0: the model diverged"):
-        (record,) = compare(asked, tmp_path)
+        (record,) = compare(comparison, tmp_path)
     assert math.isnan(record.value) and json.loads(record.to_json())["final"]["bleu"] is None
 
 

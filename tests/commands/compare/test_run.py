@@ -46,7 +46,7 @@ def small():
         return {
             name: setup._replace(
                 size=Size(16, setup.size.layers, setup.size.heads),
-                budget=replace(setup.budget, held_out=4),
+                hyperparameters=replace(setup.hyperparameters, held_out=4),
             )
             for name, setup in real(data).items()
         }
@@ -275,7 +275,11 @@ def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
 
     def hot(data=()):
         setup = real(data)["parity"]
-        return {"parity": setup._replace(budget=replace(setup.budget, learning_rate=1e30))}
+        return {
+            "parity": setup._replace(
+                hyperparameters=replace(setup.hyperparameters, learning_rate=1e30)
+            )
+        }
 
     monkeypatch.setattr(settings, "setups", hot)
     with pytest.warns(UserWarning, match="parity · .* · seed 0: the model diverged: at step"):
@@ -287,12 +291,12 @@ def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
 
 def test_a_stopped_comparison_goes_on(parity, tmp_path):
     _, whole = parity
-    asked = 0
+    calls = 0
 
     def after_three_steps() -> bool:
-        nonlocal asked
-        asked += 1
-        return asked >= 3
+        nonlocal calls
+        calls += 1
+        return calls >= 3
 
     with pytest.raises(Stopped):
         compare(PARITY, tmp_path, after_three_steps)
@@ -332,9 +336,9 @@ def test_with_the_memory_loss_a_mechanism_is_there_twice(tmp_path):
 def test_a_stopped_comparison_with_the_memory_loss_goes_on(tmp_path):
     comparison = replace(PARITY, mechanisms=("selective",), memory_loss=0.1)
     whole = compare(comparison, tmp_path / "whole")
-    asked = []
+    calls = []
     with pytest.raises(Stopped):
-        compare(comparison, tmp_path / "parts", lambda: len(asked) >= 2 or bool(asked.append(1)))
+        compare(comparison, tmp_path / "parts", lambda: len(calls) >= 2 or bool(calls.append(1)))
     assert "parity-selective-memory-loss-0 as it was after step 1" in kept(tmp_path / "parts")
     resumed = compare(comparison, tmp_path / "parts")
     assert [r.loss_curve for r in resumed] == [r.loss_curve for r in whole]

@@ -16,9 +16,14 @@ import heedful.commands.compare.run as room
 from heedful.cli import write_page
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare.options import LEAST_TOKENS, Comparison
-from heedful.commands.compare.scratch import Budget, Size, from_scratch, local_global
+from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
 from heedful.commands.compare.setups import chosen_setups
-from heedful.commands.compare.small_cache_tables import HeldExhibit, held_picture, pictures, tables
+from heedful.commands.compare.small_cache_tables import (
+    CacheExhibit,
+    cache_picture,
+    pictures,
+    tables,
+)
 from heedful.commands.compare.small_caches import plans, under_budget
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.look import held_over_time
@@ -39,10 +44,10 @@ def finished(tmp_path_factory):
     data = tmp_path_factory.mktemp("data") / "text.txt"
     data.write_text("".join(f"line {i} says {i * i % 97}. " for i in range(4000)))
     out = tmp_path_factory.mktemp("compare") / "out"
-    asked = replace(TEXT, data=(str(data),))
+    comparison = replace(TEXT, data=(str(data),))
     with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
-        compare(asked, out)
-    return asked, out
+        compare(comparison, out)
+    return comparison, out
 
 
 @torch.no_grad()
@@ -106,19 +111,19 @@ def test_a_model_of_text_has_its_tokenizer_beside_it(finished):
 
 @pytest.mark.slow
 def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):
-    asked, out = finished
+    comparison, out = finished
     path = out / "budgets.jsonl"
     before = path.read_text()
-    compare(asked, out)
+    compare(comparison, out)
     assert path.read_text() == before
     path.write_text(before[: len(before) // 2])  # as a crash leaves it
     with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-        compare(replace(asked, budgets=(0.5, 14, 20)), out)
+        compare(replace(comparison, budgets=(0.5, 14, 20)), out)
     assert all(UnderBudget.from_json(line) for line in path.read_text().splitlines())
-    found = {x.key: x.value for x in read_budgeted(path)}
+    values = {x.key: x.value for x in read_budgeted(path)}
     old = {x.key: x.value for x in map(UnderBudget.from_json, before.splitlines())}
-    assert old.items() <= found.items()
-    assert {key[-1] for key in found.keys() - old.keys()} == {20}
+    assert old.items() <= values.items()
+    assert {key[-1] for key in values.keys() - old.keys()} == {20}
 
 
 @pytest.mark.slow
@@ -130,8 +135,8 @@ def test_the_page_shows_it(finished):
     assert page.count("against the peak bytes of its KV cache for one row") >= 4 * 2
     assert "what each layer&#x27;s cache holds in the course of a row" in page
     scored = read_budgeted(out / "budgets.jsonl")
-    made = tables(scored, markdown=True)
-    assert "| selective | MostHidden | " in made and "| 32 tokens | " in made
+    table = tables(scored, markdown=True)
+    assert "| selective | MostHidden | " in table and "| 32 tokens | " in table
     assert len(pictures(scored)) == 4
 
 
@@ -149,16 +154,20 @@ def test_a_hybrids_layers_are_local_but_for_every_fourth():
 def test_recall_is_scored_by_kind_of_question():
     task = Recall()
     model = from_scratch(task, Selective(), Size(16, 2, 2), 0).eval()
-    made = list(plans(model, task, (0.25, 20)))
-    assert [type(x).__name__ for x in made][:3] == ["StreamingLLM", "MostHidden", "StreamingLLM"]
-    assert {x.tokens for x in made} == {256, 64, 20}
-    final, peak, rows = under_budget(model, task, made[1], Budget(held_out=2))
+    policies = list(plans(model, task, (0.25, 20)))
+    assert [type(x).__name__ for x in policies][:3] == [
+        "StreamingLLM",
+        "MostHidden",
+        "StreamingLLM",
+    ]
+    assert {x.tokens for x in policies} == {256, 64, 20}
+    final, peak, rows = under_budget(model, task, policies[1], Hyperparameters(held_out=2))
     assert list(final) == ["in-distribution", "dormant", "recent"] and rows == 2
     assert all(0 <= x <= 1 for x in final.values())
-    found = peak_token_by_token(model, task.held_out(1).input_ids, made[1])
-    assert 0 <= peak - found <= 8  # the position that the first of two layers has let go
+    alone = peak_token_by_token(model, task.held_out(1).input_ids, policies[1])
+    assert 0 <= peak - alone <= 8  # the position that the first of two layers has let go
     row = 2 * 16 * 4 + 4 + 8  # K and V, F, position: 64 tokens with keys, one less of the others
-    assert found <= 2 * 64 * row + 2 * 16 * 4
+    assert alone <= 2 * 64 * row + 2 * 16 * 4
 
 
 def test_what_is_held_is_drawn_over_time():
@@ -169,25 +178,25 @@ def test_what_is_held_is_drawn_over_time():
         assert not shown.triu(1).any()
         assert shown.sum(1).tolist() == [*range(1, 14), *[13] * 27]
         assert shown[:, :4].tril().sum(0).tolist() == [40, 39, 38, 37]  # the sinks
-    figure, text = held_picture(HeldExhibit("text", "selective", "MostHidden", 14, maps))
+    figure, text = cache_picture(CacheExhibit("text", "selective", "MostHidden", 14, maps))
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == ["layer 0: 13 of 40 at the end", "layer 1: 13 of 40 at the end"]
     assert "under MostHidden with 14 tokens" in text
 
 
 def test_budgets_that_nothing_can_be_scored_under_are_refused():
-    asked = Comparison(tasks=("recall",), mechanisms=("mta",), budgets=(0.5,), layers=4)
+    comparison = Comparison(tasks=("recall",), mechanisms=("mta",), budgets=(0.5,), layers=4)
     with pytest.raises(ValueError, match="budgets need a mechanism whose cache can let tokens go, "
                                          "and mta cannot"):  # fmt: skip
-        chosen_setups(asked)
+        chosen_setups(comparison)
     with pytest.raises(ValueError, match="and mta, grouped cannot"):
-        chosen_setups(replace(asked, mechanisms=("mta", "grouped")))
-    assert chosen_setups(replace(asked, budgets=()))
+        chosen_setups(replace(comparison, mechanisms=("mta", "grouped")))
+    assert chosen_setups(replace(comparison, budgets=()))
     with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
-        chosen_setups(replace(asked, mechanisms=("mta", "standard")))
+        chosen_setups(replace(comparison, mechanisms=("mta", "standard")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        chosen_setups(replace(asked, mechanisms=("talking-heads", "selective")))
+        chosen_setups(replace(comparison, mechanisms=("talking-heads", "selective")))
 
 
 def test_the_least_budget_is_that_of_the_policies():

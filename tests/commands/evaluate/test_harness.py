@@ -12,9 +12,9 @@ import heedful
 from heedful.commands.evaluate import run as runner
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import WRITTEN, Evaluation
-from heedful.commands.evaluate.run import Asked, evaluate, export
+from heedful.commands.evaluate.run import EvaluationPlan, evaluate, export
 from heedful.commands.models import open_model
-from helpers.evaluations import asked, folder, here
+from helpers.evaluations import evaluation_of, folder, here
 from helpers.small_models import small, tokenizer_of_words
 
 
@@ -31,14 +31,14 @@ def ended(folder) -> Path:
 @pytest.fixture(scope="module")
 def exported(folder, ended, tmp_path_factory) -> Path:
     """Our tasks as task files."""
-    made = tmp_path_factory.mktemp("tasks")
+    tasks = tmp_path_factory.mktemp("tasks")
     evaluation = Evaluation(
         (str(ended),), ("needles", "babilong", "lambada"), lengths=(700,), depths=(0.5,), samples=3,
-        needles=(2,), kinds=(4,), haystack=(str(folder / "book.txt"),), export_lm_eval=str(made),
+        needles=(2,), kinds=(4,), haystack=(str(folder / "book.txt"),), export_lm_eval=str(tasks),
         data=(str(folder / "book.txt"),),
     )  # fmt: skip
     assert export(evaluation) == ["heedful_needles", "heedful_babilong", "heedful_lambada"]
-    return made
+    return tasks
 
 
 def test_our_tasks_are_graded_alike_by_the_harness(tmp_path, ended, exported):
@@ -48,15 +48,15 @@ def test_our_tasks_are_graded_alike_by_the_harness(tmp_path, ended, exported):
     from lm_eval.tasks import TaskManager
 
     names = ["heedful_needles", "heedful_babilong", "heedful_lambada"]
-    evaluation = asked(
+    evaluation = evaluation_of(
         tmp_path, str(ended),
         tasks=("needles", "babilong", "lambada", "lm-eval:" + ",".join(names)),
         lengths=(700,), depths=(0.5,), samples=3, needles=(2,), kinds=(4,),
         lm_eval_tasks=(str(exported),),
     )  # fmt: skip
-    found = evaluate(evaluation)
-    by_harness = found.harness[str(ended)]
-    ours = {(x.task, x.measure.name): x.found.value for x in summed_up(found.samples)}
+    result = evaluate(evaluation)
+    by_harness = result.harness[str(ended)]
+    ours = {(x.task, x.measure.name): x.estimate.value for x in summed_up(result.samples)}
     for name in ("needles", "babilong", "lambada"):
         assert by_harness[f"heedful_{name}"]["acc"] == ours[name, "accuracy"]
         assert by_harness[f"heedful_{name}"]["samples"] == 3
@@ -69,7 +69,7 @@ def test_our_tasks_are_graded_alike_by_the_harness(tmp_path, ended, exported):
     for name in names:
         assert direct["results"][name]["acc,none"] == by_harness[name]["acc"]
     replies = [x["filtered_resps"][0] for x in direct["samples"]["heedful_needles"]]
-    assert replies == [x.reply for x in found.samples if x.task == "needles"]
+    assert replies == [x.reply for x in result.samples if x.task == "needles"]
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_the_command_line_of_the_harness_runs_our_tasks(tmp_path, folder, export
     tokenizer = tokenizer_of_words()
     tokenizer.eos_token = tokenizer.pad_token = "<bot>"
     tokenizer.save_pretrained(tmp_path / "converted")
-    given = f"pretrained={tmp_path / 'converted'},trust_remote_code=True"
-    words = ["--model", "hf", "--model_args", given]
+    arguments = f"pretrained={tmp_path / 'converted'},trust_remote_code=True"
+    words = ["--model", "hf", "--model_args", arguments]
     words += ["--include_path", str(exported), "--tasks", "heedful_needles,heedful_lambada"]
     done = subprocess.run(
         [sys.executable, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
@@ -111,7 +111,7 @@ def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
     """Also where budgets of the model's own are asked for; and what it found is kept."""
     policies = []
 
-    def run_task(asked, name, model, tokenizer):
+    def run_task(options, name, model, tokenizer):
         policies.append(model._heedful.eviction)
         return {name: {"acc": 0.5}}
 
@@ -119,12 +119,12 @@ def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
     tasks = ("lm-eval:heedful_needles,heedful_babilong", "lm-eval:heedful_lambada")
     options = {"tasks": tasks, "lm_eval_tasks": (str(exported),), "budget": ("own",)}
     for _ in range(2):
-        found = evaluate(asked(tmp_path, "selective", **options))
-        assert list(found.harness["selective"]) == [
+        result = evaluate(evaluation_of(tmp_path, "selective", **options))
+        assert list(result.harness["selective"]) == [
             "heedful_needles", "heedful_babilong", "heedful_lambada",
         ]  # fmt: skip
     assert policies == [None] * 3
-    evaluate(asked(tmp_path, "selective", **options | {"samples": 3}))
+    evaluate(evaluation_of(tmp_path, "selective", **options | {"samples": 3}))
     assert len(policies) == 6
 
 
@@ -134,7 +134,7 @@ def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):
     tokenizer.eos_token = tokenizer.pad_token = "<bot>"
     tokenizer.save_pretrained(tmp_path / "short")
     for name in ("heedful_needles", "heedful_lambada"):
-        evaluation = asked(
+        evaluation = evaluation_of(
             tmp_path, str(tmp_path / "short"), tasks=(f"lm-eval:{name}",),
             lm_eval_tasks=(str(exported),),
         )  # fmt: skip
@@ -143,10 +143,14 @@ def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):
     with pytest.raises(
         ValueError, match="no task 'heedful_needle'; did you mean 'heedful_needles'"
     ):
-        evaluate(asked(tmp_path, tasks=("lm-eval:heedful_needle",), lm_eval_tasks=(str(exported),)))
+        evaluate(
+            evaluation_of(
+                tmp_path, tasks=("lm-eval:heedful_needle",), lm_eval_tasks=(str(exported),)
+            )
+        )
     with pytest.raises(ValueError, match="needs a tokenizer of transformers"):
         evaluate(
-            asked(
+            evaluation_of(
                 tmp_path, str(ended), tasks=("lm-eval:heedful_needles",), tokenizer="bytes",
                 lm_eval_tasks=(str(exported),),
             )
@@ -155,4 +159,4 @@ def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):
 
 def test_written_tasks_are_those_that_can_be_exported():
     assert set(WRITTEN) == {"needles", "babilong"}
-    assert Asked._fields == ("name", "tokenizer", "items")
+    assert EvaluationPlan._fields == ("name", "tokenizer", "items")

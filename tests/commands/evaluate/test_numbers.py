@@ -23,9 +23,9 @@ from heedful.commands.evaluate.page import by_position, shares, write_evaluation
 from heedful.records.samples import Sample, append_samples, read_samples
 
 
-def sample(key, model="a", task="needles", asked="x", cell=None, cache="", curve=None, **values):
+def sample(key, model="a", task="needles", digest="x", cell=None, cache="", curve=None, **values):
     cell = {"needles": 1, "length": 1024, "depth": 0.5} if cell is None else cell
-    return Sample(model, cache, task, str(key), asked, cell, values, curve=curve or {})
+    return Sample(model, cache, task, str(key), digest, cell, values, curve=curve or {})
 
 
 def rights(pattern: str, model="a", **more) -> dict[str, Sample]:
@@ -49,8 +49,8 @@ def test_wilson_as_published(right, count, low, high):
 
 
 def test_accuracy_of_cells_of_one_size_is_that_of_all():
-    found = [sample(i, right=float(i % 4 == 0), cell={"needles": i % 2}) for i in range(40)]
-    assert interval(ACCURACY, found) == Interval(0.25, *wilson(10, 40))
+    samples = [sample(i, right=float(i % 4 == 0), cell={"needles": i % 2}) for i in range(40)]
+    assert interval(ACCURACY, samples) == Interval(0.25, *wilson(10, 40))
     # Cells of different sizes count alike: 1 of 1 and 0 of 3.
     uneven = [sample(0, right=1.0, cell={"kind": 1})]
     uneven += [sample(i, right=0.0, cell={"kind": 2}) for i in (1, 2, 3)]
@@ -59,38 +59,38 @@ def test_accuracy_of_cells_of_one_size_is_that_of_all():
 
 
 def test_perplexity_is_of_sums_in_a_domain_and_the_mean_of_domains():
-    found = [
+    samples = [
         sample(0, task="perplexity", cell={"domain": "a"}, nats=2.0, tokens=4, bytes=8),
         sample(1, task="perplexity", cell={"domain": "a"}, nats=4.0, tokens=8, bytes=16),
         sample(2, task="perplexity", cell={"domain": "b"}, nats=3.0, tokens=2, bytes=3),
     ]
     value = (math.exp(6 / 12) + math.exp(3 / 2)) / 2
-    assert interval(PERPLEXITY, found).value == pytest.approx(value)
+    assert interval(PERPLEXITY, samples).value == pytest.approx(value)
     value = (6 / 24 + 3 / 3) / 2 / math.log(2)
-    assert interval(BITS, found).value == pytest.approx(value)
-    assert math.isnan(interval(BITS, found).low)  # too few to say
+    assert interval(BITS, samples).value == pytest.approx(value)
+    assert math.isnan(interval(BITS, samples).low)  # too few to say
 
 
 def test_the_bootstrap_has_the_width_of_theory():
     rng = np.random.default_rng(0)
     nats = rng.normal(3, 0.5, size=400)
-    found = [
+    samples = [
         sample(i, task="perplexity", cell={"domain": "a"}, nats=x, tokens=1, bytes=1)
         for i, x in enumerate(nats)
     ]
-    low, high = interval(BITS, found)[1:]
+    low, high = interval(BITS, samples)[1:]
     width = 2 * 1.96 * nats.std() / math.sqrt(400) / math.log(2)
     assert high - low == pytest.approx(width, rel=0.1)
-    assert interval(BITS, found) == interval(BITS, found, seed=0)
-    assert interval(BITS, found, seed=1)[1:] != (low, high)
+    assert interval(BITS, samples) == interval(BITS, samples, seed=0)
+    assert interval(BITS, samples, seed=1)[1:] != (low, high)
 
 
 def test_a_paired_bootstrap_by_hand():
     """With one sample that differs, a resample holds it k times of n, binomially."""
     a, b = rights("1010101010"), rights("1110101010", "b")
-    found = paired(ACCURACY, a, b)
+    difference = paired(ACCURACY, a, b)
     # Quantiles 2.5 and 97.5 % of a binomial of 10 draws with 1/10: 0 and 3.
-    assert found == pytest.approx(Interval(0.1, 0.0, 0.3))
+    assert difference == pytest.approx(Interval(0.1, 0.0, 0.3))
     back = paired(ACCURACY, b, a)
     assert back == pytest.approx(Interval(-0.1, -0.3, 0.0))
 
@@ -107,10 +107,10 @@ def test_what_is_hard_for_both_does_not_count():
 
 def test_only_what_is_the_same_is_paired():
     a = rights("111111")
-    assert paired(ACCURACY, a, rights("000000", "b", asked="y")) is None
+    assert paired(ACCURACY, a, rights("000000", "b", digest="y")) is None
     some = {k: x for k, x in rights("000000", "b").items() if k != "5"}
-    found = paired(ACCURACY, a, some)
-    assert found == Interval(-1.0, -1.0, -1.0)
+    difference = paired(ACCURACY, a, some)
+    assert difference == Interval(-1.0, -1.0, -1.0)
     alike = paired(ACCURACY, a, rights("111111", "b"))
     assert alike.value == 0 and math.isnan(alike.low)
     few = paired(ACCURACY, rights("1" * (LEAST - 1)), rights("0" * (LEAST - 1), "b"))
@@ -118,9 +118,9 @@ def test_only_what_is_the_same_is_paired():
 
 
 def test_the_table_says_which_differences_are_sure():
-    made = [*rights("10" * 30).values(), *rights("11" * 30, "b").values()]
-    made += rights("10" * 30, "b", asked="y", cache="own").values()
-    lines = summed_up(made)
+    samples = [*rights("10" * 30).values(), *rights("11" * 30, "b").values()]
+    samples += rights("10" * 30, "b", digest="y", cache="own").values()
+    lines = summed_up(samples)
     text = evaluated_table(lines)
     assert [line.samples for line in lines] == [60, 60, 60]
     rows = [re.split(r" {2,}", line) for line in text.splitlines()[2:]]
@@ -134,9 +134,9 @@ def test_the_table_says_which_differences_are_sure():
 
 
 def test_parts_have_lines_of_their_own():
-    made = [sample(i, right=1.0, cell={"needles": i % 2 + 1, "length": 9}) for i in range(4)]
-    made += [sample(i, task="recall", error=0.5, cell={"split": x}) for i, x in enumerate("uv")]
-    assert [line.task for line in summed_up(made)] == [
+    samples = [sample(i, right=1.0, cell={"needles": i % 2 + 1, "length": 9}) for i in range(4)]
+    samples += [sample(i, task="recall", error=0.5, cell={"split": x}) for i, x in enumerate("uv")]
+    assert [line.task for line in summed_up(samples)] == [
         "needles", "needles, n = 1", "needles, n = 2", "recall, u", "recall, v",
     ]  # fmt: skip
     large = sample(0, task="lambada", cell={}, right=0.0, nats=20.0)
@@ -146,17 +146,17 @@ def test_parts_have_lines_of_their_own():
 def test_samples_are_what_was_written(tmp_path):
     path = tmp_path / "samples.jsonl"
     assert read_samples(path) == []
-    made = list(rights("101").values())
-    append_samples(path, made[:2])
-    append_samples(path, made[2:])
-    assert read_samples(path) == made
+    samples = list(rights("101").values())
+    append_samples(path, samples[:2])
+    append_samples(path, samples[2:])
+    assert read_samples(path) == samples
     with open(path, "ab") as file:
         file.write(b'{"model": "a", "ca')
     with pytest.warns(UserWarning, match="left out a last line that was cut off"):
-        assert read_samples(path) == made
+        assert read_samples(path) == samples
     with pytest.warns(UserWarning, match="removed a last line that was cut off"):
-        append_samples(path, made[:1])
-    assert read_samples(path) == [*made, made[0]]
+        append_samples(path, samples[:1])
+    assert read_samples(path) == [*samples, samples[0]]
     path.write_text('{"model": 1}\n' + path.read_text())
     with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a sample"):
         read_samples(path)
@@ -166,13 +166,13 @@ def test_samples_are_what_was_written(tmp_path):
 
 
 def test_heat_maps_and_positions_by_hand(tmp_path):
-    made = [
+    samples = [
         sample(f"{n} {depth} {i}", right=float(i < 3 * depth), model=model,
                cell={"needles": n, "length": 1024, "depth": depth})
         for model in "ab" for n in (1, 2) for depth in (0.0, 1.0) for i in range(3)
     ]  # fmt: skip
-    rows, columns, found = shares(made, "depth")
-    assert (rows, columns, found.tolist()) == ([0.0, 1.0], [1024], [[0.0], [1.0]])
+    rows, columns, matrix = shares(samples, "depth")
+    assert (rows, columns, matrix.tolist()) == ([0.0, 1.0], [1024], [[0.0], [1.0]])
     curve = {"nats": [1.0, 4.0], "tokens": [1, 2]}
     windows = [
         sample(i, task="perplexity", cell={"domain": "d"}, nats=5.0, tokens=3, bytes=3, curve=curve)
@@ -183,8 +183,8 @@ def test_heat_maps_and_positions_by_hand(tmp_path):
     assert harness_table(harness).splitlines()[2].split() == [
         "lm-eval:", "arc", "acc", "a", "0.2500", "±", "0.1000", "8",
     ]  # fmt: skip
-    made[0] = Sample(**vars(made[0]) | {"reply": "<b>\x00", "expected": "12"})
-    page = write_evaluation(tmp_path, [*made, *windows], harness, {"config": {"seed": 0}})
+    samples[0] = Sample(**vars(samples[0]) | {"reply": "<b>\x00", "expected": "12"})
+    page = write_evaluation(tmp_path, [*samples, *windows], harness, {"config": {"seed": 0}})
     text = page.read_text()
     assert "http://" not in text.replace("http://www.w3.org", "") and "<script" not in text
     assert text.count("<figure>") == 2 + 1 and "&lt;b&gt;\\u0000" in text

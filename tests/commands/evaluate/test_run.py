@@ -11,18 +11,18 @@ from transformers import BertConfig, BertForMaskedLM
 import heedful
 from heedful.cli import main
 from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Budget, Size, from_scratch
+from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.commands.evaluate import run as runner
 from heedful.commands.evaluate.answers import Likelihood, Model
 from heedful.commands.evaluate.items import by_position, encoded
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import ROWS, Evaluation
-from heedful.commands.evaluate.run import Store, ask, evaluate, prepare
+from heedful.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
 from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
-from helpers.evaluations import BOOK, asked
+from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
 NEEDLES = {
@@ -34,10 +34,10 @@ class Oracle:
     """Knows the answers to needles and first-kind stories from the prompt, and every next token."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.count = 0
 
     def write(self, prompts, room):
-        self.asked += len(prompts)
+        self.count += len(prompts)
         return [self._answer(bytes(x).decode()) for x in prompts]
 
     def _answer(self, prompt: str) -> str:
@@ -51,27 +51,27 @@ class Oracle:
         return re.findall(rf"{who} [a-z ]+ to the (\w+)\.", context)[-1]
 
     def read(self, rows):
-        self.asked += len(rows)
+        self.count += len(rows)
         return [Likelihood(torch.zeros(len(x) - 1), torch.tensor(x[1:])) for x in rows]
 
 
 def test_an_oracle_is_right_everywhere(tmp_path):
-    evaluation = asked(
+    evaluation = evaluation_of(
         tmp_path, tasks=("needles", "babilong", "lambada", "perplexity"), lengths=(0, 900),
         needles=(1, 3), asked=2, kinds=(1,), tokenizer="bytes", length=64,
     )  # fmt: skip
     (plan,) = prepare(evaluation)
     oracle = Oracle()
-    found = ask(oracle, plan, "", Store(tmp_path, evaluation), 4)
-    assert len(found) == oracle.asked == 2 * 5 * 2 + 2 * 2 + 2 + 2
-    assert all(x.values["right"] == 1 for x in found if x.task != "perplexity")
-    for line in summed_up(found):
+    samples = ask(oracle, plan, "", AnswerStore(tmp_path, evaluation), 4)
+    assert len(samples) == oracle.count == 2 * 5 * 2 + 2 * 2 + 2 + 2
+    assert all(x.values["right"] == 1 for x in samples if x.task != "perplexity")
+    for line in summed_up(samples):
         assert (
-            line.found.value
+            line.estimate.value
             == {"accuracy": 1, "perplexity": 1, "bits per byte": 0}[line.measure.name]
         )
-    assert {x.cell["needles"] for x in found if x.task == "needles"} == {1, 3}
-    for x in found:
+    assert {x.cell["needles"] for x in samples if x.task == "needles"} == {1, 3}
+    for x in samples:
         if x.task == "needles":
             assert len(x.expected.split(", ")) == min(2, x.cell["needles"])
 
@@ -81,28 +81,28 @@ def test_a_model_that_knows_nothing(tmp_path):
     model = small(positions=1024)
     model.lm_head.weight.data.zero_()
     model.save_pretrained(tmp_path / "uniform")
-    found = evaluate(
-        asked(
+    result = evaluate(
+        evaluation_of(
             tmp_path, str(tmp_path / "uniform"), tokenizer="bytes", length=100, stride=30,
             **NEEDLES | {"tasks": ("needles", "lambada", "perplexity"), "samples": 5},
         )
     )  # fmt: skip
-    values = {(x.task, x.measure.name): x.found.value for x in summed_up(found.samples)}
+    values = {(x.task, x.measure.name): x.estimate.value for x in summed_up(result.samples)}
     assert values["perplexity, book", "perplexity"] == pytest.approx(260, rel=1e-5)
     assert values["perplexity, book", "bits per byte"] == pytest.approx(math.log2(260))
-    word = {len(x.expected) for x in found.samples if x.task == "lambada"}
+    word = {len(x.expected) for x in result.samples if x.task == "lambada"}
     assert word == {len(" garden")} or word == {len(" before")}
     assert values["lambada", "perplexity"] == pytest.approx(260 ** min(word), rel=1e-4)
     assert values["lambada", "accuracy"] == values["needles", "accuracy"] == 0
 
 
 def test_perplexity_is_that_of_the_model(tmp_path, folder):
-    evaluation = asked(tmp_path, tasks=("perplexity",), length=48, stride=16, samples=3)
-    found = evaluate(evaluation).samples
+    evaluation = evaluation_of(tmp_path, tasks=("perplexity",), length=48, stride=16, samples=3)
+    samples = evaluate(evaluation).samples
     model = open_model("plain")
     ids = tokenizer_of_words().encode(BOOK)
     assert ids[0] == 256  # BOS, which has no bytes
-    for number, x in enumerate(found):
+    for number, x in enumerate(samples):
         start = 1 + 16 * number
         row = torch.tensor([[256, *ids[start : start + 47]]])
         first = 48 - 16 if number else 1
@@ -137,22 +137,22 @@ def test_a_batch_is_its_rows(tmp_path):
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     options = NEEDLES | {"tasks": ("needles", "lambada"), "lambada": str(tmp_path / "lines.txt")}
     options |= {"lengths": (260,), "needles": (1,), "budget": ("30", "own")}
-    one = evaluate(asked(tmp_path / "1", "selective", batch=1, **options)).samples
-    many = evaluate(asked(tmp_path / "2", "selective", batch=8, **options)).samples
-    assert [x.cache for x in one[:: len(one) // 3]] == ["", "most-hidden 30", "own"]
-    for a, b in zip(one, many, strict=True):
-        assert (a.key, a.reply, a.asked) == (b.key, b.reply, b.asked)
+    singles = evaluate(evaluation_of(tmp_path / "1", "selective", batch=1, **options)).samples
+    many = evaluate(evaluation_of(tmp_path / "2", "selective", batch=8, **options)).samples
+    assert [x.cache for x in singles[:: len(singles) // 3]] == ["", "most-hidden 30", "own"]
+    for a, b in zip(singles, many, strict=True):
+        assert (a.key, a.reply, a.digest) == (b.key, b.reply, b.digest)
         assert a.values == pytest.approx(b.values, rel=1e-4)
-    (plan,) = prepare(asked(tmp_path, "selective", **options))
+    (plan,) = prepare(evaluation_of(tmp_path, "selective", **options))
     for task in ("needles", "lambada"):
         assert len({len(x.ids) for x in plan.items if x.task == task}) > 1
 
 
 def test_a_budget_that_holds_everything_changes_nothing(tmp_path):
     options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 64}
-    found = evaluate(asked(tmp_path, budget=("1024", "20"), **options)).samples
+    samples = evaluate(evaluation_of(tmp_path, budget=("1024", "20"), **options)).samples
     whole, full, small_cache = (
-        [x for x in found if x.cache == cache]
+        [x for x in samples if x.cache == cache]
         for cache in ("", "streaming-llm 1024", "streaming-llm 20")
     )
     assert [x.reply for x in whole] == [x.reply for x in full]
@@ -165,8 +165,8 @@ def test_a_budget_that_holds_everything_changes_nothing(tmp_path):
 
 def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 32, "batch": 2}
-    whole = evaluate(asked(tmp_path / "whole", "plain", "selective", **options)).samples
-    evaluation = asked(tmp_path, "plain", "selective", **options)
+    whole = evaluate(evaluation_of(tmp_path / "whole", "plain", "selective", **options)).samples
+    evaluation = evaluation_of(tmp_path, "plain", "selective", **options)
     calls, write = [], Model.write
 
     def stops(self, prompts, room):
@@ -196,41 +196,41 @@ def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
     """More samples, lengths, kinds, domains: what was answered stands, whatever stands beside."""
     options = NEEDLES | {"tasks": ("needles", "babilong", "lambada", "perplexity")}
     options |= {"lengths": (0, 700), "kinds": (4,), "length": 32}
-    before = evaluate(asked(tmp_path, **options)).samples
+    before = evaluate(evaluation_of(tmp_path, **options)).samples
     counts, write, read = [], Model.write, Model.read
     monkeypatch.setattr(Model, "write", lambda *x: counts.append(len(x[1])) or write(*x))
     monkeypatch.setattr(Model, "read", lambda *x: counts.append(len(x[1])) or read(*x))
     more = {"lengths": (0, 700, 800), "kinds": (1, 4), "needles": (1, 2, 3), "samples": 4}
-    after = evaluate(asked(tmp_path, **options | more)).samples
+    after = evaluate(evaluation_of(tmp_path, **options | more)).samples
     assert sum(counts) == len(after) - len(before)
     kept = {(x.task, x.key): x for x in after}
     assert all(kept[x.task, x.key] == x for x in before)
 
 
 def test_a_folder_is_of_one_evaluation(tmp_path, folder):
-    evaluate(asked(tmp_path, **NEEDLES))
+    evaluate(evaluation_of(tmp_path, **NEEDLES))
     before = (tmp_path / "run" / "samples.jsonl").read_bytes()
-    evaluate(asked(tmp_path, "selective", **NEEDLES))  # more models, and fewer
+    evaluate(evaluation_of(tmp_path, "selective", **NEEDLES))  # more models, and fewer
     assert (tmp_path / "run" / "samples.jsonl").read_bytes().startswith(before)
     with pytest.raises(ValueError, match="holds an answer of 'plain' to another needles"):
-        evaluate(asked(tmp_path, seed=1, **NEEDLES))
+        evaluate(evaluation_of(tmp_path, seed=1, **NEEDLES))
     about = tmp_path / "run" / "evaluation.json"
     kept = json.loads(about.read_text())
     assert kept["models"].keys() == {"plain", "selective"} and kept["environment"]["date"]
     kept["models"]["plain"]["weights"][0] += 1
     about.write_text(json.dumps(kept))
     with pytest.raises(ValueError, match=r"knows another model by the name 'plain' \(weights"):
-        evaluate(asked(tmp_path, **NEEDLES))
+        evaluate(evaluation_of(tmp_path, **NEEDLES))
     about.write_text("{")
     with pytest.raises(ValueError, match=r"evaluation\.json is damaged"):
-        evaluate(asked(tmp_path, **NEEDLES))
+        evaluate(evaluation_of(tmp_path, **NEEDLES))
     about.unlink()
     path = tmp_path / "run" / "samples.jsonl"
     path.write_bytes(b"nonsense\n" + before)
     with pytest.raises(ValueError, match=r"samples\.jsonl, line 1: not a sample"):
-        evaluate(asked(tmp_path, **NEEDLES))
+        evaluate(evaluation_of(tmp_path, **NEEDLES))
     assert path.read_bytes() == b"nonsense\n" + before  # nothing is lost
-    evaluate(asked(tmp_path, restart=True, **NEEDLES))
+    evaluate(evaluation_of(tmp_path, restart=True, **NEEDLES))
     assert len(read_samples(path)) == 12
 
 
@@ -242,11 +242,11 @@ def test_rows_are_scored_as_compare_scores_them(tmp_path, name):
     evaluation = Evaluation(
         (str(tmp_path / "model"),), tasks=(name,), out=str(tmp_path / "run"), samples=6
     )
-    found = {x.task: x.found.value for x in summed_up(evaluate(evaluation).samples)}
-    assert found.keys() == {f"{name}, {split}" for split in task.evaluations()}
+    values = {x.task: x.estimate.value for x in summed_up(evaluate(evaluation).samples)}
+    assert values.keys() == {f"{name}, {split}" for split in task.evaluations()}
     for split, other in task.evaluations().items():
-        expected = score(model, other, Budget(held_out=6))[other.metric]
-        assert found[f"{name}, {split}"] == pytest.approx(expected)
+        expected = score(model, other, Hyperparameters(held_out=6))[other.metric]
+        assert values[f"{name}, {split}"] == pytest.approx(expected)
 
 
 def test_every_task_of_rows_is_offered():
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
     ).save_pretrained(tmp_path / "bert")  # fmt: skip
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 50)
-    for options, said in (
+    for options, message in (
         ({"lengths": (1100,)}, r"for 1024 tokens, and needles asks for 1\d+ and up to 20"),
         ({"tasks": ("perplexity",), "length": 2000}, "perplexity asks for 2000 .*smaller --length"),
         ({"tasks": ("babilong",), "lengths": (100,)}, "length 100 is too short for a question"),
@@ -276,17 +276,17 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
         ({"tasks": ("lambada",), "lambada": "gone.txt"}, "does not exist"),
         ({"tasks": ("babilong",), "babi": "gone"}, "babi 'gone' cannot be read"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            evaluate(asked(tmp_path, **{"lengths": (420,)} | options))
+        with pytest.raises(ValueError, match=message):
+            evaluate(evaluation_of(tmp_path, **{"lengths": (420,)} | options))
     with pytest.raises(ValueError, match=r"is a Bert, which is no causal language model"):
-        evaluate(asked(tmp_path, str(tmp_path / "bert"), tokenizer="bytes"))
+        evaluate(evaluation_of(tmp_path, str(tmp_path / "bert"), tokenizer="bytes"))
     with pytest.raises(ValueError, match=r"model '\./gone/away' has no configuration"):
-        evaluate(asked(tmp_path, "./gone/away"))
+        evaluate(evaluation_of(tmp_path, "./gone/away"))
     assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_question_is_answered_at_once():
-    for options, said in (
+    for options, message in (
         ({"tasks": ("needels",)}, "did you mean 'needles'"),
         ({"tasks": ("copy", "copy")}, "tasks must be different"),
         ({"models": ("a", "a")}, "models must be different"),
@@ -301,19 +301,19 @@ def test_a_wrong_question_is_answered_at_once():
         ({"stride": 1024}, "stride must be a whole number from 1 to 1023"),
         ({"export_lm_eval": "x", "tasks": ("copy",)}, "export_lm_eval writes needles"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Evaluation(**{"models": ("a",)} | options)
 
 
 def test_own_budgets_must_be_there(tmp_path):
     with pytest.raises(ValueError, match=r"no budgets\.json stands beside 'plain'"):
-        prepare(asked(tmp_path, budget=("own",), **NEEDLES))
+        prepare(evaluation_of(tmp_path, budget=("own",), **NEEDLES))
     model = small(positions=1024)
     heedful.convert(model, heedful.MultiToken(conv_every=1))
     model.save_pretrained(tmp_path / "mta")
     options = NEEDLES | {"budget": ("50",), "tokenizer": "bytes"}
     with pytest.raises(ValueError, match="mta': eviction: StreamingLLM cannot serve Multi"):
-        evaluate(asked(tmp_path, str(tmp_path / "mta"), **options))
+        evaluate(evaluation_of(tmp_path, str(tmp_path / "mta"), **options))
     assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before anything is asked
 
 
@@ -322,7 +322,7 @@ def test_a_broken_model_is_named(tmp_path):
     model.lm_head.weight.data.fill_(float("nan"))
     model.save_pretrained(tmp_path / "broken")
     with pytest.raises(ValueError, match="the model gives nats = nan"):
-        evaluate(asked(tmp_path, str(tmp_path / "broken"), tasks=("perplexity",), length=32,
+        evaluate(evaluation_of(tmp_path, str(tmp_path / "broken"), tasks=("perplexity",), length=32,
                        tokenizer="bytes"))  # fmt: skip
 
 
@@ -340,14 +340,14 @@ def test_the_command(tmp_path, capsys, folder):
     assert re.search(r"^perplexity.* selective .*[+-]\d+\.\d+\*? +\([+-]", printed, re.M)
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Needles: depth and length" in page and "Perplexity by position" in page
-    for more, said in (
+    for more, message in (
         (["--tasks", "needels"], "did you mean 'needles'?"),
         (["--seed", "1"], "choose another --out, or add --restart"),
     ):
         with pytest.raises(SystemExit) as stop:
             main([*words, *more])
         assert stop.value.code == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path, capsys, monkeypatch):
@@ -359,5 +359,5 @@ def test_ctrl_c_says_what_is_kept(tmp_path, capsys, monkeypatch):
         main(["eval", "plain", "--tasks", "perplexity", "--data", "book.txt", "--length", "32",
               "--out", str(tmp_path / "run")])  # fmt: skip
     assert stop.value.code == 130
-    said = capsys.readouterr().err
-    assert f"stopped: the answers so far are kept in {tmp_path / 'run'}" in said
+    error = capsys.readouterr().err
+    assert f"stopped: the answers so far are kept in {tmp_path / 'run'}" in error

@@ -22,7 +22,7 @@ from heedful.data import ByteTokenizer
 from heedful.eviction import POLICIES, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.nn import MultiToken
-from helpers.small_models import PROMPT, files_of, made, small, tokenizer_of_words
+from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
 
 
 @pytest.fixture(scope="module")
@@ -43,50 +43,56 @@ def folders(tmp_path_factory) -> Iterator[Path]:
 def by_hand(model, ids: list[int], new: int, **options) -> list[int]:
     """Greedy, from whole forward passes or with a cache."""
     row = torch.tensor([ids])
-    found = model.generate(
+    ids_out = model.generate(
         row, attention_mask=torch.ones_like(row), max_new_tokens=new, do_sample=False, **options
     )
-    return found[0, len(ids) :].tolist()
+    return ids_out[0, len(ids) :].tolist()
 
 
 @pytest.mark.parametrize("name", ["plain", "selective", "mta"])
 def test_it_goes_on_greedily_and_counts_the_cache(folders, name):
-    found, pieces = made(folders / name)
+    generation, pieces = generation_of(folders / name)
     load = AutoModelForCausalLM.from_pretrained if name == "plain" else heedful.load
     model = load(folders / name).eval()
     expected = by_hand(model, list(PROMPT.encode()), 12, use_cache=False)
-    assert found.text == bytes(x for x in expected if x < 256).decode(errors="replace")
+    assert generation.text == bytes(x for x in expected if x < 256).decode(errors="replace")
     assert len(pieces) > 1  # told as it is made
-    assert (found.prompt, found.tokens) == (len(PROMPT), 12)
-    seen, row = len(PROMPT) + 11, 2 * 8 * 4  # the last token is never read
+    assert (generation.prompt, generation.tokens) == (len(PROMPT), 12)
+    tokens, row = len(PROMPT) + 11, 2 * 8 * 4  # the last token is never read
     per_token = 2 * (2 * row + (4 if name == "selective" else 0))
-    assert found.whole_nbytes == seen * per_token
-    assert found.whole_nbytes <= found.nbytes <= found.peak_nbytes
-    assert found.tokens_per_second > 0
+    assert generation.whole_nbytes == tokens * per_token
+    assert generation.whole_nbytes <= generation.nbytes <= generation.peak_nbytes
+    assert generation.tokens_per_second > 0
 
 
 def test_no_eviction_is_the_default_without_a_budget(folders):
-    default, none = (made(folders / "selective", **x)[0] for x in ({}, {"eviction": "none"}))
+    default, none = (
+        generation_of(folders / "selective", **x)[0] for x in ({}, {"eviction": "none"})
+    )
     assert none == default._replace(tokens_per_second=none.tokens_per_second)
 
 
 @pytest.mark.parametrize("name", sorted({*get_args(EvictionName)} - {"none"}))
 def test_every_policy_can_be_named(folders, name):
-    found, _ = made(folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8)
+    generation, _ = generation_of(
+        folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
+    )
     policies = {spelled(policy.__name__): policy for policy in POLICIES} | {"auto": MostHidden}
     model = heedful.load(folders / "selective")
     cache = heedful.new_cache(model, policies[name](tokens=20))
     expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
-    assert found.text == ByteTokenizer().decode(expected)
+    assert generation.text == ByteTokenizer().decode(expected)
     assert cache.tokens == [19, 19]
-    assert found.nbytes == cache.nbytes < found.whole_nbytes / 2
-    assert found.peak_nbytes == cache.peak_nbytes
+    assert generation.nbytes == cache.nbytes < generation.whole_nbytes / 2
+    assert generation.peak_nbytes == cache.peak_nbytes
 
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
     prompt = PROMPT * 5  # 190 tokens
     taken = {
-        name: made(folders / "selective", prompt=prompt, eviction=name, budget="20")[0].peak_nbytes
+        name: generation_of(folders / "selective", prompt=prompt, eviction=name, budget="20")[
+            0
+        ].peak_nbytes
         for name in ("auto", "streaming-llm", "snap-kv")
     }
     row = 2 * 2 * 8 * 4  # of one layer; the other has let go before this one reads the prompt
@@ -96,17 +102,19 @@ def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
 
 
 def test_tokens_are_drawn_by_a_seed(folders):
-    texts = [made(folders / "plain", temperature=1.5, seed=seed)[0].text for seed in (3, 3, 4)]
+    texts = [
+        generation_of(folders / "plain", temperature=1.5, seed=seed)[0].text for seed in (3, 3, 4)
+    ]
     assert texts[0] == texts[1] != texts[2]
-    greedy = made(folders / "plain")[0].text
+    greedy = generation_of(folders / "plain")[0].text
     assert greedy not in texts
-    assert made(folders / "plain", temperature=1e-6)[0].text == greedy
+    assert generation_of(folders / "plain", temperature=1e-6)[0].text == greedy
 
 
 def test_a_prompt_from_a_file(folders, tmp_path):
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    found, _ = made(folders / "plain", prompt=None, file=str(tmp_path / "prompt.txt"))
-    assert found.text == made(folders / "plain")[0].text
+    generation, _ = generation_of(folders / "plain", prompt=None, file=str(tmp_path / "prompt.txt"))
+    assert generation.text == generation_of(folders / "plain")[0].text
 
 
 def test_a_tokenizers_own_way(folders):
@@ -121,10 +129,10 @@ def test_a_tokenizers_own_way(folders):
         ("chat", {"chat": False}, plain),
         ("selective", {"tokenizer": str(folders / "chat")}, chat),
     ):
-        found, _ = made(folders / folder, **options)
+        generation, _ = generation_of(folders / folder, **options)
         expected = by_hand(model, ids, 12)
-        assert found.prompt == len(ids)
-        assert found.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert generation.prompt == len(ids)
+        assert generation.text == tokenizer.decode(expected, skip_special_tokens=True)
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
@@ -155,15 +163,20 @@ def test_budgets_beside_a_model_are_used(folders, tmp_path):
         heedful.convert(model, "selective" if name == "selective" else "standard")
         policy = policy(tokens=(16, 24))
         write_budgets(folder / "budgets.json", policy, model, {})
-        found, _ = made(folder, max_new_tokens=30)
+        generation, _ = generation_of(folder, max_new_tokens=30)
         cache = heedful.new_cache(model, policy)
         options = {"cache": cache, "prefill_chunk_size": CHUNK}
         expected = by_hand(model, list(PROMPT.encode()), 30, **options)
-        assert found.text == ByteTokenizer().decode(expected)
-        assert found.nbytes == cache.nbytes
-        assert made(folder, max_new_tokens=30, eviction="none")[0].nbytes > 2 * found.nbytes
-        as_file = made(folders / name, max_new_tokens=30, budget=str(folder / "budgets.json"))[0]
-        assert as_file._replace(tokens_per_second=0) == found._replace(tokens_per_second=0)
+        assert generation.text == ByteTokenizer().decode(expected)
+        assert generation.nbytes == cache.nbytes
+        assert (
+            generation_of(folder, max_new_tokens=30, eviction="none")[0].nbytes
+            > 2 * generation.nbytes
+        )
+        as_file = generation_of(
+            folders / name, max_new_tokens=30, budget=str(folder / "budgets.json")
+        )[0]
+        assert as_file._replace(tokens_per_second=0) == generation._replace(tokens_per_second=0)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -174,16 +187,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders):
     folder = str(folders / "chat")
     done = run(folder, "--prompt", PROMPT, "--budget", "20", "--max-new-tokens", "12")
-    expected, _ = made(folders / "chat", budget="20")
+    expected, _ = generation_of(folders / "chat", budget="20")
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected.text + "\n"
-    held, peak, whole = (
+    size, peak, whole = (
         f"{size / 1024:.1f} KiB"
         for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
     )
-    said = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {held} \(peak "
-    assert re.fullmatch(said + rf"{peak}\), without eviction {whole}\n", done.stderr)
-    assert float(held.split()[0]) < float(whole.split()[0])
+    error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
+    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}\n", done.stderr)
+    assert float(size.split()[0]) < float(whole.split()[0])
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -232,10 +245,10 @@ def test_wrong_options_are_one_line(folders, message, capsys):
 
 def test_policies_that_cannot_serve_are_one_line(folders, capsys):
     options = ["--prompt", "x", "--tokenizer", "bytes", "--budget", "20"]
-    said = refused(capsys, str(folders / "plain"), *options, "--eviction", "most-hidden")
-    assert "MostHidden needs a mechanism that hides tokens" in said
-    said = refused(capsys, str(folders / "mta"), *options)
-    assert "StreamingLLM cannot serve MultiTokenAttention with a convolution over keys" in said
+    error = refused(capsys, str(folders / "plain"), *options, "--eviction", "most-hidden")
+    assert "MostHidden needs a mechanism that hides tokens" in error
+    error = refused(capsys, str(folders / "mta"), *options)
+    assert "StreamingLLM cannot serve MultiTokenAttention with a convolution over keys" in error
 
 
 def test_tokenizers_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
@@ -244,17 +257,17 @@ def test_tokenizers_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
     model.save_pretrained(tmp_path / "few")
     options = ["--prompt", "x", "--tokenizer"]
     for name in ("bytes", str(folders / "words")):
-        said = refused(capsys, str(tmp_path / "few"), *options, name)
-        assert re.search(r"has 25[69] tokens and the model 200; it belongs to another model", said)
+        error = refused(capsys, str(tmp_path / "few"), *options, name)
+        assert re.search(r"has 25[69] tokens and the model 200; it belongs to another model", error)
     small(vocabulary=1000).save_pretrained(tmp_path / "many")
-    said = refused(capsys, str(tmp_path / "many"), *options, "bytes")
-    assert "'bytes' has 256 tokens and the model 1000, which are no bytes" in said
-    said = refused(capsys, str(folders / "selective"), "--prompt", "x")
-    assert "cannot be read" in said and "--tokenizer bytes if these are bytes" in said
+    error = refused(capsys, str(tmp_path / "many"), *options, "bytes")
+    assert "'bytes' has 256 tokens and the model 1000, which are no bytes" in error
+    error = refused(capsys, str(folders / "selective"), "--prompt", "x")
+    assert "cannot be read" in error and "--tokenizer bytes if these are bytes" in error
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    said = refused(capsys, str(folders / "selective"), *options, str(tmp_path / "broken"))
-    assert "broken' cannot be read" in said
+    error = refused(capsys, str(folders / "selective"), *options, str(tmp_path / "broken"))
+    assert "broken' cannot be read" in error
 
 
 def cut(path: Path) -> None:
@@ -285,8 +298,8 @@ def test_damaged_models_are_one_line_and_nothing_changes(folders, name, damage, 
     folder = shutil.copytree(folders / name, tmp_path / "broken")
     DAMAGE[damage](folder)
     before = files_of(tmp_path)
-    said = refused(capsys, str(folder), "--prompt", "x", "--tokenizer", "bytes")
-    assert str(folder) in said
+    error = refused(capsys, str(folder), "--prompt", "x", "--tokenizer", "bytes")
+    assert str(folder) in error
     assert files_of(tmp_path) == before
 
 
@@ -297,7 +310,7 @@ def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
     heedful.convert(model, "selective")
     path = folder / "budgets.json"
 
-    def said(model=model, eviction=None, change=None, **kwargs) -> str:
+    def error(model=model, eviction=None, change=None, **kwargs) -> str:
         write_budgets(path, eviction or MostHidden(tokens=(16, 16)), model, {})
         if change is not None:
             data = json.loads(path.read_text())
@@ -312,25 +325,25 @@ def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
             str(path), str(away)
         )
         shutil.copy(away, path)
-        made(folder, eviction="none", max_new_tokens=1)
+        generation_of(folder, eviction="none", max_new_tokens=1)
         return line
 
     other = small(seed=1)
     heedful.convert(other, "selective")
-    assert "belongs to another model, or to this one before it was trained on" in said(other)
+    assert "belongs to another model, or to this one before it was trained on" in error(other)
     trained = small()
     heedful.convert(trained, "selective")
     with torch.no_grad():
         for p in trained.parameters():
             p.mul_(1.01)
-    assert "belongs to another model" in said(trained)
+    assert "belongs to another model" in error(trained)
     three = MostHidden(tokens=(16, 16, 16))
-    assert "one for each of the model's 2 attention layers, got 3" in said(eviction=three)
-    assert "names no policy of this version" in said(change=lambda x: x["eviction"].pop("kind"))
-    assert "names no policy" in said(change=lambda x: x["eviction"].update(more=1))
-    assert "must be a file of heedful budget in format 1" in said(change=lambda x: x.clear())
+    assert "one for each of the model's 2 attention layers, got 3" in error(eviction=three)
+    assert "names no policy of this version" in error(change=lambda x: x["eviction"].pop("kind"))
+    assert "names no policy" in error(change=lambda x: x["eviction"].update(more=1))
+    assert "must be a file of heedful budget in format 1" in error(change=lambda x: x.clear())
     wrong = {"tokens": ["a", "b"]}
-    assert "tokens must be whole numbers" in said(change=lambda x: x["eviction"].update(wrong))
+    assert "tokens must be whole numbers" in error(change=lambda x: x["eviction"].update(wrong))
     write_budgets(path, MostHidden(tokens=(16, 16)), model, {})
     cut(path)
     assert "is not valid JSON" in refused(capsys, str(folder), *options)

@@ -40,7 +40,7 @@ def data_of(mechanism, **more) -> PageData:
     model, ids = converted(mechanism), ids_of(COUNT)
     tokens = (TOKENS * COUNT)[:COUNT]
     if more:
-        more["held"] = held_over_time(model, ids, more["policy"])
+        more["cached"] = held_over_time(model, ids, more["policy"])
         more["policy"] = str(more["policy"])
     return page_data("small", {"M": (0, 1)}, tokens, look_into(model, ids), **more)
 
@@ -49,13 +49,15 @@ def data_of(mechanism, **more) -> PageData:
 def pages(tmp_path_factory) -> dict[str, tuple[PageData, Path]]:
     folder = tmp_path_factory.mktemp("pages")
     torch.manual_seed(0)
-    made = {
+    data_by_name = {
         "mta": data_of(MultiToken(conv_every=1)),
         "selective": data_of("selective", policy=MostHidden(tokens=16)),
         "grouped": data_of(heedful.Grouped(size=8, window=10)),
         "differential": data_of("differential"),
     }
-    return {n: (data, write_inspection(folder / f"{n}.html", data)) for n, data in made.items()}
+    return {
+        n: (data, write_inspection(folder / f"{n}.html", data)) for n, data in data_by_name.items()
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +73,10 @@ def sound(browser) -> Iterator[None]:
 
 
 def shaded(browser) -> list[int]:
-    found = browser.run(
+    places = browser.run(
         "[...document.querySelectorAll('#tokens > .w, #tokens > .n')].map(x => +x.dataset.at)"
     )
-    return sorted(found)
+    return sorted(places)
 
 
 def each(browser, selector: str, what: str) -> list:
@@ -113,11 +115,11 @@ def test_numbers_in_the_page_are_those_of_the_data(browser, pages):
     data, path = pages["mta"]
     browser.open(path)
     for name in data.arrays:
-        found = browser.run(
+        array = browser.run(
             f"(() => {{ const x = heedful.arrayOf('{name}'); return [x.shape, [...x.data]]; }})()"
         )
-        assert tuple(found[0]) == data.arrays[name].shape
-        np.testing.assert_array_equal(np.array(found[1]), data.arrays[name].ravel())
+        assert tuple(array[0]) == data.arrays[name].shape
+        np.testing.assert_array_equal(np.array(array[1]), data.arrays[name].ravel())
 
 
 def test_clicks_choose_token_layer_and_head(browser, pages):
@@ -207,20 +209,20 @@ def test_without_the_first_token_shares_are_of_the_rest(browser, pages):
     data, path = pages["selective"]
     browser.open(path, "#token=30&layer=0&head=1")
     keys, shares = (data.arrays[f"0/1/{name}"][1, 30] for name in ("keys", "shares"))
-    found = browser.run("heedful.row(1, 1, 30)")
+    row = browser.run("heedful.row(1, 1, 30)")
     there = keys != NOBODY
-    assert found["keys"] == keys[there].tolist()
-    np.testing.assert_allclose(found["values"], shares[there])
+    assert row["keys"] == keys[there].tolist()
+    np.testing.assert_allclose(row["values"], shares[there])
     browser.press("f")
-    found = browser.run("heedful.row(1, 1, 30)")
+    row = browser.run("heedful.row(1, 1, 30)")
     rest, first = (float(data.arrays[f"0/1/{name}"][1, 30]) for name in ("rest", "first"))
     expected = {
         int(k): float(s) * (rest + first) / rest
         for k, s in zip(keys, shares, strict=True)
         if k not in (0, NOBODY)
     }
-    assert found["keys"] == list(expected)
-    np.testing.assert_allclose(found["values"], list(expected.values()), rtol=1e-4)
+    assert row["keys"] == list(expected)
+    np.testing.assert_allclose(row["values"], list(expected.values()), rtol=1e-4)
     does = browser.run("heedful.does(heedful.about.layers[0], 1)")
     np.testing.assert_allclose(list(does.values()), data.arrays["0/does"][1, 1], rtol=1e-6)
     browser.press("Home")
@@ -236,9 +238,9 @@ def test_what_attends_to_a_token_is_the_column(browser, pages):
     at = [(t, shares[t][keys[t] == 5]) for t in range(COUNT)]
     expected = {t: float(x[0]) for t, x in at if len(x)}
     assert shaded(browser) == sorted(expected)
-    found = browser.run("heedful.column(5, 2, 5)")
-    assert dict(zip(found["keys"], found["values"], strict=True)) == expected
-    assert found["values"] == sorted(expected.values(), key=abs, reverse=True)
+    column = browser.run("heedful.column(5, 2, 5)")
+    assert dict(zip(column["keys"], column["values"], strict=True)) == expected
+    assert column["values"] == sorted(expected.values(), key=abs, reverse=True)
 
 
 def test_hidden_and_evicted_tokens_are_marked(browser, pages):
@@ -257,8 +259,8 @@ def test_hidden_and_evicted_tokens_are_marked(browser, pages):
         assert ("out" in marked[j]) is (j <= 33 and bool(gone[j] <= 33))
         assert ("apart" in marked[j]) is (j > 33)
     facts = browser.run("document.getElementById('facts').textContent")
-    held = sum(int(x) > 33 for x in gone[:34])
-    assert f"after it {held} of 34 are held" in facts and "it hides" in facts
+    cached = sum(int(x) > 33 for x in gone[:34])
+    assert f"after it {cached} of 34 are held" in facts and "it hides" in facts
 
 
 def test_groups_are_marked(browser, pages):
@@ -299,7 +301,7 @@ def test_gallery_filters_by_the_name_of_a_pattern(browser, pages):
     data, path = pages["mta"]
     browser.open(path)
     names = [
-        x for layer in data.about["layers"] for found in layer["patterns"].values() for x in found
+        x for layer in data.about["layers"] for kinds in layer["patterns"].values() for x in kinds
     ]
     buttons = browser.run(
         "[...document.querySelectorAll('#filters button')].map(x => x.textContent)"
@@ -315,8 +317,8 @@ def test_gallery_filters_by_the_name_of_a_pattern(browser, pages):
 
 
 def darkness(browser: Browser) -> list[int]:
-    found = browser.run("getComputedStyle(document.body).backgroundColor")
-    return [int(x) for x in re.findall(r"\d+", found)[:3]]
+    colour = browser.run("getComputedStyle(document.body).backgroundColor")
+    return [int(x) for x in re.findall(r"\d+", colour)[:3]]
 
 
 def test_colours_follow_the_reader_and_the_choice(browser, pages, tmp_path):
@@ -350,10 +352,10 @@ def test_text_is_readable_in_both_colours(browser, pages):
         browser.prefer(scheme)
         browser.open(pages["mta"][1])
         paper = luminance(darkness(browser))
-        for found in browser.run(script):
-            ink = luminance([int(x) for x in re.findall(r"\d+", found)[:3]])
+        for colour in browser.run(script):
+            ink = luminance([int(x) for x in re.findall(r"\d+", colour)[:3]])
             contrast = (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05)
-            assert contrast >= 4.5, (scheme, found)
+            assert contrast >= 4.5, (scheme, colour)
         browser.requests.clear()
 
 

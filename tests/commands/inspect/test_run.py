@@ -66,9 +66,9 @@ def data_of(model, ids, **more):
 def test_layers_one_by_one_are_the_look_at_all_of_them():
     model, ids = converted(MultiToken(conv_every=1)), ids_of(20)
     whole = look(model, ids)
-    for index, seen in look_into(model, ids):
-        assert torch.equal(seen.weights, whole[index].weights)
-        assert torch.equal(seen.conv, whole[index].conv) and whole[index].steps == ()
+    for index, layer in look_into(model, ids):
+        assert torch.equal(layer.weights, whole[index].weights)
+        assert torch.equal(layer.conv, whole[index].conv) and whole[index].steps == ()
     assert [index for index, _ in look_into(model, ids, [1])] == [1]
     with pytest.raises(ValueError, match=r"layers must be converted ones \(0, 1\), got 7"):
         look_into(model, ids, [7])
@@ -76,30 +76,30 @@ def test_layers_one_by_one_are_the_look_at_all_of_them():
 
 def test_steps_of_multi_token_attention_lead_from_logits_to_weights():
     model, ids = converted(MultiToken(conv_every=1, conv=(3, 5), post_conv=(2, 3))), ids_of(17)
-    given = {}
+    inputs = {}
     layers = [m.heedful for m in model.modules() if hasattr(m, "heedful")]
     hook = layers[0].register_forward_pre_hook(
-        lambda _, args, options: given.update(q=args[0], k=args[1], scale=options["scale"]),
+        lambda _, args, options: inputs.update(q=args[0], k=args[1], scale=options["scale"]),
         with_kwargs=True,
     )
-    (_, seen), _ = look_into(model, ids)
+    (_, layer), _ = look_into(model, ids)
     hook.remove()
-    steps = {step.name: step for step in seen.steps}
+    steps = {step.name: step for step in layer.steps}
     assert list(steps) == [
         "logits", "convolved logits", "mixed logits", "softmax", "convolved softmax",
     ]  # fmt: skip
-    assert [step.logits for step in seen.steps] == [True, True, True, False, False]
-    q, k = given["q"], given["k"].repeat_interleave(2, dim=1)
+    assert [step.logits for step in layer.steps] == [True, True, True, False, False]
+    q, k = inputs["q"], inputs["k"].repeat_interleave(2, dim=1)
     visible = Visibility().dense(17, 17, "cpu")[0]
-    plain = (q @ k.mT * given["scale"])[0].detach()
+    plain = (q @ k.mT * inputs["scale"])[0].detach()
     assert torch.equal(steps["logits"].map, plain.masked_fill(~visible, -torch.inf))
-    made = correlate(plain.masked_fill(~visible, 0)[None], seen.conv)[0]
-    assert torch.equal(steps["convolved logits"].map, made.masked_fill(~visible, -torch.inf))
-    made = mix_heads(made[None], seen.mix)[0].masked_fill(~visible, -torch.inf)
-    torch.testing.assert_close(steps["mixed logits"].map, made, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(steps["softmax"].map, made.softmax(-1), rtol=1e-5, atol=1e-6)
-    made = mix_heads(steps["convolved softmax"].map[None], seen.post_mix)[0]
-    torch.testing.assert_close(seen.weights, made, rtol=1e-5, atol=1e-6)
+    expected = correlate(plain.masked_fill(~visible, 0)[None], layer.conv)[0]
+    assert torch.equal(steps["convolved logits"].map, expected.masked_fill(~visible, -torch.inf))
+    expected = mix_heads(expected[None], layer.mix)[0].masked_fill(~visible, -torch.inf)
+    torch.testing.assert_close(steps["mixed logits"].map, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(steps["softmax"].map, expected.softmax(-1), rtol=1e-5, atol=1e-6)
+    expected = mix_heads(steps["convolved softmax"].map[None], layer.post_mix)[0]
+    torch.testing.assert_close(layer.weights, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,18 @@ def test_steps_of_multi_token_attention_lead_from_logits_to_weights():
     ],
 )  # fmt: skip
 def test_every_mechanism_has_the_steps_that_it_takes(mechanism, names):
-    for _, seen in look_into(converted(mechanism), ids_of(9)):
-        assert [step.name for step in seen.steps] == names
-        assert all(step.map.shape == seen.weights.shape for step in seen.steps)
+    for _, layer in look_into(converted(mechanism), ids_of(9)):
+        assert [step.name for step in layer.steps] == names
+        assert all(step.map.shape == layer.weights.shape for step in layer.steps)
         if names == ["first map", "second map"]:
-            first, second = (step.map for step in seen.steps)
-            lam = (first - seen.weights)[:, 1:] / second[:, 1:].clamp(min=1e-9)
+            first, second = (step.map for step in layer.steps)
+            lam = (first - layer.weights)[:, 1:] / second[:, 1:].clamp(min=1e-9)
             visible = Visibility().dense(9, 9, "cpu")[0][1:]
             assert lam[:, visible].std() < 1e-4  # one lambda for the layer
         if mechanism == "selective":
-            f = seen.hiding.cumsum(1) - seen.hiding
-            made = (seen.steps[0].map - f).softmax(-1)
-            torch.testing.assert_close(made, seen.weights, rtol=1e-5, atol=1e-6)
+            f = layer.hiding.cumsum(1) - layer.hiding
+            expected = (layer.steps[0].map - f).softmax(-1)
+            torch.testing.assert_close(expected, layer.weights, rtol=1e-5, atol=1e-6)
 
 
 # The arrays of the page.
@@ -138,9 +138,9 @@ def test_rows_hold_their_largest_entries(mechanism, count):
     model, ids = converted(mechanism), ids_of(count)
     data = data_of(model, ids)
     assert data.about["keys"] == min(count, MOST_KEYS)
-    for index, seen in look_into(model, ids):
+    for index, layer in look_into(model, ids):
         about = data.about["layers"][index]
-        maps = [(step.map, step.logits) for step in seen.steps] + [(seen.weights, False)]
+        maps = [(step.map, step.logits) for step in layer.steps] + [(layer.weights, False)]
         assert len(about["maps"]) == len(maps) and about["logits"] == [x for _, x in maps]
         for number, (map_, logits) in enumerate(maps):
             whole = map_.softmax(-1) if logits else map_
@@ -172,8 +172,8 @@ def test_hidden_since_is_where_F_passes_its_bounds():
     model, ids = converted("selective"), ids_of(40)
     data = data_of(model, ids)
     late = 0
-    for index, seen in look_into(model, ids):
-        f = seen.hiding.double().cumsum(1) - seen.hiding  # for query t, of what is before it
+    for index, layer in look_into(model, ids):
+        f = layer.hiding.double().cumsum(1) - layer.hiding  # for query t, of what is before it
         since = data.arrays[f"{index}/since"]
         for level, left in enumerate(LEFT):
             for j in range(40):
@@ -181,14 +181,14 @@ def test_hidden_since_is_where_F_passes_its_bounds():
                 assert since[level, 0, j] == (past[0] if past else 40)
                 late += 0 < since[level, 0, j] < 40
         np.testing.assert_allclose(
-            data.arrays[f"{index}/hidden"], seen.hiding.sum(1), rtol=1e-4, atol=1e-5
+            data.arrays[f"{index}/hidden"], layer.hiding.sum(1), rtol=1e-4, atol=1e-5
         )
         keys, amounts = (data.arrays[f"{index}/hides/{n}"] for n in ("keys", "amounts"))
         for t in range(40):
             there = keys[0, t] != NOBODY
-            at = seen.hiding[0, t, keys[0, t][there].astype(int)]
+            at = layer.hiding[0, t, keys[0, t][there].astype(int)]
             np.testing.assert_allclose(amounts[0, t][there], at, rtol=HALF)
-            assert amounts[0, t].max() == np.float16(seen.hiding[0, t].max())
+            assert amounts[0, t].max() == np.float16(layer.hiding[0, t].max())
     assert late > 100  # the bounds are passed in the course of the row
 
 
@@ -202,8 +202,8 @@ def test_every_selector_has_its_own_since():
 @pytest.mark.parametrize("policy", [MostHidden(tokens=14), StreamingLLM(tokens=(13, 16))])
 def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
     model, ids = converted("selective"), ids_of(30)
-    held = held_over_time(model, ids, policy)
-    data = data_of(model, ids, held=held, policy=str(policy))
+    cached = held_over_time(model, ids, policy)
+    data = data_of(model, ids, cached=cached, policy=str(policy))
     cache = new_cache(model, policy)
     for t in range(30):
         with torch.no_grad():
@@ -234,9 +234,9 @@ def test_what_heads_do_is_counted_by_hand():
         weights[1, t, 0], weights[1, t, t] = 0.75, 0.25
         weights[2, t, max(t - NEAR, 0)] = 0.5
         weights[2, t, max(t - NEAR - 1, 0)] -= 0.5  # its size counts
-    found = what_heads_do(weights)
+    shares = what_heads_do(weights)
     queries = count - 1
-    by_name = dict(zip(DOES, found.transpose(2, 0, 1), strict=True))
+    by_name = dict(zip(DOES, shares.transpose(2, 0, 1), strict=True))
     assert by_name["previous"][0, 0] == pytest.approx((queries - 1) / queries)
     assert by_name["first"][0, 0] == pytest.approx(1 / queries)  # of query 1
     assert by_name["previous"][1, 0] == pytest.approx(1)
@@ -245,7 +245,7 @@ def test_what_heads_do_is_counted_by_hand():
     later = queries - NEAR
     assert by_name["near"][1, 2] == pytest.approx((1 + 0.5 * (later - 1)) / later)
     assert by_name["far"][1, 2] == pytest.approx(0.5 * (later - 1) / later)
-    np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-5)
     assert what_heads_do(torch.ones(2, 1, 1)).tolist() == np.zeros((2, 2, 5)).tolist()
 
 
@@ -270,10 +270,10 @@ def test_a_page_of_many_heads_keeps_fewer_keys_and_says_so(monkeypatch, tmp_path
 
 
 def kernel(entries: dict, rows: int = 6, columns: int = 11):
-    made = np.zeros((rows, columns))
+    weight = np.zeros((rows, columns))
     for at, value in entries.items():
-        made[at] = value
-    return made
+        weight[at] = value
+    return weight
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_kernels_have_the_names_of_their_patterns(entries, name):
 
 
 def test_two_sided_kernels_have_their_identity_in_the_middle():
-    made = kernel({(3, 5): 1, (2, 4): 1, (4, 6): 1}, rows=7)
-    assert kernel_pattern(made, two_sided=True) == "diagonal"
+    weight = kernel({(3, 5): 1, (2, 4): 1, (4, 6): 1}, rows=7)
+    assert kernel_pattern(weight, two_sided=True) == "diagonal"
     assert kernel_pattern(kernel({(3, 5): 1}, rows=7), two_sided=True) == "near identity"
     with pytest.raises(ValueError, match=r"kernel must be finite numbers \[c_q, c_k\]"):
         kernel_pattern(np.zeros(3))
@@ -332,11 +332,11 @@ def answer(*words: str) -> int:
 def arrays_in(page: str) -> tuple[dict, dict]:
     """What a page holds, as a browser would read it."""
     about = json.loads(re.search(r'id="about">(.*?)</script>', page)[1])
-    found = {}
+    arrays = {}
     for name, (number, kind, shape) in about["arrays"].items():
         text = re.search(rf'id="a{number}">([^<]*)</script>', page)[1]
-        found[name] = np.frombuffer(base64.b64decode(text), kind).reshape(shape)
-    return about, found
+        arrays[name] = np.frombuffer(base64.b64decode(text), kind).reshape(shape)
+    return about, arrays
 
 
 def test_the_command_writes_one_page_that_loads_nothing(tmp_path, capsys):
@@ -354,8 +354,8 @@ def test_the_command_writes_one_page_that_loads_nothing(tmp_path, capsys):
     assert "".join(about["tokens"][1 : 1 + len(TEXT)]) == TEXT
     assert about["model"] == "mine" and about["mechanisms"] == {"Selective()": [0, 1]}
     assert about["policy"].startswith("MostHidden(tokens=20")
-    found = inside(Inspection(str(folder), text=text, budget="20"))
-    data = page_data(*found)
+    result = inside(Inspection(str(folder), text=text, budget="20"))
+    data = page_data(*result)
     assert data.arrays.keys() == arrays.keys()
     for name, x in data.arrays.items():
         np.testing.assert_array_equal(arrays[name], x)
@@ -372,7 +372,7 @@ def test_budgets_beside_the_model_are_shown(tmp_path):
     folder = saved(tmp_path / "m", "selective")
     write_budgets(folder / "budgets.json", MostHidden(tokens=(13, 17)), model, {})
     assert inside(Inspection(str(folder), text=TEXT)).policy.startswith("MostHidden(tokens=(13, 17")
-    assert inside(Inspection(str(folder), text=TEXT, eviction="none")).held == {}
+    assert inside(Inspection(str(folder), text=TEXT, eviction="none")).cached == {}
 
 
 def test_encoders_are_seen_and_encoder_decoders_refused(tmp_path, capsys):
@@ -400,21 +400,23 @@ def test_encoders_are_seen_and_encoder_decoders_refused(tmp_path, capsys):
 
 def test_tokens_are_spelled_as_the_text_has_them():
     text = "the  red bus\nis red, is it?"
-    words = {word: i for i, word in enumerate(["the", "red", "bus", "is", "it", ",", "?", "[CLS]"])}
-    made = Tokenizer(models.WordLevel(words, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()  # which drops white space
-    made.add_special_tokens(["[CLS]"])
-    made.post_processor = processors.TemplateProcessing("[CLS] $A", None, [("[CLS]", 7)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, cls_token="[CLS]")
-    found = spelled_tokens(text, tokenizer.encode(text), tokenizer)
-    assert found[:5] == ["[CLS]", "the", "  red", " bus", "\nis"]
-    assert "".join(found[1:]) == text
+    vocabulary = {
+        word: i for i, word in enumerate(["the", "red", "bus", "is", "it", ",", "?", "[CLS]"])
+    }
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()  # which drops white space
+    words.add_special_tokens(["[CLS]"])
+    words.post_processor = processors.TemplateProcessing("[CLS] $A", None, [("[CLS]", 7)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, cls_token="[CLS]")
+    spelling = spelled_tokens(text, tokenizer.encode(text), tokenizer)
+    assert spelling[:5] == ["[CLS]", "the", "  red", " bus", "\nis"]
+    assert "".join(spelling[1:]) == text
     own = ByteTokenizer()
     assert spelled_tokens("a é", own.encode("a é"), own) == ["a", " ", "\ufffd", "\ufffd"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--text", ""], "text must have at least one character, got an empty one"),
         (["--text", TEXT, "--file", "x"], "text must be given, or a file with it, and not both"),
@@ -434,7 +436,7 @@ def test_tokens_are_spelled_as_the_text_has_them():
         (["--text", TEXT, "--device", "tpu"], "device must be one of 'cpu', 'cuda', got 'tpu'"),
     ],
 )  # fmt: skip
-def test_bad_input_is_answered(words, said, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_answered(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     saved(Path("m"))
     Path("binary.txt").write_bytes(b"\xff\xfe\x00")
@@ -443,7 +445,7 @@ def test_bad_input_is_answered(words, said, tmp_path, monkeypatch, capsys):
     larger.save_pretrained("larger")
     assert answer("m", *words) == 1
     printed = capsys.readouterr().err
-    assert re.search(said, printed) and "Traceback" not in printed
+    assert re.search(message, printed) and "Traceback" not in printed
     assert not Path("inspect.html").exists()
 
 

@@ -34,7 +34,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def asked(tmp_path, monkeypatch) -> Training:
+def options(tmp_path, monkeypatch) -> Training:
     monkeypatch.chdir(tmp_path)
     Path("tiny.json").write_text(json.dumps(CONFIG))
     Path("text.txt").write_text(TEXT)
@@ -44,8 +44,8 @@ def asked(tmp_path, monkeypatch) -> Training:
     )  # fmt: skip
 
 
-def quietly(asked: Training, stop=lambda: False):
-    return train_text(asked, stop, show=False)
+def quietly(options: Training, stop=lambda: False):
+    return train_text(options, stop, show=False)
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -57,18 +57,18 @@ def log(folder: str) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
 
 
-def same(one: str, other: str) -> bool:
-    a, b = weights(one), weights(other)
+def same(first: str, second: str) -> bool:
+    a, b = weights(first), weights(second)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def stop_after(steps: int):
-    asked = iter([False] * (steps - 1))
-    return lambda: next(asked, True)
+    answers = iter([False] * (steps - 1))
+    return lambda: next(answers, True)
 
 
-def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(asked):
-    done = quietly(asked)
+def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(options):
+    done = quietly(options)
     assert sorted(os.listdir("run")) == [
         "config.json", "generation_config.json", "log.jsonl", "model.safetensors",
         "open_with_heedful.py",
@@ -81,15 +81,15 @@ def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(asked):
     assert model.config.vocab_size == 300 == len(AutoTokenizer.from_pretrained("run"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     before = os.stat("run/model.safetensors").st_mtime_ns
-    assert quietly(asked) == done  # a finished run is told, not made again
+    assert quietly(options) == done  # a finished run is told, not made again
     assert os.stat("run/model.safetensors").st_mtime_ns == before
 
 
-def test_bits_per_byte_are_those_of_the_text(asked):
+def test_bits_per_byte_are_those_of_the_text(options):
     """By hand: of the saved model, over a document given as held-out text."""
-    one = replace(asked, held_out=("one.txt",), tokenizer="bytes", out="one")
+    single = replace(options, held_out=("one.txt",), tokenizer="bytes", out="one")
     Path("one.txt").write_text("x" * 30)
-    done = quietly(one)
+    done = quietly(single)
     tokenizer = AutoTokenizer.from_pretrained("one")
     assert tokenizer("né")["input_ids"] == [tokenizer.bos_token_id, *"né".encode()]
     row = torch.tensor([[tokenizer.bos_token_id, *b"x" * 30, tokenizer.eos_token_id]])
@@ -97,73 +97,73 @@ def test_bits_per_byte_are_those_of_the_text(asked):
     assert done.bits_per_byte == pytest.approx(nats / math.log(2) / 30, rel=1e-5)
 
 
-def test_how_much_of_the_text_a_run_draws_from(asked):
+def test_how_much_of_the_text_a_run_draws_from(options):
     """As much as its steps need, or as much as is asked for; a document at most goes beyond."""
     documents = [json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()]
     Path("documents.jsonl").write_text("".join(documents))
-    asked = replace(asked, data=("documents.jsonl",), held_out=("text.txt",), tokenizer="bytes")
+    options = replace(options, data=("documents.jsonl",), held_out=("text.txt",), tokenizer="bytes")
     for number, (more, least) in enumerate(
         (({}, 12 * 4 * 31 + 1), ({"steps": 3}, 3 * 4 * 31 + 1), ({"read_tokens": 4000}, 4000))
     ):
         with pytest.raises(Stopped):
-            quietly(replace(asked, out=f"run-{number}", **more), stop_after(1))
-        said = json.loads(Path(f"run-{number}/unfinished/text/tokens.json").read_text())
-        assert least <= said["train"]["tokens"] < least + 60
+            quietly(replace(options, out=f"run-{number}", **more), stop_after(1))
+        counts = json.loads(Path(f"run-{number}/unfinished/text/tokens.json").read_text())
+        assert least <= counts["train"]["tokens"] < least + 60
     with pytest.raises(ValueError, match="read_tokens must be"):
-        replace(asked, read_tokens=0)
+        replace(options, read_tokens=0)
 
 
 @pytest.mark.parametrize("mechanism", ["selective", "mta", "grouped:grouping=cif,size=4,window=8"])
-def test_a_stopped_run_goes_on_to_the_same_end(asked, mechanism):
+def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
     memory = 0.1 if mechanism == "selective" else 0.0
-    asked = replace(asked, mechanism=(mechanism,), memory_loss=memory)
-    quietly(replace(asked, out="whole"))
+    options = replace(options, mechanism=(mechanism,), memory_loss=memory)
+    quietly(replace(options, out="whole"))
     for steps in (5, 2):
         with pytest.raises(Stopped):
-            quietly(asked, stop_after(steps))
+            quietly(options, stop_after(steps))
         assert not Path("run/model.safetensors").exists()
-    quietly(asked)
+    quietly(options)
     assert same("run", "whole") and log("run") == log("whole")
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(asked):
-    quietly(replace(asked, out="whole"))
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(options):
+    quietly(replace(options, out="whole"))
     for steps in (4, 3):
         with pytest.raises(Stopped):
-            quietly(asked, stop_after(steps))
+            quietly(options, stop_after(steps))
     newest = Path("run/unfinished/state/checkpoint-7/model.safetensors")
     newest.write_bytes(newest.read_bytes()[:-8])
     with pytest.warns(UserWarning, match=r"checkpoint-7 is cut short|going on from step 4"):
-        quietly(asked)
+        quietly(options)
     assert same("run", "whole")
 
 
-def test_another_run_s_folder_is_refused_by_what_differs(asked):
+def test_another_run_s_folder_is_refused_by_what_differs(options):
     with pytest.raises(Stopped):
-        quietly(asked, stop_after(3))
+        quietly(options, stop_after(3))
     with pytest.raises(ValueError, match=r"folder of another run: seed was 0 and is 1 now"):
-        quietly(replace(asked, seed=1))
+        quietly(replace(options, seed=1))
     with pytest.warns(UserWarning, match=r"save_minutes was 10\.0 and is 1\.0 now; the run stays"):
-        quietly(replace(asked, save_minutes=1.0))
+        quietly(replace(options, save_minutes=1.0))
     with pytest.raises(ValueError, match=r"folder of another run: steps was 12 and is 13 now"):
-        quietly(replace(asked, steps=13))
+        quietly(replace(options, steps=13))
     Path("else").mkdir()
     Path("else/notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes\.txt and no training\.json"):
-        quietly(replace(asked, out="else"))
+        quietly(replace(options, out="else"))
     assert os.listdir("else") == ["notes.txt"]
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(asked):
-    asked = replace(asked, learning_rate=1e30, warmup=0, schedule="constant", memory_loss=0.0)
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(options):
+    options = replace(options, learning_rate=1e30, warmup=0, schedule="constant", memory_loss=0.0)
     with pytest.raises(ValueError, match=r"stopped being finite before step \d+.*no checkpoint"):
-        quietly(asked)
+        quietly(options)
     assert not Path("run/model.safetensors").exists()
 
 
-def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(asked, monkeypatch):
+def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(options, monkeypatch):
     with pytest.raises(Stopped):
-        quietly(asked, stop_after(4))
+        quietly(options, stop_after(4))
     compute = LayerTrainer.compute_loss
     monkeypatch.setattr(
         LayerTrainer, "compute_loss", lambda *a, **k: compute(*a, **k) * float("nan")
@@ -173,13 +173,13 @@ def test_a_good_checkpoint_stays_where_the_loss_stops_being_finite(asked, monkey
         lambda self, loss: self.step_losses.append(loss * float("nan")),
     )
     with pytest.raises(ValueError, match=r"checkpoint-4 is the last good checkpoint"):
-        quietly(asked)
+        quietly(options)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it(asked, monkeypatch):
-    quietly(replace(asked, out="whole"))
+def test_a_full_disk_leaves_the_checkpoint_before_it(options, monkeypatch):
+    quietly(replace(options, out="whole"))
     with pytest.raises(Stopped):
-        quietly(asked, stop_after(4))
+        quietly(options, stop_after(4))
     save = torch.save
 
     def full(state, path, *args, **kwargs):
@@ -189,44 +189,44 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(asked, monkeypatch):
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match=r"state cannot be saved in .*file write failed"):
-        quietly(asked, stop_after(3))
+        quietly(options, stop_after(3))
     monkeypatch.setattr(torch, "save", save)
     with pytest.warns(UserWarning, match="checkpoint-7 is cut short"):
-        quietly(asked)
+        quietly(options)
     assert same("run", "whole")
 
 
-def test_parts_of_a_step_give_the_step(asked):
+def test_parts_of_a_step_give_the_step(options):
     """Gradient accumulation, with documents of different lengths and both added losses."""
     Path("text.jsonl").write_text(
         "".join(json.dumps({"text": TEXT[i * 7 : i * 7 + 5 + i % 90]}) + "\n" for i in range(400))
     )
-    asked = replace(asked, data=("text.jsonl",), steps=4)
-    quietly(replace(asked, out="whole"))
-    quietly(replace(asked, accumulate=4, checkpointing=True))
-    one, two = weights("run"), weights("whole")
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=2e-6)
+    options = replace(options, data=("text.jsonl",), steps=4)
+    quietly(replace(options, out="whole"))
+    quietly(replace(options, accumulate=4, checkpointing=True))
+    parts, whole = weights("run"), weights("whole")
+    for name in parts:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=2e-6)
     for a, b in zip(log("run"), log("whole"), strict=True):
         assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
 
 
-def test_standard_attention_leaves_an_ordinary_model(asked):
-    quietly(replace(asked, mechanism=(), memory_loss=0.0))
+def test_standard_attention_leaves_an_ordinary_model(options):
+    quietly(replace(options, mechanism=(), memory_loss=0.0))
     model = AutoModelForCausalLM.from_pretrained("run")
     assert type(model).__name__ == "LlamaForCausalLM"
 
 
-def test_a_trained_model_is_trained_on_with_another_mechanism(asked):
-    quietly(replace(asked, mechanism=(), memory_loss=0.0, out="base"))
-    on = replace(asked, model="base", mechanism=("mta:conv_every=1@1",), memory_loss=0.0)
+def test_a_trained_model_is_trained_on_with_another_mechanism(options):
+    quietly(replace(options, mechanism=(), memory_loss=0.0, out="base"))
+    on = replace(options, model="base", mechanism=("mta:conv_every=1@1",), memory_loss=0.0)
     quietly(replace(on, learning_rate=1e-30, out="still"))
     base, still = weights("base"), weights("still")
     assert all(torch.equal(base[name], still[name]) for name in base)
     assert sorted(still.keys() - base.keys())[0].startswith("model.layers.1.self_attn.heedful.")
     quietly(replace(on, recipe="adapt", mechanism_rate=100.0))
     assert not same("run", "still")
-    again = replace(asked, model="run", mechanism=(), memory_loss=0.0, out="more")
+    again = replace(options, model="run", mechanism=(), memory_loss=0.0, out="more")
     quietly(again)  # keeps what it is converted to
     assert heedful.load("more")._heedful.mechanism == heedful.MultiToken(conv_every=1)
     with pytest.raises(ValueError, match=r"'run' is converted already, to MultiToken"):
@@ -260,13 +260,13 @@ def test_a_trained_model_is_trained_on_with_another_mechanism(asked):
         ({"report_to": ("swanlab",)}, r"report_to=swanlab: .*requires swanlab"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(asked, change, message):
+def test_what_does_not_fit_is_refused_and_leaves_nothing(options, change, message):
     Path("empty.txt").write_text("")
     Path("short.txt").write_text("short")
     Path("image.png").write_bytes(b"\x89PNG\r\n")
     Path("vit.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ValueError, match=message):
-        quietly(replace(asked, **change))
+        quietly(replace(options, **change))
     assert not Path("run").exists()
 
 
@@ -284,9 +284,9 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(asked, change, message)
         ({"mechanism": (), "where": ("encoder",)}, "where says where a mechanism stands"),
     ],
 )
-def test_bad_options_are_refused(asked, change, message):
+def test_bad_options_are_refused(options, change, message):
     with pytest.raises(ValueError, match=message):
-        replace(asked, **change)
+        replace(options, **change)
 
 
 def test_the_sizes_are_the_papers():
@@ -306,11 +306,13 @@ def test_the_sizes_are_the_papers():
     assert RECIPES["mta"].batch * RECIPES["mta"].length == 262_144
 
 
-def test_the_pieces_work_in_a_trainer_and_in_a_loop_of_one_s_own(asked, tmp_path):
+def test_the_pieces_work_in_a_trainer_and_in_a_loop_of_one_s_own(options, tmp_path):
     """The same steps by `heedful train`, by transformers' Trainer and by a plain loop."""
-    quietly(replace(asked, schedule="constant", warmup=0))
+    quietly(replace(options, schedule="constant", warmup=0))
     tokenizer = AutoTokenizer.from_pretrained("run")
-    text = encode(asked.data, (), tokenizer, tmp_path / "text", length=32, most_tokens=12 * 4 * 31)
+    text = encode(
+        options.data, (), tokenizer, tmp_path / "text", length=32, most_tokens=12 * 4 * 31
+    )
     rows = TrainingSequences(text.train, 32, 12 * 4, seed=0)
 
     def start():
@@ -356,17 +358,17 @@ OPTIONS = shlex.split(
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_goes_on_bit_equal(asked):
+def test_a_run_killed_at_any_moment_goes_on_bit_equal(options):
     """Killed as a checkpoint begins, with its weights there, and sealed; a file says when."""
-    options = [*OPTIONS, "--steps", "300", "--save-minutes", "0.008"]
+    words = [*OPTIONS, "--steps", "300", "--save-minutes", "0.008"]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the other worker of the suite has one too
-    given = {"env": one_thread, "stderr": subprocess.PIPE, "text": True}
-    subprocess.run([*COMMAND, *options, "--out", "whole"], check=True, **given)
+    settings = {"env": one_thread, "stderr": subprocess.PIPE, "text": True}
+    subprocess.run([*COMMAND, *words, "--out", "whole"], check=True, **settings)
     moments = (".", "model.safetensors", "whole.json", "optimizer.pt")
     for moment in moments:
         known = checkpoints()
         process = subprocess.Popen(
-            [*COMMAND, *options, "--out", "run"], env=one_thread, stderr=subprocess.DEVNULL
+            [*COMMAND, *words, "--out", "run"], env=one_thread, stderr=subprocess.DEVNULL
         )
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
@@ -375,7 +377,7 @@ def test_a_run_killed_at_any_moment_goes_on_bit_equal(asked):
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, f"ended before a checkpoint had {moment}"
-    subprocess.run([*COMMAND, *options, "--out", "run"], check=True, **given)
+    subprocess.run([*COMMAND, *words, "--out", "run"], check=True, **settings)
     assert same("run", "whole") and log("run") == log("whole")
 
 
@@ -393,16 +395,16 @@ def torchrun(*options: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_two_processes_train_what_one_does(asked, fsdp):
+def test_two_processes_train_what_one_does(options, fsdp):
     """DDP and FSDP2 over gloo; the loss and the weights are those of one process."""
-    quietly(asked)
+    quietly(options)
     more = ["--fsdp"] if fsdp else []
     done = torchrun(*OPTIONS, *more, "--out", "two")
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = weights("run"), weights("two")
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-4, atol=2e-6)
+    single, double = weights("run"), weights("two")
+    assert single.keys() == double.keys()
+    for name in single:
+        torch.testing.assert_close(single[name], double[name], rtol=1e-4, atol=2e-6)
     for a, b in zip(log("run"), log("two"), strict=True):
         assert a.keys() == b.keys()
         assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
@@ -410,13 +412,13 @@ def test_two_processes_train_what_one_does(asked, fsdp):
 
 
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_in_one_process_and_back(asked):
+def test_a_sharded_run_goes_on_in_one_process_and_back(options):
     """Saved under FSDP2 by two processes, loaded by one, saved, loaded by two under DDP."""
-    quietly(replace(asked, steps=40))
-    options = [*OPTIONS, "--steps", "40", "--save-minutes", "0.000001", "--out", "two"]
+    quietly(replace(options, steps=40))
+    words = [*OPTIONS, "--steps", "40", "--save-minutes", "0.000001", "--out", "two"]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "heedful", "train", *options, "--fsdp",
+        "-m", "heedful", "train", *words, "--fsdp",
     ]  # fmt: skip
     process = psutil.Popen(command, stderr=subprocess.DEVNULL)
     state = Path("two/unfinished/state")
@@ -424,24 +426,24 @@ def test_a_sharded_run_goes_on_in_one_process_and_back(asked):
     while not list(state.glob("checkpoint-*/whole.json")) and time.monotonic() < deadline:
         time.sleep(0.05)
     everyone = [process, *process.children(recursive=True)]
-    for one in everyone:
-        one.kill()
+    for worker in everyone:
+        worker.kill()
     psutil.wait_procs(everyone)
     if Path("two/model.safetensors").exists():
         pytest.fail("the run ended before it could be killed")
     reached = max(int(x.parent.name.rpartition("-")[2]) for x in state.glob("*/whole.json"))
     with pytest.raises(Stopped), pytest.warns(UserWarning):
-        quietly(replace(asked, steps=40, out="two"), stop_after(3))
+        quietly(replace(options, steps=40, out="two"), stop_after(3))
     assert (state / f"checkpoint-{reached + 3}" / "whole.json").exists()
-    done = torchrun(*options)
+    done = torchrun(*words)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = weights("run"), weights("two")
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-5)
+    single, double = weights("run"), weights("two")
+    for name in single:
+        torch.testing.assert_close(single[name], double[name], rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_text(asked):
+def test_memory_does_not_grow_with_the_text(options):
     """Peak of a fresh process that encodes and trains one step: 2 MB of text against 40 MB."""
     peaks = []
     for megabytes in (2, 40):
@@ -458,10 +460,10 @@ def test_memory_does_not_grow_with_the_text(asked):
             "most_tokens=10**9)\n"
             "print(made.train.tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
         )
-        found = subprocess.run(
+        numbers = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         ).stdout.split()
-        assert int(found[0]) > megabytes * 900_000
-        peaks.append(int(found[1]) / 1024)
+        assert int(numbers[0]) > megabytes * 900_000
+        peaks.append(int(numbers[1]) / 1024)
         shutil.rmtree("made")
     assert peaks[1] - peaks[0] < 8, peaks  # MiB; the larger text has 38 MB more

@@ -83,14 +83,14 @@ def check_new(out: Path) -> None:
 
 def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
     """The cases that can run here, and why the others cannot."""
-    asked = [
+    candidates = [
         Case(mechanism, impl, passed)
         for mechanism, impl, passed in product(config.mechanisms, config.impls, config.passes)
         if exists(mechanism, impl)
     ]
-    reasons = {case: obstacle(config, *case) for case in asked}
+    reasons = {case: obstacle(config, *case) for case in candidates}
     return (
-        [case for case in asked if reasons[case] is None],
+        [case for case in candidates if reasons[case] is None],
         {case: reason for case, reason in reasons.items() if reason is not None},
     )
 
@@ -118,8 +118,8 @@ def check(
         plain = _results(config, definition, call, tokens, dtype)
         exact = _results(config, definition, call, tokens, torch.float64)
         for case in group:
-            found = _results(config, case, function, tokens, dtype)
-            for number, parts in enumerate(zip(found, plain, exact, strict=True)):
+            results = _results(config, case, function, tokens, dtype)
+            for number, parts in enumerate(zip(results, plain, exact, strict=True)):
                 try:
                     assert_matches_oracle(f"result {number}", *parts, terms=tokens)
                 except AssertionError as error:

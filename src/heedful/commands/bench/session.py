@@ -62,12 +62,12 @@ def work(stage: int, cases: Iterable[SessionCase], out: Path, until: float, abou
             continue
         write_whole(_running(out), json.dumps(record | {"until": until}))
         try:
-            found = {"status": "measured", "numbers": case.measure(until - time.time())}
+            outcome = {"status": "measured", "numbers": case.measure(until - time.time())}
         except Exception as error:  # whatever a case dies of, the others go on
-            found = {"status": "failed", "error": _said(error)}
-        _append_result(out, record | found)
+            outcome = {"status": "failed", "error": _message(error)}
+        _append_result(out, record | outcome)
         _running(out).unlink()
-        if found["status"] == "failed" and not _device_answers():
+        if outcome["status"] == "failed" and not _device_answers():
             return False
     return True
 
@@ -168,7 +168,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {' '.join(lines)[:600]}"
 

@@ -43,7 +43,7 @@ _MOST = 700.0  # exp of more is no number
 Budgets = tuple[int | None, ...]
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """What a search ended at.
 
     path: the file that was written.
@@ -75,11 +75,11 @@ class Found(NamedTuple):
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
     """How much of what the budgets at the start hold these hold; `None` is a whole row."""
-    held, whole = (sum(n or length for n in those) for those in (budgets, start))
-    return held / whole
+    total, whole = (sum(n or length for n in those) for those in (budgets, start))
+    return total / whole
 
 
-def search(asked: BudgetSearch) -> Found:
+def search(options: BudgetSearch) -> SearchResult:
     """Search as `heedful budget` does, and write `budgets.json` into the model's folder.
 
     Every trial goes into a file beside it, so that a search that was stopped goes on there.
@@ -88,46 +88,46 @@ def search(asked: BudgetSearch) -> Found:
         ValueError: something that is asked for cannot be read, does not fit the model, or cannot be
             met; or the folder holds another search.
     """
-    folder, begun = Path(asked.model), time.perf_counter()
+    folder, begun = Path(options.model), time.perf_counter()
     if not folder.is_dir():
         raise ValueError(
-            f"model must be a folder, as budgets.json is written into it, got {asked.model!r}"
+            f"model must be a folder, as budgets.json is written into it, got {options.model!r}"
         )
-    model = open_model(asked.model, asked.device, budgets=False)
+    model = open_model(options.model, options.device, budgets=False)
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"model {asked.model!r} has an encoder, and budgets are searched for decoders alone; "
+            f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
-    tokenizer = open_tokenizer(asked.tokenizer, asked.model, model)
-    _check_rows_fit(asked, model, asked.model)
-    rows = rows_of(asked.data, tokenizer, asked.length, asked.rows)
-    policy, start = _start(asked, model)
-    reference = None if asked.reference is None else _reference(asked, rows)
+    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    _check_rows_fit(options, model, options.model)
+    rows = rows_of(options.data, tokenizer, options.length, options.rows)
+    policy, start = _start(options, model)
+    reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
-        identity = _search_identity(asked, policy, rows, model, reference)
-        log = Log(folder / LOG, identity, asked.restart)
+        identity = _search_identity(options, policy, rows, model, reference)
+        log = Log(folder / LOG, identity, options.restart)
         with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
             measure = _Measure(model, rows, policy, log, bar)
             whole = measure(start)
             if not math.isfinite(whole):
-                raise ValueError(f"model {asked.model!r} has a perplexity of {whole} on the data")
-            limit = whole * (1 + asked.loss / 100)
+                raise ValueError(f"model {options.model!r} has a perplexity of {whole} on the data")
+            limit = whole * (1 + options.loss / 100)
             if reference is not None:
                 limit = log.once("reference", lambda: perplexity(reference, rows))
-                _check_reference(asked.reference, whole, limit)
+                _check_reference(options.reference, whole, limit)
                 limit = max(limit, whole)  # the same model may differ by rounding
             measure.limit, reference = limit, None
-            budgets = greedy(start, _least(policy, model), asked.length // 8, limit, measure)
+            budgets = greedy(start, _least(policy, model), options.length // 8, limit, measure)
         eviction = dataclasses.replace(policy, tokens=budgets)
-        found = Found(
+        result = SearchResult(
             path=folder / NAME, eviction=eviction, start=start,
             perplexity=log.known[budgets], whole=whole, limit=limit,
-            rows=asked.rows, length=asked.length, trials=len(log.known),
+            rows=options.rows, length=options.length, trials=len(log.known),
             measured=measure.measured, seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        write_budgets(found.path, eviction, model, _about(asked, found))
-    return found
+        write_budgets(result.path, eviction, model, _about(options, result))
+    return result
 
 
 def greedy(
@@ -263,10 +263,12 @@ class Log:
         append_line(self.path, json.dumps(line))
 
 
-def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
+def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
     """The policy, and the budgets that hold all that a row's queries see."""
-    options = {"recent": asked.recent} | ({} if asked.sinks is None else {"sinks": asked.sinks})
-    policy = policy_named(asked.eviction, model, asked.length, **options)
+    protection = {"recent": options.recent} | (
+        {} if options.sinks is None else {"sinks": options.sinks}
+    )
+    policy = policy_named(options.eviction, model, options.length, **protection)
     modules = attention_modules(model)
     cache = new_cache(model, eviction=False)
     windows = [layer.window for layer in cache.layers if isinstance(layer, AttentionCache)]
@@ -274,8 +276,8 @@ def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budge
     reasons = []
     for module, window in zip(modules, windows, strict=True):
         try:
-            check_policy(policy, module.heedful, asked.length)
-            start.append(asked.length if window is None else min(asked.length, window))
+            check_policy(policy, module.heedful, options.length)
+            start.append(options.length if window is None else min(options.length, window))
         except ValueError as error:
             reasons.append(error)
             start.append(None)
@@ -284,7 +286,7 @@ def _start(asked: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budge
     if all(tokens is None or tokens <= _least(policy, model) for tokens in start):
         raise ValueError(
             f"length must be more than the {_least(policy, model)} tokens that every budget holds, "
-            f"got {asked.length}; give longer rows, or protect fewer tokens"
+            f"got {options.length}; give longer rows, or protect fewer tokens"
         )
     start = [n if n is None else max(n, _least(policy, model)) for n in start]
     return dataclasses.replace(policy, tokens=tuple(start)), tuple(start)
@@ -297,7 +299,7 @@ def _least(policy: Eviction, model: PreTrainedModel) -> int:
 
 
 def _search_identity(
-    asked: BudgetSearch,
+    options: BudgetSearch,
     policy: Eviction,
     rows: torch.Tensor,
     model: PreTrainedModel,
@@ -306,48 +308,48 @@ def _search_identity(
     """What decides the result."""
     return {
         "policy": {"kind": type(policy).__name__, **dataclasses.asdict(policy)},
-        "loss": asked.loss if reference is None else None,
-        "length": asked.length,
-        "rows": asked.rows,
+        "loss": options.loss if reference is None else None,
+        "length": options.length,
+        "rows": options.rows,
         "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16],
         "model": fingerprint(model),
         "reference": None if reference is None else fingerprint(reference),
     }
 
 
-def _about(asked: BudgetSearch, found: Found) -> dict:
+def _about(options: BudgetSearch, result: SearchResult) -> dict:
     return {
-        "perplexity": {"whole": found.whole, "found": found.perplexity, "limit": found.limit},
-        "limit": f"{asked.loss} % above the whole cache"
-        if asked.reference is None
-        else f"perplexity of {asked.reference} with its whole cache",
-        "share_of_tokens_kept": found.kept,
-        "length": found.length,
-        "rows": found.rows,
-        "data": list(asked.data),
-        "trials": found.trials,
+        "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
+        "limit": f"{options.loss} % above the whole cache"
+        if options.reference is None
+        else f"perplexity of {options.reference} with its whole cache",
+        "share_of_tokens_kept": result.kept,
+        "length": result.length,
+        "rows": result.rows,
+        "data": list(options.data),
+        "trials": result.trials,
         "environment": environment(),
     }
 
 
-def _check_rows_fit(asked: BudgetSearch, model: PreTrainedModel, name: str) -> None:
+def _check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
     most = longest(model)
-    if most is not None and asked.length > most:
+    if most is not None and options.length > most:
         raise ValueError(
             f"length must be at most the {most} tokens that {name} has positions for, got "
-            f"{asked.length}"
+            f"{options.length}"
         )
 
 
-def _reference(asked: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
+def _reference(options: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
-    model = open_model(asked.reference, asked.device, budgets=False)
-    tokenizer = open_tokenizer(asked.tokenizer, asked.reference, model)
-    _check_rows_fit(asked, model, asked.reference)
-    if not torch.equal(rows_of(asked.data, tokenizer, asked.length, asked.rows), rows):
+    model = open_model(options.reference, options.device, budgets=False)
+    tokenizer = open_tokenizer(options.tokenizer, options.reference, model)
+    _check_rows_fit(options, model, options.reference)
+    if not torch.equal(rows_of(options.data, tokenizer, options.length, options.rows), rows):
         raise ValueError(
-            f"reference {asked.reference!r} splits the data into other tokens than "
-            f"{asked.model!r}, so that perplexities per token do not compare; take a reference "
+            f"reference {options.reference!r} splits the data into other tokens than "
+            f"{options.model!r}, so that perplexities per token do not compare; take a reference "
             "with the same tokenizer, or --loss"
         )
     return model
@@ -361,19 +363,19 @@ def _check_reference(name: str, whole: float, limit: float) -> None:
         )
 
 
-def format_found(found: Found) -> str:
+def format_result(result: SearchResult) -> str:
     """A small table of what was found, and what to do with it."""
-    budgets = found.eviction.budgets(len(found.start))
+    budgets = result.eviction.budgets(len(result.start))
     lines = ["layer  tokens   share"]
     for index, tokens in enumerate(budgets):
-        part = share((tokens,), (found.start[index],), found.length)
+        part = share((tokens,), (result.start[index],), result.length)
         lines.append(f"{index:5}  {'all' if tokens is None else tokens:>6}  {part:6.1%}")
     lines += [
-        f"  sum  {sum(n or found.length for n in budgets):6}  {found.kept:6.1%}",
+        f"  sum  {sum(n or result.length for n in budgets):6}  {result.kept:6.1%}",
         "",
-        f"{type(found.eviction).__name__}: perplexity {found.perplexity:.4f}, with the whole cache "
-        f"{found.whole:.4f}, limit {found.limit:.4f} ({found.rows} rows)",
-        f"{found.trials} trials, {found.measured} of them now, in {found.seconds:.0f} s",
-        f"written: {found.path}; heedful.load, heedful.new_cache and heedful generate use it",
+        f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
+        f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} rows)",
+        f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s",
+        f"written: {result.path}; heedful.load, heedful.new_cache and heedful generate use it",
     ]
     return "\n".join(lines)

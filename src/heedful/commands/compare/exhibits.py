@@ -31,44 +31,44 @@ def exhibits_of(
         tokens: the text of each token of the sample.
         looks: what each layer did with the sample, by layer index.
     """
-    for index, seen in looks.items():
-        yield from _parameters(task, mechanism, index, seen)
+    for index, look in looks.items():
+        yield from _parameters(task, mechanism, index, look)
     layer, head = max(
-        ((i, h) for i, seen in looks.items() for h in range(len(seen.weights))),
+        ((i, h) for i, look in looks.items() for h in range(len(look.weights))),
         key=lambda at: _sharpness(looks[at[0]], at[1]),
     )
     weights = looks[layer].weights[head].numpy()
     unit = "head" if looks[layer].heads_per_map == 1 else "pair"
     yield MapExhibit(task, mechanism, layer, head, tokens, weights, unit=unit)
-    hiding = {i: seen for i, seen in looks.items() if seen.hiding is not None}
+    hiding = {i: look for i, look in looks.items() if look.hiding is not None}
     if hiding:
         layer = max(hiding, key=lambda i: hiding[i].hidden.sum().item())
-        seen = hiding[layer]
+        look = hiding[layer]
         yield HidingExhibit(
-            task, mechanism, layer, tokens, seen.hiding.mean(0).numpy(), seen.hidden.mean(0).numpy()
+            task, mechanism, layer, tokens, look.hiding.mean(0).numpy(), look.hidden.mean(0).numpy()
         )
 
 
-def _parameters(task: str, mechanism: str, index: int, seen: LayerLook) -> Iterator[Exhibit]:
-    for kind, kernel in (("pre", seen.conv), ("post", seen.post_conv)):
+def _parameters(task: str, mechanism: str, index: int, look: LayerLook) -> Iterator[Exhibit]:
+    for kind, kernel in (("pre", look.conv), ("post", look.post_conv)):
         if kernel is not None:
             yield KernelExhibit(task, mechanism, index, kind, kernel.numpy())
-    if seen.conv is None and seen.post_conv is None:
+    if look.conv is None and look.post_conv is None:
         return  # one layer's mixing is enough to see: that beside the convolutions
-    for kind, mix in (("pre", seen.mix), ("post", seen.post_mix)):
+    for kind, mix in (("pre", look.mix), ("post", look.post_mix)):
         if mix is not None:
             matrix = torch.block_diag(*mix).numpy()
             yield MixExhibit(task, mechanism, index, matrix, kind)
 
 
-def _sharpness(seen: LayerLook, head: int) -> float:
-    weights = seen.weights[head][2:, 1:]
+def _sharpness(look: LayerLook, head: int) -> float:
+    weights = look.weights[head][2:, 1:]
     others = weights.clone()
     others.diagonal(1).zero_()  # the token itself
     return others.amax(-1).mean().item()
 
 
-class WrittenExhibit(NamedTuple):
+class TextExhibit(NamedTuple):
     """What one trained model makes of some held-out sources.
 
     Arguments:
@@ -80,14 +80,14 @@ class WrittenExhibit(NamedTuple):
     rows: Sequence[tuple[str, str, str]]
 
 
-def written_tables(exhibits: Sequence[WrittenExhibit]) -> str:
+def text_tables(exhibits: Sequence[TextExhibit]) -> str:
     """One task's sources, each with what was asked for and what every model wrote."""
     parts = []
-    for number, (source, asked, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("asked for", asked)]
+    for number, (source, reference, _) in enumerate(exhibits[0].rows):
+        lines = [("source", source), ("asked for", reference)]
         for exhibit in exhibits:
             text = exhibit.rows[number][2]
-            lines.append((f"{exhibit.mechanism} {'✓' if text == asked else '✗'}", text))
+            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
         body = "".join(
             f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
             for name, text in lines

@@ -97,14 +97,14 @@ Exhibit = KernelExhibit | MixExhibit | MapExhibit | HidingExhibit
 
 def array(name: str, value: ArrayLike, *shape: int | None) -> np.ndarray:
     """`value` as a float array of this shape (None: any size); raises naming `name`."""
-    made = np.asarray(value, dtype=float)
-    fits = made.ndim == len(shape) and all(
-        size > 0 and want in (None, size) for size, want in zip(made.shape, shape, strict=False)
+    values = np.asarray(value, dtype=float)
+    fits = values.ndim == len(shape) and all(
+        size > 0 and want in (None, size) for size, want in zip(values.shape, shape, strict=False)
     )
     if not fits:
         want = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have the shape [{want}], got {list(made.shape)}")
-    return made
+        raise ValueError(f"{name} must have the shape [{want}], got {list(values.shape)}")
+    return values
 
 
 def visible(token: str) -> str:
@@ -132,11 +132,11 @@ def colours(mechanisms: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Colour and dash of each mechanism: colours differ first, dashes also once they run out."""
     others = [name for name in dict.fromkeys(mechanisms) if name != BASELINE]
     rest = PALETTE[1:]
-    made = {
+    styles = {
         name: (rest[i % len(rest)], _DASHES[(i + 1 + i // len(rest)) % len(_DASHES)])
         for i, name in enumerate(others)
     }
-    return {BASELINE: (PALETTE[0], _DASHES[0]), **made}
+    return {BASELINE: (PALETTE[0], _DASHES[0]), **styles}
 
 
 def curves(
@@ -221,18 +221,18 @@ def splits(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
     for i, name in enumerate(mechanisms):
         shade, label = colour[name][0], _plain(name)
         for at, split in enumerate(names):
-            found = [r.splits[split] for r in records if r.mechanism == name and split in r.splits]
-            if not found:
+            values = [r.splits[split] for r in records if r.mechanism == name and split in r.splits]
+            if not values:
                 continue
-            y, mean = at - 0.4 + (i + 0.5) * tall, float(np.mean(found))
+            y, mean = at - 0.4 + (i + 0.5) * tall, float(np.mean(values))
             edge = 0.0
             if math.isfinite(mean):
                 axes.barh(y, percent * mean, tall * 0.85, color=shade, alpha=0.75, label=label)
                 label = None
-                if len(found) > 1:
+                if len(values) > 1:
                     dots = {"s": 9, "color": "white", "edgecolors": shade, "linewidths": 0.8}
-                    axes.scatter([percent * v for v in found], [y] * len(found), **dots, zorder=3)
-                edge = percent * max(mean, *found)
+                    axes.scatter([percent * v for v in values], [y] * len(values), **dots, zorder=3)
+                edge = percent * max(mean, *values)
             axes.text(
                 edge + 0.02 * percent * longest, y, number(metric, mean), va="center", fontsize=7
             )

@@ -70,9 +70,9 @@ def summarise(records: Iterable[Record]) -> list[Row]:
                 f"records of one task must have one metric, got {' and '.join(metrics)} for "
                 f"{task!r}; report them in separate folders"
             )
-        made = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
-        base = next((row for row in made if row.mechanism == BASELINE), None)
-        rows += made if base is None else [_against(row, base) for row in made]
+        task_rows = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
+        base = next((row for row in task_rows if row.mechanism == BASELINE), None)
+        rows += task_rows if base is None else [_against(row, base) for row in task_rows]
     return rows
 
 

@@ -16,7 +16,7 @@ from heedful.commands.compare.options import Device, check_memory_loss
 from heedful.commands.compare.scoring import final_scores, score
 from heedful.commands.compare.scratch import (
     Attention,
-    Budget,
+    Hyperparameters,
     Size,
     described,
     from_scratch,
@@ -71,7 +71,7 @@ def train(
     task: Task,
     mechanism: Attention,
     size: Size,
-    budget: Budget,
+    hyperparameters: Hyperparameters,
     seed: int,
     folder: Path,
     *,
@@ -90,7 +90,7 @@ def train(
     Arguments:
         task: what to learn and how to score it.
         mechanism: the attention of every layer, or of several by index.
-        size, budget: model and training.
+        size, hyperparameters: model and training.
         seed: of the initialisation and the training rows; held-out rows are the same for all.
         folder: for this run's state while training; gone again after the run.
         start: a trained model's folder, whose weights are begun with, in place of a new model of
@@ -110,34 +110,34 @@ def train(
     """
     check_device(device)
     check_memory_loss(memory_loss)
-    rows = _Rows(task, budget, seed)
+    rows = _Rows(task, hyperparameters, seed)
     if start is None:
         model = from_scratch(task, mechanism, size, seed)
     else:
         model = from_trained(start, mechanism, seed)
     if memory_loss:
         MemoryLoss(model).remove()  # refused before anything is written
-    identity = _run_identity(task, mechanism, size, budget, seed, rows)
+    identity = _run_identity(task, mechanism, size, hyperparameters, seed, rows)
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
     identity |= {} if start is None else {"start": fingerprint(model)}
     checkpoints = Checkpoints(Path(folder), identity)
-    schedule = _schedule(task, budget, save_seconds)
+    schedule = _schedule(task, hyperparameters, save_seconds)
     watch = Watch(schedule, checkpoints, should_stop)
     told = [] if progress is None else [_ProgressCallback(progress, schedule)]
     trainer = RunTrainer(
         model=model,
-        args=_arguments(budget, seed, folder, device),
+        args=_arguments(hyperparameters, seed, folder, device),
         train_dataset=rows,
         data_collator=lambda batch: batch,
-        optimizer=partial(_optimizer, budget),
-        evaluation=partial(_evaluation, task, budget),
+        optimizer=partial(_optimizer, hyperparameters),
+        evaluation=partial(_evaluation, task, hyperparameters),
         callbacks=[*told, watch],
         memory_loss=memory_loss,
     )
     _reset_peak(model.device)
     watch.train(trainer)
     step = trainer.state.global_step
-    metric, final = final_scores(model, task, budget)
+    metric, final = final_scores(model, task, hyperparameters)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
     diverged = watch.diverged or not all(map(math.isfinite, numbers))
     run = Run(
@@ -158,18 +158,23 @@ def train(
 
 
 def _run_identity(
-    task: Task, mechanism: Attention, size: Size, budget: Budget, seed: int, rows: "_Rows"
+    task: Task,
+    mechanism: Attention,
+    size: Size,
+    hyperparameters: Hyperparameters,
+    seed: int,
+    rows: "_Rows",
 ) -> dict:
     """What makes a run this run and no other; rows of it too, which a changed text changes."""
     digest = hashlib.sha256()
-    for step in {0, budget.steps - 1}:
+    for step in {0, hyperparameters.steps - 1}:
         for tensor in rows.of_step(step).values():
             digest.update(tensor.numpy().tobytes())
     return {
         "task": {"kind": type(task).__name__, **dataclasses.asdict(task)},
         "mechanism": described(mechanism),
         "size": dataclasses.asdict(size),
-        "budget": dataclasses.asdict(budget),
+        "budget": dataclasses.asdict(hyperparameters),
         "seed": seed,
         "rows": digest.hexdigest(),
     }
@@ -178,21 +183,21 @@ def _run_identity(
 class _Rows(torch.utils.data.Dataset):
     """The training rows of a run, drawn a batch at a time."""
 
-    def __init__(self, task: Task, budget: Budget, seed: int) -> None:
-        self.task, self.budget, self.seed = task, budget, seed
+    def __init__(self, task: Task, hyperparameters: Hyperparameters, seed: int) -> None:
+        self.task, self.hyperparameters, self.seed = task, hyperparameters, seed
 
     def __len__(self) -> int:
-        return self.budget.steps * self.budget.batch
+        return self.hyperparameters.steps * self.hyperparameters.batch
 
     def __getitems__(self, indices: list[int]) -> dict:
         """The rows of one step: `RunTrainer` takes them in order, a batch at a time."""
-        step, first = divmod(indices[0], self.budget.batch)
-        if first or len(indices) != self.budget.batch:
+        step, first = divmod(indices[0], self.hyperparameters.batch)
+        if first or len(indices) != self.hyperparameters.batch:
             raise IndexError(f"rows {indices[0]} to {indices[-1]} are not those of one step")
         return self.of_step(step)
 
     def of_step(self, step: int) -> dict:
-        return self.task.batch(self.budget.batch, self.seed, step).inputs()
+        return self.task.batch(self.hyperparameters.batch, self.seed, step).inputs()
 
 
 class _ProgressCallback(TrainerCallback):
@@ -209,36 +214,42 @@ class _ProgressCallback(TrainerCallback):
         self.progress(state.global_step, metrics[_JUDGED])
 
 
-def _schedule(task: Task, budget: Budget, save_seconds: float) -> Schedule:
+def _schedule(task: Task, hyperparameters: Hyperparameters, save_seconds: float) -> Schedule:
     return Schedule(
-        steps=budget.steps,
-        log_every=max(1, budget.steps // 50),
-        evaluate_every=max(1, budget.steps // budget.evaluations),
+        steps=hyperparameters.steps,
+        log_every=max(1, hyperparameters.steps // 50),
+        evaluate_every=max(1, hyperparameters.steps // hyperparameters.evaluations),
         check_every=1,
         save_seconds=save_seconds,
-        step_tokens=budget.batch * task.row_tokens,
+        step_tokens=hyperparameters.batch * task.row_tokens,
     )
 
 
-def _evaluation(task: Task, budget: Budget, trainer: RunTrainer) -> dict[str, float]:
+def _evaluation(
+    task: Task, hyperparameters: Hyperparameters, trainer: RunTrainer
+) -> dict[str, float]:
     """The task's metric on its first evaluation set."""
     judged = next(iter(task.evaluations().values()))
-    return {_JUDGED: score(trainer.model, judged, budget)[task.metric]}
+    return {_JUDGED: score(trainer.model, judged, hyperparameters)[task.metric]}
 
 
-def _optimizer(budget: Budget, model: nn.Module) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, budget.learning_rate, mechanism_rate=budget.mechanism_rate)
+def _optimizer(hyperparameters: Hyperparameters, model: nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(
+        model, hyperparameters.learning_rate, mechanism_rate=hyperparameters.mechanism_rate
+    )
     return torch.optim.AdamW(groups, betas=(0.9, 0.98))
 
 
-def _arguments(budget: Budget, seed: int, folder: Path, device: str) -> TrainingArguments:
+def _arguments(
+    hyperparameters: Hyperparameters, seed: int, folder: Path, device: str
+) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
-        max_steps=budget.steps,
-        per_device_train_batch_size=budget.batch,
-        learning_rate=budget.learning_rate,
+        max_steps=hyperparameters.steps,
+        per_device_train_batch_size=hyperparameters.batch,
+        learning_rate=hyperparameters.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=min(budget.warmup, budget.steps // 2),
+        warmup_steps=min(hyperparameters.warmup, hyperparameters.steps // 2),
         max_grad_norm=1.0,
         seed=seed,
         data_seed=seed,

@@ -11,7 +11,7 @@ import numpy as np
 
 from heedful.commands.compare import figures
 from heedful.commands.compare import small_cache_tables as budgets
-from heedful.commands.compare.exhibits import WrittenExhibit, written_tables
+from heedful.commands.compare.exhibits import TextExhibit, text_tables
 from heedful.commands.compare.figures import (
     Exhibit,
     HidingExhibit,
@@ -35,7 +35,7 @@ from heedful.commands.compare.findings import (
     summarise,
     table,
 )
-from heedful.commands.compare.small_cache_tables import HeldExhibit
+from heedful.commands.compare.small_cache_tables import CacheExhibit
 from heedful.commands.inspect.patterns import kernel_pattern
 from heedful.records import METRICS, Record
 from heedful.records.budgeted import UnderBudget
@@ -53,8 +53,8 @@ def write_report(
     exhibits: Sequence[Exhibit] = (),
     config: Mapping | None = None,
     budgeted: Sequence[UnderBudget] = (),
-    held: Sequence[HeldExhibit] = (),
-    written: Sequence[WrittenExhibit] = (),
+    caches: Sequence[CacheExhibit] = (),
+    texts: Sequence[TextExhibit] = (),
 ) -> Path:
     """Write `report.html` into `folder` and return its path.
 
@@ -67,8 +67,8 @@ def write_report(
         exhibits: kernels, head mixing, attention maps and hidden tokens to show per task.
         config: the configuration of the comparison, shown as it is.
         budgeted: scores under small KV caches.
-        held: what small caches held in the course of a row.
-        written: what encoder-decoders make of held-out sources.
+        caches: what small caches held in the course of a row.
+        texts: what encoder-decoders make of held-out sources.
 
     Raises:
         ValueError: without records, or if an exhibit's arrays do not fit each other.
@@ -83,8 +83,8 @@ def write_report(
                 f"exhibits must hold {', '.join(kind.__name__ for kind in _ORDER)}, got "
                 f"{type(exhibit).__name__}"
             )
-    small = _small_caches(budgeted, held)
-    page = _page(records, exhibits, config or {}, small, list(written))
+    small = _small_caches(budgeted, caches)
+    page = _page(records, exhibits, config or {}, small, list(texts))
     path = Path(folder) / "report.html"
     write_whole(path, page)
     return path
@@ -95,7 +95,7 @@ def _page(
     exhibits: list[Exhibit],
     config: Mapping,
     small_caches: str,
-    written: list[WrittenExhibit],
+    written: list[TextExhibit],
 ) -> str:
     rows = summarise(records)
     tasks = list(dict.fromkeys(r.task for r in records))
@@ -117,7 +117,7 @@ def _page(
             for task in shown
         ),
         *(
-            (f"Written: {task}", written_tables([e for e in written if e.task == task]))
+            (f"Written: {task}", text_tables([e for e in written if e.task == task]))
             for task in dict.fromkeys(e.task for e in written)
         ),
         ("How it was run", _how(records, config)),
@@ -173,7 +173,7 @@ def _results(rows: list[Row], more: list[str]) -> str:
 
 
 def _further(records: list[Record]) -> str:
-    tables = "".join(f"<div class='wide'>{made}</div>" for made in further(records, "html"))
+    tables = "".join(f"<div class='wide'>{table}</div>" for table in further(records, "html"))
     note = "What was recorded beside it, of the same models on the same held-out rows."
     return f"<p class='note'>{note}</p>{tables}" if tables else ""
 
@@ -208,11 +208,11 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
     return side_by_side(pictures)
 
 
-def _small_caches(scored: Sequence[UnderBudget], held: Sequence[HeldExhibit]) -> str:
+def _small_caches(scored: Sequence[UnderBudget], caches: Sequence[CacheExhibit]) -> str:
     drawn = [picture(figures.svg(figure), text) for figure, text in budgets.pictures(scored)]
     cached = [
         picture(figures.svg(figure), text, "as-it-is")
-        for figure, text in map(budgets.held_picture, held)
+        for figure, text in map(budgets.cache_picture, caches)
     ]
     return side_by_side(drawn) + budgets.tables(scored) + side_by_side(cached)
 

@@ -63,7 +63,7 @@ class _Job(NamedTuple):
         return out / "unfinished" / self.folder
 
 
-class Looked(NamedTuple):
+class ModelLook(NamedTuple):
     """One sample as a trained model of a comparison sees it."""
 
     task: str
@@ -72,7 +72,7 @@ class Looked(NamedTuple):
     looks: dict[int, LayerLook]
 
 
-class HeldTokens(NamedTuple):
+class CacheHistory(NamedTuple):
     """Which tokens of one row a model's caches held after each of them, by layer, `[T, T]`."""
 
     task: str
@@ -82,7 +82,7 @@ class HeldTokens(NamedTuple):
     layers: dict[int, Tensor]
 
 
-class Written(NamedTuple):
+class ModelTexts(NamedTuple):
     """What a trained model makes of some held-out sources: source, what was asked for, its text."""
 
     task: str
@@ -90,29 +90,29 @@ class Written(NamedTuple):
     rows: list[tuple[str, str, str]]
 
 
-class Finished(NamedTuple):
+class ComparisonResult(NamedTuple):
     """What stands in a comparison's folder: what is to be shown of it.
 
-    looked: the trained models' samples, each loaded when it is asked for.
+    looks: the trained models' samples, each loaded when it is asked for.
     budgeted: scores under small caches, if any were asked for.
-    held: what small caches held in the course of a row, each made when it is asked for.
-    written: what trained encoder-decoders write, each made when it is asked for.
+    caches: what small caches held in the course of a row, each made when it is asked for.
+    texts: what trained encoder-decoders write, each made when it is asked for.
     """
 
     folder: Path
     config: dict
     records: list[Record]
-    looked: Iterator[Looked]
+    looks: Iterator[ModelLook]
     budgeted: list[UnderBudget]
-    held: Iterator[HeldTokens]
-    written: Iterator[Written]
+    caches: Iterator[CacheHistory]
+    texts: Iterator[ModelTexts]
 
 
 def compare(
     comparison: Comparison,
     out: Path,
     should_stop: Callable[[], bool] = lambda: False,
-    show: Callable[[Finished], object] = lambda finished: None,
+    show: Callable[[ComparisonResult], object] = lambda finished: None,
 ) -> list[Record]:
     """Train everything that is not yet in `out`, and hand over what is finished, to be shown.
 
@@ -180,10 +180,10 @@ def _train_missing(
 ) -> None:
     results = out / "results.jsonl"
     done = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
-    asked = [job for job in jobs if job.seed < comparison.seeds]
-    for number, job in enumerate(asked, start=1):
+    wanted = [job for job in jobs if job.seed < comparison.seeds]
+    for number, job in enumerate(wanted, start=1):
         if job.key not in done:
-            place = f"[{number}/{len(asked)}]"
+            place = f"[{number}/{len(wanted)}]"
             append_record(results, _run(job, out, place, comparison.device, should_stop))
 
 
@@ -193,8 +193,8 @@ def _score_missing(
     """Score the trained models under the budgets that are asked for; one line each."""
     path = out / "budgets.jsonl"
     done = {scored.key for scored in read_budgeted(path)}
-    asked = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
-    for number, job in enumerate(asked, start=1):
+    wanted = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
+    for number, job in enumerate(wanted, start=1):
         folder, task = job.model(out), job.setup.task
         if not task.under_budgets() or not folder.is_dir():
             continue
@@ -204,10 +204,10 @@ def _score_missing(
             name, tokens = named(eviction, task.length), min(eviction.tokens, task.length)
             if (*job.key, name, tokens) not in done:
                 missing.append(eviction)
-        for eviction in tqdm(missing, desc=f"[{number}/{len(asked)}] {job.title} · budgets"):
+        for eviction in tqdm(missing, desc=f"[{number}/{len(wanted)}] {job.title} · budgets"):
             if should_stop():
                 raise Stopped
-            scored = under_budget(model, task, eviction, job.setup.budget)
+            scored = under_budget(model, task, eviction, job.setup.hyperparameters)
             append_budgeted(path, scored_as(job.key, task, eviction, scored))
 
 
@@ -227,21 +227,23 @@ def _read_runs(results: Path) -> list[Record]:
 
 
 def _show(
-    jobs: list[_Job], config: dict, out: Path, show: Callable[[Finished], object]
+    jobs: list[_Job], config: dict, out: Path, show: Callable[[ComparisonResult], object]
 ) -> list[Record]:
     records = _read_runs(out / "results.jsonl")
     if records:
         budgeted = read_budgeted(out / "budgets.jsonl")
-        looked, seen = _looked(jobs, records, out), _held_over_time(jobs, budgeted, out)
-        written = _written(jobs, records, out)
-        show(Finished(out, config, records, looked, budgeted, seen, written))
+        looks, caches = _looks(jobs, records, out), _caches(jobs, budgeted, out)
+        texts = _texts(jobs, records, out)
+        show(ComparisonResult(out, config, records, looks, budgeted, caches, texts))
     return records
 
 
 def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
-    setup, budget = job.setup, job.setup.budget
+    setup, hyperparameters = job.setup, job.setup.hyperparameters
     config = setup.mechanism(job.mechanism)
-    with tqdm(total=budget.steps, desc=f"{place} {job.title}", unit="step", file=sys.stderr) as bar:
+    with tqdm(
+        total=hyperparameters.steps, desc=f"{place} {job.title}", unit="step", file=sys.stderr
+    ) as bar:
 
         def progress(step: int, value: float | None) -> None:
             bar.update(step - bar.n)
@@ -253,7 +255,7 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
                 setup.task,
                 config,
                 setup.size,
-                budget,
+                hyperparameters,
                 job.seed,
                 job.state(out),
                 memory_loss=setup.memory_factor(job.mechanism),
@@ -277,8 +279,8 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         mechanism=job.mechanism,
         seed=job.seed,
         metric=run.metric,
-        steps=budget.steps,
-        batch=budget.batch,
+        steps=hyperparameters.steps,
+        batch=hyperparameters.batch,
         parameters=run.parameters,
         final=run.final,
         curve=run.curve,
@@ -292,30 +294,32 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
     )
 
 
-def _looked(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Looked]:
-    def seen(job: _Job, folder: Path) -> Looked:
+def _looks(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[ModelLook]:
+    def model_look(job: _Job, folder: Path) -> ModelLook:
         task = job.setup.task
         ids = task.shown()
-        return Looked(job.name, job.mechanism, task.tokens(ids), look(load(folder), ids[None]))
+        return ModelLook(job.name, job.mechanism, task.tokens(ids), look(load(folder), ids[None]))
 
     decoders = [job for job in jobs if not job.setup.task.paired]
-    return _of_models(decoders, records, out, seen)
+    return _of_models(decoders, records, out, model_look)
 
 
-def _written(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Written]:
-    def seen(job: _Job, folder: Path) -> Written:
+def _texts(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[ModelTexts]:
+    def model_texts(job: _Job, folder: Path) -> ModelTexts:
         task = job.setup.task
         rows = task.held_out(_WRITTEN)
-        sources, asked = (task.references(ids) for ids in (rows.input_ids, rows.labels))
+        sources, references = (task.references(ids) for ids in (rows.input_ids, rows.labels))
         texts = write(load(folder).eval(), task, rows)
-        return Written(job.name, job.mechanism, list(zip(sources, asked, texts, strict=True)))
+        return ModelTexts(
+            job.name, job.mechanism, list(zip(sources, references, texts, strict=True))
+        )
 
     writing = [job for job in jobs if job.setup.task.paired]
-    return _of_models(writing, records, out, seen)
+    return _of_models(writing, records, out, model_texts)
 
 
 def _of_models(
-    jobs: list[_Job], records: list[Record], out: Path, seen: Callable[[_Job, Path], Shown]
+    jobs: list[_Job], records: list[Record], out: Path, exhibit: Callable[[_Job, Path], Shown]
 ) -> Iterator[Shown]:
     """What is seen of the first seed's models, one after the other."""
     finished = {(r.task, r.mechanism, r.seed) for r in records}
@@ -323,7 +327,7 @@ def _of_models(
         folder = job.model(out)
         if job.seed == 0 and job.key in finished and folder.is_dir():
             try:
-                found = seen(job, folder)
+                result = exhibit(job, folder)
             except Exception as error:  # no damaged model may cost the report of the others
                 warnings.warn(
                     f"{folder} cannot be shown, its numbers stay: {error}. If the model is "
@@ -331,12 +335,10 @@ def _of_models(
                     stacklevel=2,
                 )
             else:
-                yield found
+                yield result
 
 
-def _held_over_time(
-    jobs: list[_Job], budgeted: list[UnderBudget], out: Path
-) -> Iterator[HeldTokens]:
+def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[CacheHistory]:
     """Of the first seed's models that hide tokens, under the smallest budget of their own rule."""
     for job in jobs:
         those = [x for x in budgeted if x.key[:3] == job.key and x.policy == MostHidden.__name__]
@@ -345,14 +347,14 @@ def _held_over_time(
         eviction = MostHidden(tokens=min(x.tokens for x in those))
         ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
         layers = held_over_time(load(job.model(out)), ids[:, :_PICTURED], eviction)
-        yield HeldTokens(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
+        yield CacheHistory(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 
 def _job_config(setup: Setup) -> dict:
     return {
         "task": dataclasses.asdict(setup.task),
         "size": dataclasses.asdict(setup.size),
-        "budget": dataclasses.asdict(setup.budget),
+        "budget": dataclasses.asdict(setup.hyperparameters),
     }
 
 
@@ -366,10 +368,10 @@ def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     tasks = {}
     for name, setup in chosen.items():
         tasks[name] = _job_config(setup) | {"mechanisms": {}}
-        for one in setup.mechanisms:
-            factor = setup.memory_factor(one)
+        for mechanism in setup.mechanisms:
+            factor = setup.memory_factor(mechanism)
             own = {"memory_loss": factor} if factor else {}
-            tasks[name]["mechanisms"][one] = described(setup.mechanism(one)) | own
+            tasks[name]["mechanisms"][mechanism] = described(setup.mechanism(mechanism)) | own
     config = {"seeds": comparison.seeds, "device": comparison.device, "tasks": tasks}
     return json.loads(json.dumps(config))
 

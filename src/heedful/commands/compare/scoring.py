@@ -4,22 +4,26 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.scratch import Hyperparameters
 from heedful.tasks import Pairs, Samples, Task, token_losses
 from heedful.tasks.samples import IGNORE
 
 
-def final_scores(model: PreTrainedModel, task: Task, budget: Budget) -> tuple[str, dict]:
+def final_scores(
+    model: PreTrainedModel, task: Task, hyperparameters: Hyperparameters
+) -> tuple[str, dict]:
     """The task's metric, and its value on every evaluation split, judged split first."""
-    splits = {name: score(model, other, budget) for name, other in task.evaluations().items()}
+    splits = {
+        name: score(model, other, hyperparameters) for name, other in task.evaluations().items()
+    }
     final = {name: scores[task.metric] for name, scores in splits.items()}
     judged = next(iter(splits.values()))
     return task.metric, final | {name: judged[name] for name in task.also}
 
 
-def score(model: PreTrainedModel, task: Task, budget: Budget) -> dict[str, float]:
+def score(model: PreTrainedModel, task: Task, hyperparameters: Hyperparameters) -> dict[str, float]:
     """The task's scores of a model on held-out rows, the same rows at every call."""
-    return score_rows(model, task, task.held_out(budget.held_out), budget.batch)
+    return score_rows(model, task, task.held_out(hyperparameters.held_out), hyperparameters.batch)
 
 
 @torch.no_grad()
@@ -30,9 +34,9 @@ def score_rows(
     training = model.training
     model.eval()
     if task.paired:
-        found = _score_pairs(model, task, rows, batch)
+        scores = _score_pairs(model, task, rows, batch)
         model.train(training)
-        return found
+        return scores
     values = []
     for ids, labels in zip(rows.input_ids.split(batch), rows.labels.split(batch), strict=True):
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
@@ -50,8 +54,8 @@ def _score_pairs(model: PreTrainedModel, task: Task, rows: Pairs, batch: int) ->
     losses, texts = [], []
     for part in zip(*(x.split(batch) for x in rows), strict=True):
         pairs = Pairs(*part)
-        given = {name: x.to(model.device) for name, x in pairs.inputs().items()}
-        logits = model(**given, use_cache=False).logits.float().cpu()
+        inputs = {name: x.to(model.device) for name, x in pairs.inputs().items()}
+        logits = model(**inputs, use_cache=False).logits.float().cpu()
         losses.append(
             cross_entropy(
                 logits.transpose(1, 2), pairs.labels, reduction="none", ignore_index=IGNORE
@@ -60,8 +64,8 @@ def _score_pairs(model: PreTrainedModel, task: Task, rows: Pairs, batch: int) ->
         if task.scored_by == "texts":
             texts += write(model, task, pairs)
     whole = torch.cat(losses)
-    found = task.score(texts if task.scored_by == "texts" else whole, rows.labels)
-    return found | {"loss": (whole.sum() / (rows.labels != IGNORE).sum()).item()}
+    scores = task.score(texts if task.scored_by == "texts" else whole, rows.labels)
+    return scores | {"loss": (whole.sum() / (rows.labels != IGNORE).sum()).item()}
 
 
 @torch.no_grad()

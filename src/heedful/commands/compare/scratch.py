@@ -41,7 +41,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Hyperparameters:
     """What a run may spend, and how it learns.
 
     Arguments:

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from heedful.commands.compare.options import WITH_MEMORY_LOSS, Comparison
-from heedful.commands.compare.scratch import Attention, Budget, Size, from_scratch, local_global
+from heedful.commands.compare.scratch import (
+    Attention,
+    Hyperparameters,
+    Size,
+    from_scratch,
+    local_global,
+)
 from heedful.commands.compare.small_caches import evictable
 from heedful.nn import Layer, LocalGlobal, mechanism
 from heedful.tasks import TASKS, Task
@@ -17,7 +23,7 @@ class Setup(NamedTuple):
 
     task: Task
     size: Size
-    budget: Budget
+    hyperparameters: Hyperparameters
     mechanisms: tuple[str, ...]
     """What is compared by default: where the papers claim a difference."""
     memory_loss: float = 0.0
@@ -52,14 +58,16 @@ def setups(data: Iterable[str] = ()) -> dict[str, Setup]:
 
 def _setup(task: Task) -> Setup:
     recipe = task.recipe
-    budget = Budget(
+    hyperparameters = Hyperparameters(
         recipe.steps,
         recipe.batch,
         recipe.learning_rate,
         mechanism_rate=recipe.mechanism_rate,
         held_out=recipe.held_out,
     )
-    return Setup(task, Size(recipe.hidden, recipe.layers, recipe.heads), budget, recipe.mechanisms)
+    return Setup(
+        task, Size(recipe.hidden, recipe.layers, recipe.heads), hyperparameters, recipe.mechanisms
+    )
 
 
 def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
@@ -67,16 +75,16 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
     known, chosen = setups(comparison.data), {}
     for name in comparison.tasks:
         setup = known[name]
-        steps = comparison.steps or setup.budget.steps
-        batch = comparison.batch or setup.budget.batch
+        steps = comparison.steps or setup.hyperparameters.steps
+        batch = comparison.batch or setup.hyperparameters.batch
         names = comparison.mechanisms or setup.mechanisms
-        budget = replace(setup.budget, steps=steps, batch=batch)
+        hyperparameters = replace(setup.hyperparameters, steps=steps, batch=batch)
         setup = _resized(setup, comparison)
         if comparison.memory_loss:
             both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
             names = tuple(x for pair in both for x in pair)
         chosen[name] = setup._replace(
-            budget=budget, mechanisms=names, memory_loss=comparison.memory_loss
+            hyperparameters=hyperparameters, mechanisms=names, memory_loss=comparison.memory_loss
         )
     if comparison.budgets:
         _check_evictable(chosen)
@@ -110,7 +118,7 @@ def _check_evictable(chosen: dict[str, Setup]) -> None:
 
 def _resized(setup: Setup, comparison: Comparison) -> Setup:
     """The same with this comparison's rows and models."""
-    asked = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
-    size = replace(setup.size, **{name: n for name, n in asked.items() if n is not None})
+    overrides = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
+    size = replace(setup.size, **{name: n for name, n in overrides.items() if n is not None})
     task = setup.task.cut(comparison.length, comparison.tokenizer)
     return setup._replace(task=task, size=size)

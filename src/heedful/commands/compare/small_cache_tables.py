@@ -25,7 +25,7 @@ POLICY_COLOURS = {
 }
 
 
-class HeldExhibit(NamedTuple):
+class CacheExhibit(NamedTuple):
     """Which tokens of one row a model's caches held after each of them.
 
     Arguments:
@@ -42,7 +42,7 @@ class HeldExhibit(NamedTuple):
 
 def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
     """Quality against peak bytes: one picture per task, split and mechanism, with its caption."""
-    made = []
+    captioned = []
     for task in dict.fromkeys(x.task for x in scored):
         those = [x for x in scored if x.task == task]
         for split in those[0].final:
@@ -57,8 +57,8 @@ def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
                         "the same protection; square: the whole cache; dashed: standard attention "
                         "with its whole cache; star: the hybrid of local and global layers."
                     )
-                    made.append((_bytes_curves(those, own, split, reach), text))
-    return made
+                    captioned.append((_bytes_curves(those, own, split, reach), text))
+    return captioned
 
 
 def _bytes_curves(
@@ -94,16 +94,16 @@ def _bytes_curves(
 
 def _mean(scored: Iterable[UnderBudget], policy: str, split: str) -> dict[float, float]:
     """By bytes, the mean over seeds."""
-    found: dict[float, list[float]] = {}
+    scores: dict[float, list[float]] = {}
     for x in scored:
         if x.policy == policy:
-            found.setdefault(x.peak_bytes, []).append(x.final[split])
-    return {nbytes: float(np.mean(values)) for nbytes, values in found.items()}
+            scores.setdefault(x.peak_bytes, []).append(x.final[split])
+    return {nbytes: float(np.mean(values)) for nbytes, values in scores.items()}
 
 
 def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
     """One table per task and split: rows are models with a policy, columns are budgets."""
-    made = []
+    parts = []
     for task in dict.fromkeys(x.task for x in scored):
         those = [x for x in scored if x.task == task]
         columns = sorted({x.tokens for x in those if x.policy != WHOLE}, reverse=True)
@@ -117,20 +117,20 @@ def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
                 )
             ]
             title = f"{task}, {split}: {METRICS[those[0].metric]}, and × less peak memory"
-            made.append(_markdown(title, head, body) if markdown else _html(title, head, body))
-    return "\n\n".join(made) if markdown else "".join(made)
+            parts.append(_markdown(title, head, body) if markdown else _html(title, head, body))
+    return "\n\n".join(parts) if markdown else "".join(parts)
 
 
 def _table_rows(own: list[UnderBudget], split: str, columns: list[int]) -> list[list[str]]:
     def cell(policy: str, tokens: int | None = None) -> str:
-        found = [x for x in own if x.policy == policy and tokens in (None, x.tokens)]
-        if not found:
+        matches = [x for x in own if x.policy == policy and tokens in (None, x.tokens)]
+        if not matches:
             return "–"
-        text = number(found[0].metric, float(np.mean([x.final[split] for x in found])))
+        text = number(matches[0].metric, float(np.mean([x.final[split] for x in matches])))
         full = [x.peak_bytes for x in own if x.policy == WHOLE]
         if policy == WHOLE or not full:
             return text
-        return f"{text} ({full[0] / found[0].peak_bytes:.0f}×)"
+        return f"{text} ({full[0] / matches[0].peak_bytes:.0f}×)"
 
     policies = [x for x in dict.fromkeys(x.policy for x in own) if x != WHOLE] or ["–"]
     return [
@@ -154,7 +154,7 @@ def _html(title: str, head: list[str], body: list[list[str]]) -> str:
     )
 
 
-def held_picture(exhibit: HeldExhibit) -> tuple["Figure", str]:
+def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
     """Time downwards, the row's tokens across: dark where a token is still held."""
     layers = list(exhibit.layers.items())
     across = min(len(layers), 2)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Budget
+from heedful.commands.compare.scratch import Hyperparameters
 from heedful.eviction import H2O, TOVA, Eviction, MostHidden, Random, SnapKV, StreamingLLM
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -31,8 +31,8 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
         return
     yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
     hides = all(module.heedful.keeps for module in attention_modules(model))
-    asked = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
-    for tokens in sorted({max(n, LEAST_TOKENS) for n in asked if n < task.length}, reverse=True):
+    sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
+    for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:
             if hides or not policy.reads_hidden:
                 yield policy(tokens=tokens)
@@ -41,24 +41,25 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 def evictable(model: PreTrainedModel) -> bool:
     """Whether tokens can leave the model's caches.
 
-    A convolution over keys would see others, summaries stand for tokens that are away already, and
-    pseudo-heads count places along the row.
+    A convolution over keys would see others, and summaries stand for tokens that are away already.
     """
     layers = [module.heedful for module in attention_modules(model)]
-    bound = (x.past_queries or x.summarises or x.keys_per_head > 1 for x in layers)
+    bound = (x.past_queries or x.summarises for x in layers)
     return not any(bound)
 
 
 def under_budget(
-    model: PreTrainedModel, task: Task, eviction: Eviction, budget: Budget
+    model: PreTrainedModel, task: Task, eviction: Eviction, hyperparameters: Hyperparameters
 ) -> tuple[dict[str, float], float, int]:
     """Scores by split, peak bytes of one row, and how many rows were scored."""
-    asked = replace(budget, batch=ROWS, held_out=min(budget.held_out, 4 * ROWS))
+    evaluation = replace(
+        hyperparameters, batch=ROWS, held_out=min(hyperparameters.held_out, 4 * ROWS)
+    )
     final, rows = {}, 0
     with torch.no_grad(), evicting(model, eviction) as peaks:
         for name, other in task.under_budgets().items():
-            final[name] = score(model, other, asked)[task.metric]
-            rows = len(other.held_out(asked.held_out).input_ids)
+            final[name] = score(model, other, evaluation)[task.metric]
+            rows = len(other.held_out(evaluation.held_out).input_ids)
     return final, peaks.nbytes, rows
 
 

@@ -97,13 +97,13 @@ class Model:
         at_once = max(1, _LOGITS // (longest * vocabulary))
         if at_once < len(rows):
             halves = (rows[:at_once], rows[at_once:])
-            return [found for half in halves for found in self.read(half)]
+            return [likelihood for half in halves for likelihood in self.read(half)]
         ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in rows])
         policy = evicting(self.model, self.eviction) if self.eviction else nullcontext()
         with policy:
-            given = ids.to(self.model.device)
-            logits = self.model(input_ids=given, use_cache=False).logits[:, :-1].float()
-        nats = cross_entropy(logits.transpose(1, 2), given[:, 1:], reduction="none").cpu()
+            inputs = ids.to(self.model.device)
+            logits = self.model(input_ids=inputs, use_cache=False).logits[:, :-1].float()
+        nats = cross_entropy(logits.transpose(1, 2), inputs[:, 1:], reduction="none").cpu()
         likeliest = logits.argmax(-1).cpu()
         return [
             Likelihood(nats[i, : len(x) - 1], likeliest[i, : len(x) - 1])

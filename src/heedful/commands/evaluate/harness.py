@@ -102,8 +102,8 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int):
 
         def generate_until(self, requests, *args, **options):
             for request in requests:
-                context, given = request.args
-                room = given.get("max_gen_toks", self.max_gen_toks)
+                context, arguments = request.args
+                room = arguments.get("max_gen_toks", self.max_gen_toks)
                 _check_fits(len(self.tok_encode(context)), room, self.max_length, context)
             return super().generate_until(requests, *args, **options)
 
@@ -135,7 +135,7 @@ def run_task(
 
     lm = whole_inputs(model, tokenizer, options.batch)
     with _quiet():
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             lm,
             tasks=[name],
             task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
@@ -147,13 +147,13 @@ def run_task(
             log_samples=False,
         )
     results = {}
-    for task, measures in found["results"].items():
+    for task, measures in output["results"].items():
         numbers = {
             key.removesuffix(",none"): float(value)
             for key, value in measures.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        numbers["samples"] = found["n-samples"].get(task, {}).get("effective", 0)
+        numbers["samples"] = output["n-samples"].get(task, {}).get("effective", 0)
         results[task] = numbers
     return results
 
@@ -170,21 +170,21 @@ def _quiet():
         logger.setLevel(before)
 
 
-def export_tasks(options: Evaluation, given: Texts, tokenizer, folder: Path) -> list[str]:
+def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> list[str]:
     """Write our tasks for the command line of lm-evaluation-harness; returns their names.
 
     Every task is a file of samples and one that describes it; how replies are graded is ours.
 
     Arguments:
         options: the evaluation.
-        given: questions and passages by task.
+        texts: questions and passages by task.
         tokenizer: by which the room for replies is counted.
         folder: made if absent; `--include_path` of `lm_eval`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{GRADING}.py", _GRADING)
     names = []
-    for task, samples in given.items():
+    for task, samples in texts.items():
         name = f"heedful_{task.replace('-', '_')}"
         file = (folder / f"{name}.jsonl").resolve()
         passages = isinstance(samples[0], Passage)

@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
     Arguments:
         task, key, cell: as in `heedful.records.samples.Sample`.
-        asked: a digest of what is asked.
+        digest: of the exact question.
         ids: what the model reads.
         room: tokens that it may write; 0 where it is asked how likely `ids` are.
         grade: what an answer is worth: a text, or a `Likelihood`.
@@ -53,7 +53,7 @@ class Item(NamedTuple):
     task: str
     key: str
     cell: dict
-    asked: str
+    digest: str
     ids: list[int]
     room: int
     grade: Callable[[str | Likelihood], Graded]
@@ -62,84 +62,86 @@ class Item(NamedTuple):
 Texts = dict[str, list[Question] | list[Passage]]
 
 
-def texts(asked: Evaluation, count: Count) -> Texts:
+def texts(options: Evaluation, count: Count) -> Texts:
     """Questions and passages by task, which are the same for all models.
 
     Arguments:
-        asked: the evaluation.
+        options: the evaluation.
         count: by which lengths are counted.
 
     Raises:
         ValueError: a text cannot be read, or a question does not fit into its length.
     """
-    found: Texts = {}
-    backgrounds = _backgrounds(asked, count)
-    for name in asked.tasks:
+    texts_by_task: Texts = {}
+    backgrounds = _backgrounds(options, count)
+    for name in options.tasks:
         if name == "needles":
-            found[name] = [
+            texts_by_task[name] = [
                 question
-                for task in _needles(asked)
+                for task in _needles(options)
                 for question in task.sample(
-                    asked.samples, asked.seed, backgrounds[name, task.length], count
+                    options.samples, options.seed, backgrounds[name, task.length], count
                 )
             ]
         elif name == "babilong":
-            found[name] = _stories(asked, backgrounds, count)
+            texts_by_task[name] = _stories(options, backgrounds, count)
         elif name in ("lambada", "lambada-detokenised"):
-            given = (
-                read_passages(asked.lambada)
-                if asked.lambada is not None
-                else passages_of(asked.data, asked.samples, asked.seed)
+            passages = (
+                read_passages(options.lambada)
+                if options.lambada is not None
+                else passages_of(options.data, options.samples, options.seed)
             )
             if name != "lambada":
-                given = [detokenised(text) for text in given[: asked.samples]]
-            found[name] = last_words(given, asked.samples)
-    return found
+                passages = [detokenised(text) for text in passages[: options.samples]]
+            texts_by_task[name] = last_words(passages, options.samples)
+    return texts_by_task
 
 
-def _needles(asked: Evaluation) -> list[Needles]:
+def _needles(options: Evaluation) -> list[Needles]:
     return [
-        Needles(length, n, depth, min(asked.asked, n))
-        for length in asked.lengths if length
-        for n in asked.needles
-        for depth in asked.depths
+        Needles(length, n, depth, min(options.asked, n))
+        for length in options.lengths if length
+        for n in options.needles
+        for depth in options.depths
     ]  # fmt: skip
 
 
 _Backgrounds = dict[tuple[str, int], Background]
 
 
-def _stories(asked: Evaluation, backgrounds: _Backgrounds, count: Count) -> list[Question]:
-    found = []
-    for kind in asked.kinds:
-        given = () if asked.babi is None else read_stories(asked.babi, kind)
-        for length in asked.lengths:
+def _stories(options: Evaluation, backgrounds: _Backgrounds, count: Count) -> list[Question]:
+    questions = []
+    for kind in options.kinds:
+        stories = () if options.babi is None else read_stories(options.babi, kind)
+        for length in options.lengths:
             task = BabiLong(kind, length)
             background = backgrounds.get(("babilong", length))
-            found += task.sample(asked.samples, asked.seed, background, count, given)
-    return found
+            questions += task.sample(options.samples, options.seed, background, count, stories)
+    return questions
 
 
-def _backgrounds(asked: Evaluation, count: Count) -> _Backgrounds:
+def _backgrounds(options: Evaluation, count: Count) -> _Backgrounds:
     """Text without what the questions are about; of each length its own, so that another length
     changes none of its prompts."""
     unwanted = {"needles": needles.UNWANTED, "babilong": babilong.UNWANTED}
     return {
         (name, length): Background(
-            background_sentences(asked.haystack, length, unwanted[name]), count
+            background_sentences(options.haystack, length, unwanted[name]), count
         )
         for name in WRITTEN
-        for length in asked.lengths
-        if name in asked.tasks and length
+        for length in options.lengths
+        if name in options.tasks and length
     }
 
 
-def items(asked: Evaluation, given: Texts, tokenizer, vocabulary: int, model: str) -> list[Item]:
+def items(
+    options: Evaluation, texts_by_task: Texts, tokenizer, vocabulary: int, model: str
+) -> list[Item]:
     """All that one model is asked, task by task.
 
     Arguments:
-        asked: the evaluation.
-        given: what `texts` made.
+        options: the evaluation.
+        texts_by_task: what `texts` made.
         tokenizer: the model's; not needed for tasks of rows.
         vocabulary: how many tokens the model has.
         model: its name, for messages.
@@ -147,17 +149,17 @@ def items(asked: Evaluation, given: Texts, tokenizer, vocabulary: int, model: st
     Raises:
         ValueError: a text cannot be read, or a task has another vocabulary.
     """
-    found: list[Item] = []
-    for name in asked.tasks:
+    all_items: list[Item] = []
+    for name in options.tasks:
         if name in WRITTEN:
-            found += [_written(name, question, tokenizer) for question in given[name]]
+            all_items += [_written(name, question, tokenizer) for question in texts_by_task[name]]
         elif name == "perplexity":
-            found += _windows(asked, tokenizer)
+            all_items += _windows(options, tokenizer)
         elif name in READ:
-            found += [_passage(name, passage, tokenizer) for passage in given[name]]
+            all_items += [_passage(name, passage, tokenizer) for passage in texts_by_task[name]]
         elif name in ROWS:
-            found += _rows(asked, name, setups()[name].task, vocabulary, model)
-    return found
+            all_items += _rows(options, name, setups()[name].task, vocabulary, model)
+    return all_items
 
 
 def _written(task: str, question: Question, tokenizer) -> Item:
@@ -169,9 +171,9 @@ def _written(task: str, question: Question, tokenizer) -> Item:
         return Graded({"right": float(right)}, reply, ", ".join(question.answers))
 
     ids = tokenizer.encode(question.prompt)
-    asked = _digest(question.prompt, question.answers, question.labels)
+    digest = _digest(question.prompt, question.answers, question.labels)
     return Item(
-        task, question.key, question.cell, asked, list(ids), reply_room(tokenizer, question), grade
+        task, question.key, question.cell, digest, list(ids), reply_room(tokenizer, question), grade
     )
 
 
@@ -188,8 +190,8 @@ def _passage(task: str, passage: Passage, tokenizer) -> Item:
     ids = list(tokenizer.encode(passage.context + passage.word))
     first = max(1, min(len(context), len(ids) - 1))
 
-    def grade(found: str | Likelihood) -> Graded:
-        nats, likeliest = found.nats[first - 1 :], found.likeliest[first - 1 :]
+    def grade(likelihood: str | Likelihood) -> Graded:
+        nats, likeliest = likelihood.nats[first - 1 :], likelihood.likeliest[first - 1 :]
         right = likeliest.tolist() == ids[first:]
         values = {
             "right": float(right),
@@ -199,17 +201,17 @@ def _passage(task: str, passage: Passage, tokenizer) -> Item:
         }
         return Graded(values, tokenizer.decode(likeliest.tolist()), passage.word)
 
-    asked = _digest(passage.context, passage.word)
-    return Item(task, passage.key, {}, asked, ids, 0, grade)
+    digest = _digest(passage.context, passage.word)
+    return Item(task, passage.key, {}, digest, ids, 0, grade)
 
 
-def _windows(asked: Evaluation, tokenizer) -> list[Item]:
-    stride = asked.stride or max(1, asked.length // 2)
+def _windows(options: Evaluation, tokenizer) -> list[Item]:
+    stride = options.stride or max(1, options.length // 2)
     return [
         _window(name, window)
-        for name, paths in domains(asked.data).items()
+        for name, paths in domains(options.data).items()
         for window in domain_windows(
-            paths, lambda text: encoded(tokenizer, text), asked.samples, asked.length, stride
+            paths, lambda text: encoded(tokenizer, text), options.samples, options.length, stride
         )
     ]
 
@@ -228,27 +230,27 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
             f"tokenizer {type(tokenizer).__name__} does not say where its tokens stand in the "
             "text, which bits per byte need; take a fast one, or leave perplexity out"
         )
-    found = tokenizer(text, return_offsets_mapping=True)
+    encoding = tokenizer(text, return_offsets_mapping=True)
     before = [0]  # bytes before each character
     for character in text:
         before.append(before[-1] + len(character.encode()))
     ends, last = [], 0
-    for _, end in found["offset_mapping"]:
+    for _, end in encoding["offset_mapping"]:
         last = max(last, before[end])  # special tokens stand at 0
         ends.append(last)
-    return list(found["input_ids"]), ends
+    return list(encoding["input_ids"]), ends
 
 
 def _window(domain: str, window: Window) -> Item:
-    def grade(found: str | Likelihood) -> Graded:
-        nats = found.nats.double()
+    def grade(likelihood: str | Likelihood) -> Graded:
+        nats = likelihood.nats.double()
         counted = nats[window.first - 1 :]
         values = {"nats": counted.sum().item(), "tokens": len(counted), "bytes": window.nbytes}
         return Graded(values, curve=by_position(nats.tolist()))
 
-    asked = _digest(window.ids, window.first)
+    digest = _digest(window.ids, window.first)
     key = f"{domain} {window.key}"
-    return Item("perplexity", key, {"domain": domain}, asked, list(window.ids), 0, grade)
+    return Item("perplexity", key, {"domain": domain}, digest, list(window.ids), 0, grade)
 
 
 def by_position(nats: Sequence[float]) -> dict[str, list[float]]:
@@ -261,35 +263,35 @@ def by_position(nats: Sequence[float]) -> dict[str, list[float]]:
     return {"nats": sums, "tokens": counts}
 
 
-def _rows(asked: Evaluation, name: str, task: Task, vocabulary: int, model: str) -> list[Item]:
+def _rows(options: Evaluation, name: str, task: Task, vocabulary: int, model: str) -> list[Item]:
     if task.vocab_size != vocabulary:
         raise ValueError(
             f"task {name!r} has {task.vocab_size} tokens and model {model!r} has {vocabulary}; it "
             f"is for models that `heedful compare --tasks {name}` trained"
         )
-    found = []
+    row_items = []
     for split, other in task.evaluations().items():
-        rows = other.held_out(asked.samples)
+        rows = other.held_out(options.samples)
         for number, (ids, labels) in enumerate(zip(rows.input_ids, rows.labels, strict=True)):
             # Rows are drawn together: with other counts they are others.
             key = f"{split} {number + 1} of {len(rows.input_ids)}"
-            found.append(_row(name, split, other, key, ids, labels))
-    return found
+            row_items.append(_row(name, split, other, key, ids, labels))
+    return row_items
 
 
 def _row(name, split: str, task: Task, key: str, ids, labels) -> Item:
-    def grade(found: str | Likelihood) -> Graded:
-        predictions = torch.nn.functional.pad(found.likeliest, (0, 1))[None]
+    def grade(likelihood: str | Likelihood) -> Graded:
+        predictions = torch.nn.functional.pad(likelihood.likeliest, (0, 1))[None]
         return Graded({"error": task.score(predictions, labels[None])[task.metric]})
 
-    asked = _digest(ids.tolist(), labels.tolist())
-    return Item(name, key, {"split": split}, asked, ids.tolist(), 0, grade)
+    digest = _digest(ids.tolist(), labels.tolist())
+    return Item(name, key, {"split": split}, digest, ids.tolist(), 0, grade)
 
 
-def check_fits(found: Sequence[Item], most: int | None, model: str) -> None:
+def check_fits(requests: Sequence[Item], most: int | None, model: str) -> None:
     """Raise unless the model has positions for everything that it is asked."""
     way_out = {"perplexity": "--length", "needles": "--lengths", "babilong": "--lengths"}
-    longest = max(found, key=lambda item: len(item.ids) + item.room, default=None)
+    longest = max(requests, key=lambda item: len(item.ids) + item.room, default=None)
     if longest is None or most is None or len(longest.ids) + longest.room <= most:
         return
     hint = f"give a smaller {way_out[longest.task]}" if longest.task in way_out else "leave it out"

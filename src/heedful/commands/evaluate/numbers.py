@@ -79,7 +79,7 @@ class Line(NamedTuple):
     task: str
     measure: Measure
     entry: tuple[str, str]
-    found: Interval
+    estimate: Interval
     difference: Interval | None
     samples: int
 
@@ -108,8 +108,8 @@ def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
                     difference = None
                     if entry != entries[0]:
                         difference = paired(measure, first, those, seed)
-                    found = interval(measure, list(those.values()), seed)
-                    lines.append(Line(name, measure, entry, found, difference, len(those)))
+                    estimate = interval(measure, list(those.values()), seed)
+                    lines.append(Line(name, measure, entry, estimate, difference, len(those)))
     return lines
 
 
@@ -167,7 +167,7 @@ def paired(
     Returns:
         second less first; `None` if they share no sample in which the same was asked.
     """
-    keys = [key for key, x in first.items() if key in second and second[key].asked == x.asked]
+    keys = [key for key, x in first.items() if key in second and second[key].digest == x.digest]
     if not keys:
         return None
     a = _cells(measure, [first[key] for key in keys])
@@ -209,12 +209,12 @@ def _cells(measure: Measure, samples: Sequence[Sample]) -> _Cells:
 
     Shares of cells of one size are one cell: their mean is the share of all.
     """
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    sums: dict[str, tuple[list[float], list[float]]] = {}
     for x in samples:
-        top, bottom = found.setdefault(str(x.cell), ([], []))
+        top, bottom = sums.setdefault(str(x.cell), ([], []))
         top.append(x.values[measure.top])
         bottom.append(1.0 if measure.bottom is None else x.values[measure.bottom])
-    cells = [(np.array(top), np.array(bottom)) for top, bottom in found.values()]
+    cells = [(np.array(top), np.array(bottom)) for top, bottom in sums.values()]
     if measure.percent and len({len(top) for top, _ in cells}) == 1:
         tops, bottoms = zip(*cells, strict=True)
         return [(np.concatenate(tops), np.concatenate(bottoms))]
@@ -268,20 +268,20 @@ def evaluated_table(
         head[5:5] = ["difference", "95 %"]
     body, names = [], labels(line.entry for line in lines)
     for line in lines:
-        cells = [line.task, line.measure.name, names[line.entry], *_written(line, line.found)]
+        cells = [line.task, line.measure.name, names[line.entry], *_written(line, line.estimate)]
         if others:
             cells += ["", ""] if line.entry == lines[0].entry else _difference(line)
         body.append((*cells, str(line.samples)))
     return format_table(head, body, format, words=3)
 
 
-def _written(line: Line, found: Interval, sign: str = "") -> list[str]:
+def _written(line: Line, estimate: Interval, sign: str = "") -> list[str]:
     unit = " %" if line.measure.percent else ""
     if line.measure.percent:
-        value, low, high = (f"{100 * x:{sign}.1f}" for x in found)
+        value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
     else:
-        value, low, high = (f"{x:{sign}{'.4g' if abs(x) >= 1e5 else '.3f'}}" for x in found)
-    ends = f"({low} to {high})" if math.isfinite(found.low) else "–"
+        value, low, high = (f"{x:{sign}{'.4g' if abs(x) >= 1e5 else '.3f'}}" for x in estimate)
+    ends = f"({low} to {high})" if math.isfinite(estimate.low) else "–"
     return [f"{value}{unit if not sign else ''}", ends]
 
 

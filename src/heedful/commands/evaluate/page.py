@@ -110,10 +110,10 @@ def _heat_maps(samples: Sequence[Sample], task: str) -> str:
 
 
 def _by_cell(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for x in samples:
-        found.setdefault(str(x.cell), []).append(x.values["right"])
-    return found
+        values.setdefault(str(x.cell), []).append(x.values["right"])
+    return values
 
 
 def shares(samples: Sequence[Sample], down: str) -> tuple[list, list, np.ndarray]:
@@ -124,7 +124,7 @@ def shares(samples: Sequence[Sample], down: str) -> tuple[list, list, np.ndarray
     """
     rows = sorted({x.cell[down] for x in samples})
     columns = sorted({x.cell["length"] for x in samples})
-    found = np.full((len(rows), len(columns)), np.nan)
+    matrix = np.full((len(rows), len(columns)), np.nan)
     for i, row in enumerate(rows):
         for j, column in enumerate(columns):
             right = [
@@ -133,8 +133,8 @@ def shares(samples: Sequence[Sample], down: str) -> tuple[list, list, np.ndarray
                 if x.cell[down] == row and x.cell["length"] == column
             ]
             if right:
-                found[i, j] = np.mean(right)
-    return rows, columns, found
+                matrix[i, j] = np.mean(right)
+    return rows, columns, matrix
 
 
 def heat_map(samples: Sequence[Sample], down: str, panel: str | None) -> "Figure":
@@ -149,12 +149,12 @@ def heat_map(samples: Sequence[Sample], down: str, panel: str | None) -> "Figure
             axes.set_visible(False)
             continue
         part = parts[number]
-        names, lengths, found = shares(
+        names, lengths, matrix = shares(
             [x for x in samples if panel is None or x.cell[panel] == part], down
         )
-        image = axes.imshow(100 * found, cmap="viridis", vmin=0, vmax=100, aspect="auto")
-        for (i, j), value in np.ndenumerate(found):
-            if np.isfinite(value) and found.shape[1] <= 8:
+        image = axes.imshow(100 * matrix, cmap="viridis", vmin=0, vmax=100, aspect="auto")
+        for (i, j), value in np.ndenumerate(matrix):
+            if np.isfinite(value) and matrix.shape[1] <= 8:
                 shade = "black" if value > 0.6 else "white"
                 axes.text(
                     j, i, f"{100 * value:.0f}", ha="center", va="center", color=shade, fontsize=7

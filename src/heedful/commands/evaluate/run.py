@@ -32,7 +32,7 @@ _FORMAT = 1
 WHOLE = ""
 
 
-class Asked(NamedTuple):
+class EvaluationPlan(NamedTuple):
     """A model that is not open yet, and all that it is asked."""
 
     name: str
@@ -40,7 +40,7 @@ class Asked(NamedTuple):
     items: list[Item]
 
 
-class Evaluated(NamedTuple):
+class EvaluationResult(NamedTuple):
     """The answers that were asked for, in the order of models, caches and tasks.
 
     samples: one for each model, cache and sample.
@@ -53,7 +53,7 @@ class Evaluated(NamedTuple):
     about: dict
 
 
-def evaluate(asked: Evaluation) -> Evaluated:
+def evaluate(options: Evaluation) -> EvaluationResult:
     """Ask models as `heedful eval` does, and go on where it was stopped.
 
     Everything that can be checked is checked before the first model is opened.
@@ -62,61 +62,61 @@ def evaluate(asked: Evaluation) -> Evaluated:
         ValueError: something that is asked for cannot be read, or does not fit a model; or the
             folder holds another evaluation, or is damaged.
     """
-    plans = prepare(asked)
-    out = Path(asked.out)
+    plans = prepare(options)
+    out = Path(options.out)
     with only_writer(out):
-        store = Store(out, asked)
-        found: list[Sample] = []
-        total = sum(len(plan.items) for plan in plans) * (1 + len(asked.budget))
+        store = AnswerStore(out, options)
+        samples: list[Sample] = []
+        total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
-                model = open_model(plan.name, asked.device, budgets=OWN in asked.budget)
-                store.register(plan, model, asked)
-                for cache, eviction in _caches(asked, plan.name, model).items():
+                model = open_model(plan.name, options.device, budgets=OWN in options.budget)
+                store.register(plan, model, options)
+                for cache, eviction in _caches(options, plan.name, model).items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
                     answers = Model(model, plan.tokenizer, eviction)
-                    found += ask(answers, plan, cache, store, asked.batch, bar)
-                _ask_harness(asked, plan, model, store)
+                    samples += ask(answers, plan, cache, store, options.batch, bar)
+                _ask_harness(options, plan, model, store)
                 del model, answers  # before the next one takes its memory
-        names = harness_names(asked)
+        names = harness_names(options)
         harness = {
             plan.name: {k: v for name in names for k, v in store.harness(plan.name, name).items()}
             for plan in plans
             if names
         }
-    return Evaluated(found, harness, store.about)
+    return EvaluationResult(samples, harness, store.about)
 
 
-def prepare(asked: Evaluation) -> list[Asked]:
+def prepare(options: Evaluation) -> list[EvaluationPlan]:
     """Tokenizers and questions of all models, checked against what the models can read.
 
     Raises:
         ValueError: a model is none, is no causal language model, or cannot read what is asked.
     """
-    found: list[Asked] = []
-    given: Texts | None = None
-    harness_names(asked)  # raises
-    for name in asked.models:
+    plans: list[EvaluationPlan] = []
+    texts_by_task: Texts | None = None
+    harness_names(options)  # raises
+    for name in options.models:
         config, _ = configuration_of(name)
         if not _is_causal(config):
             raise ValueError(
                 f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
                 "causal language model; only those can be evaluated"
             )
-        if OWN in asked.budget and not (Path(name) / NAME).is_file():
+        if OWN in options.budget and not (Path(name) / NAME).is_file():
             raise ValueError(
                 f"budget 'own': no {NAME} stands beside {name!r}; search one with `heedful budget "
                 f"{name} --data FILE`, or give a number"
             )
         part = config.get_text_config(decoder=True)
-        reads = any(task not in ROWS for task in asked.tasks)
-        tokenizer = tokenizer_named(asked.tokenizer, name, part.vocab_size) if reads else None
-        if given is None:
-            given = texts(asked, lambda text, by=tokenizer: len(by.encode(text)))
-        made = items(asked, given, tokenizer, part.vocab_size, name)
-        check_fits(made, getattr(part, "max_position_embeddings", None), name)
-        found.append(Asked(name, tokenizer, made))
-    return found
+        reads = any(task not in ROWS for task in options.tasks)
+        tokenizer = tokenizer_named(options.tokenizer, name, part.vocab_size) if reads else None
+        if texts_by_task is None:
+            texts_by_task = texts(options, lambda text, by=tokenizer: len(by.encode(text)))
+        model_items = items(options, texts_by_task, tokenizer, part.vocab_size, name)
+        check_fits(model_items, getattr(part, "max_position_embeddings", None), name)
+        plans.append(EvaluationPlan(name, tokenizer, model_items))
+    return plans
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
@@ -126,26 +126,31 @@ def _is_causal(config: PreTrainedConfig) -> bool:
     return decoder and stock_class(config) is AutoModelForCausalLM
 
 
-def _caches(asked: Evaluation, name: str, model: PreTrainedModel) -> dict[str, Eviction | bool]:
+def _caches(options: Evaluation, name: str, model: PreTrainedModel) -> dict[str, Eviction | bool]:
     """The whole cache, then what is asked for by --budget; raises what the model cannot have."""
-    found: dict[str, Eviction | bool] = {WHOLE: False}
-    for word in asked.budget:
+    caches: dict[str, Eviction | bool] = {WHOLE: False}
+    for word in options.budget:
         if word == OWN:
-            found[OWN] = model._heedful.eviction
+            caches[OWN] = model._heedful.eviction
             continue
-        options = {"seed": asked.seed} if asked.eviction == "random" else {}
-        policy = policy_named(asked.eviction, model, int(word), **options)
-        found[f"{spelled(type(policy).__name__)} {word}"] = policy
-    for eviction in found.values():
+        arguments = {"seed": options.seed} if options.eviction == "random" else {}
+        policy = policy_named(options.eviction, model, int(word), **arguments)
+        caches[f"{spelled(type(policy).__name__)} {word}"] = policy
+    for eviction in caches.values():
         try:
             new_cache(model, eviction)
         except ValueError as error:
             raise ValueError(f"budget: model {name!r}: {error}") from None
-    return found
+    return caches
 
 
 def ask(
-    answers: Answers, plan: Asked, cache: str, store: "Store", batch: int, bar: tqdm | None = None
+    answers: Answers,
+    plan: EvaluationPlan,
+    cache: str,
+    store: "AnswerStore",
+    batch: int,
+    bar: tqdm | None = None,
 ) -> list[Sample]:
     """The answers to all items, in their order; those that are kept are not asked again.
 
@@ -159,7 +164,7 @@ def ask(
     """
     known = {item: store.known(plan.name, cache, item) for item in map(_name, plan.items)}
     for item in plan.items:
-        if (sample := known[_name(item)]) is not None and sample.asked != item.asked:
+        if (sample := known[_name(item)]) is not None and sample.digest != item.digest:
             raise ValueError(
                 f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
                 f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
@@ -172,12 +177,12 @@ def ask(
     waiting.sort(key=lambda item: (item.task, item.room, -len(item.ids)))
     for several in _batches(waiting, batch):
         rows = [item.ids for item in several]
-        found = answers.write(rows, several[0].room) if several[0].room else answers.read(rows)
+        replies = answers.write(rows, several[0].room) if several[0].room else answers.read(rows)
         samples = []
-        for item, answer in zip(several, found, strict=True):
+        for item, answer in zip(several, replies, strict=True):
             values, reply, expected, curve = item.grade(answer)
             sample = Sample(
-                plan.name, cache, item.task, item.key, item.asked, item.cell, finite(values),
+                plan.name, cache, item.task, item.key, item.digest, item.cell, finite(values),
                 reply, expected, curve,
             )  # fmt: skip
             samples.append(sample)
@@ -206,21 +211,21 @@ def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
         yield several
 
 
-class Store:
+class AnswerStore:
     """The folder of an evaluation: what was answered, and by which models.
 
     Arguments:
         folder: with samples.jsonl and evaluation.json, or new.
-        asked: the evaluation.
+        options: the evaluation.
 
     Raises:
         ValueError: a file is damaged.
     """
 
-    def __init__(self, folder: Path, asked: Evaluation) -> None:
+    def __init__(self, folder: Path, options: Evaluation) -> None:
         self.path, self.about_path = folder / SAMPLES, folder / ABOUT
         self.about = {"format": _FORMAT, "models": {}, "lm_eval": {}}
-        if asked.restart:
+        if options.restart:
             self.path.unlink(missing_ok=True)
             self.about_path.unlink(missing_ok=True)
         if self.about_path.exists():
@@ -236,16 +241,16 @@ class Store:
                     "is read again, or add --restart to begin anew"
                 ) from None
         self._known = {(x.model, x.cache, x.task, x.key): x for x in read_samples(self.path)}
-        self.about["config"] = json.loads(json.dumps(vars(asked)))
+        self.about["config"] = json.loads(json.dumps(vars(options)))
         self.about["environment"] = environment()
 
-    def register(self, plan: Asked, model: PreTrainedModel, asked: Evaluation) -> None:
+    def register(self, plan: EvaluationPlan, model: PreTrainedModel, options: Evaluation) -> None:
         """Note which model goes by a name.
 
         Raises:
             ValueError: it was another one before.
         """
-        about = {**fingerprint(model), "tokenizer": asked.tokenizer, "dtype": str(model.dtype)}
+        about = {**fingerprint(model), "tokenizer": options.tokenizer, "dtype": str(model.dtype)}
         before = self.about["models"].get(plan.name)
         if before is not None and before != about:
             changed = ", ".join(x for x in about if before.get(x) != about[x])
@@ -267,16 +272,16 @@ class Store:
     def harness(self, model: str, name: str) -> dict | None:
         """What lm-evaluation-harness found for a name, if it has been asked."""
         kept = self.about["lm_eval"].get(model, {}).get(name)
-        same = kept is not None and kept["asked"] == self._asked_harness()
+        same = kept is not None and kept["asked"] == self._harness_identity()
         return kept["results"] if same else None
 
-    def keep_harness(self, model: str, name: str, found: dict[str, dict[str, float]]) -> None:
+    def keep_harness(self, model: str, name: str, results: dict[str, dict[str, float]]) -> None:
         """Keep what lm-evaluation-harness found for a name."""
-        kept = {"asked": self._asked_harness(), "results": found}
+        kept = {"asked": self._harness_identity(), "results": results}
         self.about["lm_eval"].setdefault(model, {})[name] = kept
         self._write_about()
 
-    def _asked_harness(self) -> dict:
+    def _harness_identity(self) -> dict:
         """What decides its results."""
         return {x: self.about["config"][x] for x in ("samples", "seed", "lm_eval_tasks")}
 
@@ -284,15 +289,17 @@ class Store:
         write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
 
 
-def _ask_harness(asked: Evaluation, plan: Asked, model: PreTrainedModel, store: Store) -> None:
+def _ask_harness(
+    options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel, store: AnswerStore
+) -> None:
     """Tasks of lm-evaluation-harness that this model has not finished, with its whole cache."""
     model._heedful.eviction = None  # the harness makes caches of its own
-    for name in harness_names(asked):
+    for name in harness_names(options):
         if store.harness(plan.name, name) is None:
-            store.keep_harness(plan.name, name, run_task(asked, name, model, plan.tokenizer))
+            store.keep_harness(plan.name, name, run_task(options, name, model, plan.tokenizer))
 
 
-def export(asked: Evaluation) -> list[str]:
+def export(options: Evaluation) -> list[str]:
     """Write the tasks for lm-evaluation-harness, lengths counted by the first model's tokenizer.
 
     Returns:
@@ -301,6 +308,6 @@ def export(asked: Evaluation) -> list[str]:
     Raises:
         ValueError: as `prepare` does.
     """
-    first = prepare(asked)[0]
-    given = texts(asked, lambda text: len(first.tokenizer.encode(text)))
-    return export_tasks(asked, given, first.tokenizer, Path(asked.export_lm_eval))
+    first = prepare(options)[0]
+    texts_by_task = texts(options, lambda text: len(first.tokenizer.encode(text)))
+    return export_tasks(options, texts_by_task, first.tokenizer, Path(options.export_lm_eval))

@@ -38,11 +38,11 @@ class Generated(NamedTuple):
     whole_nbytes: int
 
     def __str__(self) -> str:
-        held, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
+        size, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
         rate = self.tokens_per_second
         speed = "" if rate is None else f" at {rate:.1f} tokens/s"
         return (
-            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {held} "
+            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {size} "
             f"(peak {peak}), without eviction {whole}"
         )
 
@@ -66,7 +66,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Generated:
     cache = new_cache(model, policy_of(options, model))
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(options.seed)
-    found = model.generate(
+    sequences = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         **generate_argument(cache),
@@ -80,7 +80,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Generated:
         streamer=streamer,
         pad_token_id=model.generation_config.pad_token_id or 0,
     )
-    new = found[0, 1 if paired else ids.shape[1] :].tolist()
+    new = sequences[0, 1 if paired else ids.shape[1] :].tolist()
     return Generated(
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt=ids.shape[1],
@@ -122,11 +122,11 @@ def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool
 
 def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
     if chat and getattr(tokenizer, "chat_template", None):
-        said = [{"role": "user", "content": text}]
-        found = tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        messages = [{"role": "user", "content": text}]
+        encoding = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        return found["input_ids"]
+        return encoding["input_ids"]
     ids = tokenizer.encode(text)
     if not ids:
         raise ValueError("prompt has no tokens; give at least one word")
@@ -141,7 +141,7 @@ class _Streamer(BaseStreamer):
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.begun = False
-        self.start = self.said = 0  # text of tokens before `said` is written; decode from `start`
+        self.start = self.end = 0  # text of tokens before `end` is written; decode from `start`
 
     def put(self, value: Tensor) -> None:
         if not self.begun:  # the prompt
@@ -156,11 +156,11 @@ class _Streamer(BaseStreamer):
 
     def _hand_on(self, last: bool) -> None:
         # What a token spells can depend on the one before it, and take more than one token.
-        before = self._decode(self.tokens[self.start : self.said])
+        before = self._decode(self.tokens[self.start : self.end])
         text = self._decode(self.tokens[self.start :])
         if len(text) > len(before) and (last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
             self.write(text[len(before) :])
-            self.start, self.said = self.said, len(self.tokens)
+            self.start, self.end = self.end, len(self.tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

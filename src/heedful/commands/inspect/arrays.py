@@ -49,7 +49,7 @@ def page_data(
     mechanisms: Mapping[str, Sequence[int]],
     tokens: Sequence[str],
     looks: Iterable[tuple[int, LayerLook]],
-    held: Mapping[int, Tensor] | None = None,
+    cached: Mapping[int, Tensor] | None = None,
     policy: str = "",
     causal: bool = True,
 ) -> PageData:
@@ -60,7 +60,7 @@ def page_data(
         mechanisms: what it was converted to, with the layers of each.
         tokens: the text of each token.
         looks: index and look of each layer.
-        held: by layer `[T, T]`, true at `[t, j]` where token j is held after token t.
+        cached: by layer `[T, T]`, true at `[t, j]` where token j is held after token t.
         policy: what let tokens go, in words.
         causal: whether tokens see earlier ones only.
 
@@ -70,17 +70,17 @@ def page_data(
     """
     arrays: dict[str, np.ndarray] = {}
     layers = []
-    for index, seen in looks:
-        if seen.weights.shape[-1] != len(tokens):
+    for index, look in looks:
+        if look.weights.shape[-1] != len(tokens):
             raise ValueError(
                 f"tokens must be those of the maps, got {len(tokens)} for maps of "
-                f"{seen.weights.shape[-1]}"
+                f"{look.weights.shape[-1]}"
             )
-        made = layer_arrays(seen)
-        if held and index in held:
-            made["gone"] = _gone(held[index])
-        arrays |= {f"{index}/{name}": x for name, x in made.items()}
-        layers.append(_about(index, seen, made))
+        layer_data = layer_arrays(look)
+        if cached and index in cached:
+            layer_data["gone"] = _gone(cached[index])
+        arrays |= {f"{index}/{name}": x for name, x in layer_data.items()}
+        layers.append(_about(index, look, layer_data))
         _most_keys(arrays)  # raises as early as can be known
     keys = _fitted(arrays)
     about = {
@@ -98,36 +98,36 @@ def page_data(
     return PageData(about, arrays)
 
 
-def layer_arrays(seen: LayerLook) -> dict[str, np.ndarray]:
+def layer_arrays(look: LayerLook) -> dict[str, np.ndarray]:
     """What a page holds of one layer, by name without the layer's number."""
-    made: dict[str, np.ndarray] = {}
-    maps = [(step.map, step.logits) for step in seen.steps] + [(seen.weights, False)]
+    arrays: dict[str, np.ndarray] = {}
+    maps = [(step.map, step.logits) for step in look.steps] + [(look.weights, False)]
     for number, (map_, logits) in enumerate(maps):
-        made |= {f"{number}/{name}": x for name, x in _rows(map_.float(), logits).items()}
-    made["does"] = what_heads_do(seen.weights)
-    if seen.hiding is not None:
-        made |= _hiding(seen.hiding)
-    if seen.groups is not None:
-        made["groups"] = seen.groups.numpy().astype(np.uint16)
+        arrays |= {f"{number}/{name}": x for name, x in _rows(map_.float(), logits).items()}
+    arrays["does"] = what_heads_do(look.weights)
+    if look.hiding is not None:
+        arrays |= _hiding(look.hiding)
+    if look.groups is not None:
+        arrays["groups"] = look.groups.numpy().astype(np.uint16)
     for name in (*_KERNELS, *_MIXINGS):
-        if (x := getattr(seen, name)) is not None:
-            made[name] = x.float().numpy()
-    return made
+        if (x := getattr(look, name)) is not None:
+            arrays[name] = x.float().numpy()
+    return arrays
 
 
 def _rows(map_: Tensor, logits: bool) -> dict[str, np.ndarray]:
     """Of every row the entries that are largest, and what they are shares of."""
-    made = {}
+    arrays = {}
     if logits:
         logz = map_.logsumexp(-1)
-        made["logz"] = logz.nan_to_num(neginf=0).numpy().astype(np.float32)
+        arrays["logz"] = logz.nan_to_num(neginf=0).numpy().astype(np.float32)
         map_ = map_.softmax(-1).nan_to_num()
     size = map_.abs()
     keys = min(MOST_KEYS, map_.shape[-1])
     at = size.topk(keys, dim=-1).indices
     shares = map_.gather(-1, at).half()
     at = at.masked_fill(shares == 0, NOBODY)
-    return made | {
+    return arrays | {
         "keys": at.numpy().astype(np.uint16),
         "shares": shares.numpy(),
         "first": map_[..., 0].half().numpy(),
@@ -185,31 +185,33 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
     }
 
 
-def _gone(held: Tensor) -> np.ndarray:
+def _gone(cached: Tensor) -> np.ndarray:
     """After which token each one is no longer held: what has left never comes back."""
-    count = len(held)
+    count = len(cached)
     times = torch.arange(count)[:, None]
-    missing = ~held & (times >= torch.arange(count))
+    missing = ~cached & (times >= torch.arange(count))
     return torch.where(missing, times, count).amin(0).numpy().astype(np.uint16)
 
 
-def _about(index: int, seen: LayerLook, made: dict[str, np.ndarray]) -> dict:
+def _about(index: int, look: LayerLook, arrays: dict[str, np.ndarray]) -> dict:
     patterns = {
-        name: [kernel_pattern(one, seen.two_sided) for one in made[name]]
+        name: [kernel_pattern(matrix, look.two_sided) for matrix in arrays[name]]
         for name in _KERNELS
-        if name in made
+        if name in arrays
     }
     patterns |= {
-        name: [mixing_pattern(one) for one in made[name]] for name in _MIXINGS if name in made
+        name: [mixing_pattern(matrix) for matrix in arrays[name]]
+        for name in _MIXINGS
+        if name in arrays
     }
     return {
         "index": index,
-        "heads": len(seen.weights),
-        "unit": "head" if seen.heads_per_map == 1 else "pair",
-        "maps": [*(step.name for step in seen.steps), "weights"],
-        "logits": [*(step.logits for step in seen.steps), False],
-        "selectors": 0 if seen.hiding is None else len(seen.hiding),
-        "two_sided": seen.two_sided,
+        "heads": len(look.weights),
+        "unit": "head" if look.heads_per_map == 1 else "pair",
+        "maps": [*(step.name for step in look.steps), "weights"],
+        "logits": [*(step.logits for step in look.steps), False],
+        "selectors": 0 if look.hiding is None else len(look.hiding),
+        "two_sided": look.two_sided,
         "patterns": patterns,
     }
 

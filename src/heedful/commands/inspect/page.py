@@ -58,16 +58,16 @@ def _lead(about: dict) -> str:
     tokens, layers = len(about["tokens"]), about["layers"]
     mechanisms = about["mechanisms"]
     if len(mechanisms) == 1:
-        made = next(iter(mechanisms))
+        conversion = next(iter(mechanisms))
     else:
-        made = "; ".join(
+        conversion = "; ".join(
             f"{name} in layers {', '.join(map(str, where))}" for name, where in mechanisms.items()
         )
     heads = sorted({(layer["heads"], layer["unit"]) for layer in layers})
     words = " or ".join(f"{n} {unit}{'s' * (n != 1)}" for n, unit in heads)
     text = (
         f"{tokens:,} token{'s' * (tokens != 1)} through {len(layers)} "
-        f"layer{'s' * (len(layers) != 1)} of {words}: {made}."
+        f"layer{'s' * (len(layers) != 1)} of {words}: {conversion}."
     )
     if about["policy"]:
         text += f" Caches under {about['policy']}."

@@ -27,7 +27,7 @@ class Inside(NamedTuple):
     mechanisms: what it was converted to, with the layers of each.
     tokens: the text of each token.
     looks: index and look of each layer, made one after the other while they are taken.
-    held: by layer, which tokens its cache holds after every token; empty without a budget.
+    cached: by layer, which tokens its cache holds after every token; empty without a budget.
     policy: what lets tokens go, in words; empty without a budget.
     causal: whether a token sees earlier ones only: a decoder.
     """
@@ -36,7 +36,7 @@ class Inside(NamedTuple):
     mechanisms: Mapping[str, tuple[int, ...]]
     tokens: list[str]
     looks: Iterator[tuple[int, LayerLook]]
-    held: Mapping[int, Bool[Tensor, "T T"]]
+    cached: Mapping[int, Bool[Tensor, "T T"]]
     policy: str
     causal: bool
 
@@ -64,14 +64,14 @@ def inside(options: Inspection) -> Inside:
     causal = bool(attention_modules(model))
     policy = _policy(options, model, causal)
     torch.manual_seed(options.seed)
-    held = {} if policy is None else held_over_time(model, ids, policy)
-    shown = options.layers or tuple(held)
+    cached = {} if policy is None else held_over_time(model, ids, policy)
+    shown = options.layers or tuple(cached)
     return Inside(
         model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,
         looks=look_into(model, ids, options.layers),
-        held={index: map_ for index, map_ in held.items() if index in shown},
+        cached={index: map_ for index, map_ in cached.items() if index in shown},
         policy="" if policy is None else str(policy),
         causal=causal,
     )
@@ -109,18 +109,18 @@ def _tokens(
 def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
     """What each token stands for; white space that tokenizers leave out goes to the next one."""
     if not getattr(tokenizer, "is_fast", False):
-        return [tokenizer.decode([one]) for one in ids]
-    found = tokenizer(text, return_offsets_mapping=True)
+        return [tokenizer.decode([token]) for token in ids]
+    encoding = tokenizer(text, return_offsets_mapping=True)
     names = tokenizer.convert_ids_to_tokens(ids)
     special = set(tokenizer.all_special_ids)
-    made, done = [], 0
-    for one, name, (start, stop) in zip(ids, names, found["offset_mapping"], strict=True):
-        if one in special or start == stop:
-            made.append(name)
+    texts, done = [], 0
+    for token, name, (start, stop) in zip(ids, names, encoding["offset_mapping"], strict=True):
+        if token in special or start == stop:
+            texts.append(name)
             continue
-        made.append(text[min(done, start) : stop])
+        texts.append(text[min(done, start) : stop])
         done = stop
-    return made
+    return texts
 
 
 def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
@@ -129,7 +129,7 @@ def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Evicti
             f"budget is for decoders, and {options.model!r} is an encoder, which keeps nothing "
             "between calls; leave it out"
         )
-    found = policy_of(options, model)
-    if found is None:
-        found = getattr(getattr(model, "_heedful", None), "eviction", None)
-    return found or None
+    policy = policy_of(options, model)
+    if policy is None:
+        policy = getattr(getattr(model, "_heedful", None), "eviction", None)
+    return policy or None

@@ -174,12 +174,12 @@ class Training:
         ):
             raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
         check_memory_loss(self.memory_loss)
-        for held, trained in product(self.held_out, self.data):
-            one, other = Path(held).resolve(), Path(trained).resolve()
-            if one == other or other in one.parents or one in other.parents:
+        for evaluation, training in product(self.held_out, self.data):
+            first, second = Path(evaluation).resolve(), Path(training).resolve()
+            if first == second or second in first.parents or first in second.parents:
                 raise ValueError(
-                    f"held_out names {held!r}, and data {trained!r}: what is trained on tells "
-                    "nothing when it is scored; keep them apart"
+                    f"held_out names {evaluation!r}, and data {training!r}: what is trained on "
+                    "tells nothing when it is scored; keep them apart"
                 )
         if self.schedule is not None:
             check_choice("schedule", self.schedule, ("cosine", "linear", "constant"))

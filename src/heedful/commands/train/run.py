@@ -81,10 +81,10 @@ def train_text(
     recipe = options.filled(has_weights(options.model))
     arguments = _arguments(options, recipe, out / _UNFINISHED)
     main = arguments.process_index == 0
-    with ExitStack() as held:
+    with ExitStack() as contexts:
         if main:
-            held.enter_context(_gone_if_empty(out))
-            held.enter_context(only_writer(out))
+            contexts.enter_context(_gone_if_empty(out))
+            contexts.enter_context(only_writer(out))
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
             if (done := _finished(out, options)) is not None:

@@ -105,16 +105,16 @@ def _new_tokenizer(options: Training, room: int, kept: Path) -> PreTrainedTokeni
             f"got {room}; use --tokenizer bytes"
         )
     if name == _BPE:
-        made = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
+        tokenizer = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
     else:
-        made = _with_ends(bytes_alone()) if name == _BYTES else _named(name)
-    if len(made) > room:
+        tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _named(name)
+    if len(tokenizer) > room:
         raise ValueError(
-            f"tokenizer {name!r} has {len(made)} tokens and the model room for {room}; set "
-            f"vocab_size in the configuration, or --vocabulary {len(made)} with a size"
+            f"tokenizer {name!r} has {len(tokenizer)} tokens and the model room for {room}; set "
+            f"vocab_size in the configuration, or --vocabulary {len(tokenizer)} with a size"
         )
-    made.save_pretrained(kept)
-    return made
+    tokenizer.save_pretrained(kept)
+    return tokenizer
 
 
 def _named(name: str):
@@ -134,17 +134,17 @@ def _first(data: tuple[str, ...], characters: int) -> Iterator[str]:
             return
 
 
-def _with_ends(made) -> PreTrainedTokenizerFast:
+def _with_ends(tokenizer) -> PreTrainedTokenizerFast:
     """A tokenizer with BOS, which it puts before a text, and EOS."""
     from tokenizers import processors
 
-    made.add_special_tokens([_BOS, _EOS])
-    bos = made.token_to_id(_BOS)
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer.add_special_tokens([_BOS, _EOS])
+    bos = tokenizer.token_to_id(_BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{_BOS} $A", special_tokens=[(_BOS, bos)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=_BOS, eos_token=_EOS, pad_token=_EOS
+        tokenizer_object=tokenizer, bos_token=_BOS, eos_token=_EOS, pad_token=_EOS
     )
 
 

@@ -149,18 +149,6 @@ def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module])
     return True
 
 
-def decoder_layers(
-    model: PreTrainedModel, attention: Iterable[nn.Module]
-) -> list[nn.Module] | None:
-    """The list of layers in which all these attention modules lie, if there is one."""
-    wanted = {id(module) for module in attention}
-    for module in model.modules():
-        inside = isinstance(module, nn.ModuleList) and {id(part) for part in module.modules()}
-        if inside and wanted <= inside:
-            return list(module)
-    return None
-
-
 def parameter_device(module: nn.Module) -> torch.device:
     """Where the module's own parameters are."""
     return next(module.parameters()).device

@@ -136,7 +136,7 @@ def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
         ValueError: the family does not project so that its queries, keys and values can be told
             apart, or cannot take as many of them as the layer gives it.
     """
-    shape, several = layer.shape, (layer.queries_per_head, layer.keys_per_head)
+    shape, several = layer.shape, layer.queries_per_head
     queries, keys = shape.heads * shape.dim, shape.key_heads * shape.dim
     widths = (queries, keys, keys)
     for names in _APART:
@@ -150,8 +150,8 @@ def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
                     f"its {name} gives {channels} channels, and its queries, keys and values have "
                     f"{queries}, {keys} and {keys}: it makes something else of the others",
                 )
-        if several != (1, 1):
-            _check_widened(module, names, shape, *several)
+        if several > 1:
+            _check_widened(module, names, shape, several)
         each = zip(names, PARTS, widths, strict=True)
         return [
             ProjectionHook(name, ProjectionEdit(module, (part,), (width,)))
@@ -164,11 +164,11 @@ def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
             f"it has neither projections of queries, of keys and of values by known names "
             f"({', '.join(_APART[0])}) nor one of all three ({', '.join(_FUSED)})",
         )
-    if several != (1, 1):
+    if several > 1:
         raise _refused(
             module,
             f"its {fused[0]} gives queries, keys and values in one, cut at fixed places, and the "
-            f"mechanism gives it {several[0]} queries and {several[1]} keys per head",
+            f"mechanism gives it {several} queries per head",
         )
     order = _order(module, fused[0], shape, widths)
     back = None if order is None else order.argsort()
@@ -245,16 +245,11 @@ def _order(
 
 
 def _check_widened(
-    module: nn.Module,
-    names: tuple[str, ...],
-    shape: HeadShape,
-    queries_per_head: int,
-    keys_per_head: int,
+    module: nn.Module, names: tuple[str, ...], shape: HeadShape, queries_per_head: int
 ) -> None:
-    """Raise unless the family takes so many queries and keys per head."""
+    """Raise unless the family takes so many queries per head."""
     weight = next(p for p in module.parameters() if p.is_floating_point())
-    keys = shape.key_heads * keys_per_head
-    sizes = (shape.heads * queries_per_head, keys, keys)
+    sizes = (shape.heads * queries_per_head, shape.key_heads, shape.key_heads)
     outputs = {
         name: torch.ones(1, 1, n * shape.dim, device=weight.device, dtype=weight.dtype)
         for name, n in zip(names, sizes, strict=True)
@@ -264,7 +259,7 @@ def _check_widened(
             raise _refused(
                 module,
                 f"of {n} heads it makes {tuple(operand.shape)}, and the mechanism gives it "
-                f"{queries_per_head} queries and {keys_per_head} keys per head",
+                f"{queries_per_head} queries per head",
             )
 
 

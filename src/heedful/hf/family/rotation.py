@@ -143,6 +143,6 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
 
 def _refused(module: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"model: {type(module).__name__} cannot be given summaries of groups, or pseudo-heads, "
+        f"model: {type(module).__name__} cannot be given summaries of groups, "
         f"which stand between tokens, because {reason}"
     )
