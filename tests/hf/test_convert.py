@@ -129,8 +129,8 @@ def test_bfloat16_models_keep_fp32_parameters_of_the_mechanism(name):
     model = tiny(dtype=torch.bfloat16, num_hidden_layers=3)
     conversion = heedful.convert(model, name)
     assert all(p.dtype == torch.float32 for p in conversion.parameters().values())
-    found = logits(model, tokens())
-    assert found.dtype == torch.bfloat16 and bool(found.isfinite().all())
+    actual = logits(model, tokens())
+    assert actual.dtype == torch.bfloat16 and bool(actual.isfinite().all())
 
 
 def test_only_the_chosen_layers_change():
@@ -331,7 +331,7 @@ def test_the_route_gets_no_square_mask(family, monkeypatch):
     for module in model.modules():
         if isinstance(layer := getattr(module, "heedful", None), torch.nn.Module):
             layer.register_forward_pre_hook(
-                lambda _, given, options: seen.append(options["visibility"]), with_kwargs=True
+                lambda _, inputs, options: seen.append(options["visibility"]), with_kwargs=True
             )
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())

@@ -106,9 +106,9 @@ def test_it_is_standard_dropout_of_the_map_that_multiplies_the_values(impl):
     tensors["v"] = torch.eye(30, dtype=torch.float64).expand(2, 4, 30, 30)
     call = {name: tensors.pop(name) for name in ("q", "k", "v")}
     whole = multi_token_attention(**call, **tensors, impl=impl)
-    found = multi_token_attention(**call, **tensors, **DROPPED, impl=impl)
+    actual = multi_token_attention(**call, **tensors, **DROPPED, impl=impl)
     factor = dropout_of(0.3, 7, call["q"]).factor(2, range(30), range(30), torch.float64)
-    torch.testing.assert_close(found, whole * factor, rtol=0, atol=1e-12)
+    torch.testing.assert_close(actual, whole * factor, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,9 @@ def test_tiled_is_the_definition_in_fp64(mechanism, visible):
 def test_scales_that_are_not_positive(mechanism, scale):
     """Also with identity parameters, where torch's own kernel runs."""
     tensors = mechanism.draw(Shape(batch=1).long(130))
-    for given in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
-        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), given)
-        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), given)
+    for inputs in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
+        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), inputs)
+        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), inputs)
         for name, x in actual.items():
             size = expected[name].abs().max().item()
             torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
@@ -220,16 +220,16 @@ def test_gradients_by_finite_differences(mechanism, impl, visible):
 @each_form([m for m in MECHANISMS if m.identity])
 def test_identity_parameters_are_standard_attention(mechanism, impl):
     tensors = mechanism.identity(impl.draw(mechanism, Shape(), 130))
-    found = mechanism.run(tensors, impl.name)[0]
+    actual = mechanism.run(tensors, impl.name)[0]
 
     def standard(x: dict[str, Tensor]) -> Tensor:
         return scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True)
 
     exact = standard({name: x.double() for name, x in tensors.items()})
     if impl.dtype == torch.float64:
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
     else:
-        assert_matches_oracle(str(mechanism), found, standard(tensors), exact, 130)
+        assert_matches_oracle(str(mechanism), actual, standard(tensors), exact, 130)
 
 
 @each_impl
@@ -328,8 +328,8 @@ def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
     """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
     tensors, fewer, evicted, kept = with_evicted_keys(mechanism)
     whole = mechanism.run(tensors, impl, Visibility(padding=kept[None], window=60))
-    found = mechanism.run(fewer, impl, evicted)
-    torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-12)
+    actual = mechanism.run(fewer, impl, evicted)
+    torch.testing.assert_close(actual[0], whole[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
@@ -342,8 +342,8 @@ def test_cross_attention(mechanism, impl):
     padding[0, 50:] = False
     queries = Queries(documents=of_queries, padding=(torch.arange(40) < 38)[None])
     visibility = Visibility(causal=False, documents=of_keys, padding=padding, queries=queries)
-    found = mechanism.run(tensors, impl, visibility)[0]
-    assert not bool(found[:, :, 38:].any()), "padded queries get zeros"
+    actual = mechanism.run(tensors, impl, visibility)[0]
+    assert not bool(actual[:, :, 38:].any()), "padded queries get zeros"
     for number in (0, 1):
         rows, columns = of_queries[0] == number, of_keys[0] == number
         rows[38:] = False
@@ -352,7 +352,7 @@ def test_cross_attention(mechanism, impl):
         part |= {name: tensors[name][:, :, columns] for name in ("k", "v")}
         alone = Visibility(causal=False, padding=padding[:, columns], queries=Queries())
         expected = mechanism.run(part, impl, alone)[0]
-        torch.testing.assert_close(found[:, :, rows], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[:, :, rows], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
@@ -362,8 +362,8 @@ def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries
     tensors = mechanism.draw(Shape(queries=queries, keys=50))
     plain, told = Visibility(causal=False), Visibility(causal=False, queries=Queries())
     for impl in ("reference", "tiled"):
-        found, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     hold(mechanism, Shape(queries=queries, keys=50), torch.float32, plain)
 
 

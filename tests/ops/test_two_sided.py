@@ -30,11 +30,11 @@ def test_the_definition_entry_by_entry():
             if 0 <= i + r < 7:
                 a[i] += post[0, r + 2, 0] * p[i + r]
     for impl in ("reference", "tiled"):
-        found = multi_token_attention(
+        actual = multi_token_attention(
             q, k, v, conv=conv, post_conv=post, two_sided=True, scale=1.0, impl=impl,
             visibility=Visibility(causal=False),
         )  # fmt: skip
-        torch.testing.assert_close(found[0, 0], a @ v[0, 0], **EXACT)
+        torch.testing.assert_close(actual[0, 0], a @ v[0, 0], **EXACT)
 
 
 @every
@@ -78,14 +78,14 @@ def test_documents_and_padded_rows_are_rows_alone(mechanism, impl):
     x = mechanism.draw(Shape().long(100))
     (_, documents, padding), per_token = ragged(100), mechanism.per_token
     visibility = Visibility(causal=False, documents=documents, padding=padding)
-    found = mechanism.run(x, impl, visibility)[0]
+    actual = mechanism.run(x, impl, visibility)[0]
     for row in range(2):
-        assert not bool(found[row][:, ~padding[row]].any())
+        assert not bool(actual[row][:, ~padding[row]].any())
         for number in (0, 1):
             own = padding[row] & (documents[row] == number)
             alone = {n: t[row : row + 1, :, own] if n in per_token else t for n, t in x.items()}
             expected = mechanism.run(alone, impl)[0][0]
-            torch.testing.assert_close(found[row][:, own], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(actual[row][:, own], expected, rtol=0, atol=1e-12)
 
 
 def test_what_two_sided_refuses(interpreted):
