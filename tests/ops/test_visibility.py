@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import inputs, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heedful.ops import Queries, Visibility
@@ -42,7 +42,7 @@ def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
     return visibility.dense(queries, keys, CPU).expand(2, -1, -1)
 
 
-@inputs(visibilities(), st.data())
+@given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_whole_map_is_what_the_conditions_say(built, data):
     visibility, keys = built
@@ -54,7 +54,7 @@ def test_the_whole_map_is_what_the_conditions_say(built, data):
     assert whole(visibility, queries, keys).tolist() == expected
 
 
-@inputs(visibilities(), st.data())
+@given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_positions_and_queries_of_their_own(built, data):
     """Keys that stand anywhere, and queries that are none of them."""
@@ -88,7 +88,7 @@ def test_moving_to_another_device_moves_every_tensor():
     assert moved.causal and moved.window is None and moved.mutual is None
 
 
-@inputs(visibilities(), st.data())
+@given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_tile_is_a_part_of_the_whole_map(built, data):
     visibility, keys = built
@@ -100,7 +100,7 @@ def test_a_tile_is_a_part_of_the_whole_map(built, data):
     assert torch.equal(tile, part)
 
 
-@inputs(visibilities())
+@given(visibilities())
 @settings(max_examples=100, deadline=None)
 def test_first_tokens_begin_a_document_or_a_padded_row(built):
     visibility, keys = built

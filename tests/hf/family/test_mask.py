@@ -225,7 +225,7 @@ def documents_of_four(batch, head, i, j):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         look_ahead,
         forget_multiples_of_three,
