@@ -1,8 +1,6 @@
 """What a trained model shows: its kernels, and one real sample with what attends and what hides."""
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -14,8 +12,6 @@ from heedful.commands.compare.figures import (
     MixExhibit,
 )
 from heedful.hf.look import LayerLook
-
-_LONGEST = 600  # characters of a text that are shown
 
 
 def exhibits_of(
@@ -66,36 +62,3 @@ def _sharpness(look: LayerLook, head: int) -> float:
     others = weights.clone()
     others.diagonal(1).zero_()  # the token itself
     return others.amax(-1).mean().item()
-
-
-class TextExhibit(NamedTuple):
-    """What one trained model makes of some held-out sources.
-
-    Arguments:
-        rows: of each the source, what was asked for, and the model's text.
-    """
-
-    task: str
-    mechanism: str
-    rows: Sequence[tuple[str, str, str]]
-
-
-def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with what was asked for and what every model wrote."""
-    parts = []
-    for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("asked for", reference)]
-        for exhibit in exhibits:
-            text = exhibit.rows[number][2]
-            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
-        body = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
-            for name, text in lines
-        )
-        parts.append(f"<table>{body}</table>")
-    note = "Held-out sources; ✓: to the letter what was asked for. Written by greedy decoding."
-    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
