@@ -34,6 +34,7 @@ def defined(mechanism, kind: str) -> bool:
 CASES = [(m, kind) for m in MECHANISMS for kind in SEEN if defined(m, kind)]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [1, 4])
 @pytest.mark.parametrize("queries", [1, 5, FEW])
