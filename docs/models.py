@@ -2,7 +2,7 @@
 
 Every type is built with random weights from a small configuration, with short windows and chunks
 where its configuration knows them. Converted to `standard`, its logits must be those of the
-unconverted model in every way of calling it; packed documents must be those of separate rows,
+unconverted model in every way of calling it; packed documents must be those of separate sequences,
 also where the unconverted model mixes them. Converted to `mta` or to selective attention with an
 extra selector, which start as the identity, the logits must be unchanged too.
 
@@ -49,7 +49,7 @@ INTRODUCTION = """# Model types
 
 What `heedful.convert` does with the {types} causal model types of transformers {version}: {counts}.
 
-Every type is built with random weights from a small configuration, with short windows and chunks where it has any. **Served** means: converted to `standard`, its logits are those of the unconverted model without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`; packed documents have the logits of separate rows, with and without a cache or a mask; converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. **Refused** means that `convert` (or the first call) raises a `ValueError` that says why, in the note. **Not tried** are those that no small configuration builds. Only text goes in, also where a model takes images.
+Every type is built with random weights from a small configuration, with short windows and chunks where it has any. **Served** means: converted to `standard`, its logits are those of the unconverted model without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`; packed documents have the logits of separate sequences, with and without a cache or a mask; converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. **Refused** means that `convert` (or the first call) raises a `ValueError` that says why, in the note. **Not tried** are those that no small configuration builds. Only text goes in, also where a model takes images.
 
 ```sh
 python docs/models.py --check
@@ -226,7 +226,7 @@ def ways(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]
 
 
 def packed(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Logits of two documents of 7 and 10 tokens in one row, in each way of calling a model."""
+    """Logits of two documents of 7 and 10 tokens in one sequence, in each way of calling it."""
     positions = torch.cat([torch.arange(7), torch.arange(10)])[None]
 
     def called(**options: object) -> Tensor:
@@ -242,7 +242,7 @@ def packed(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor
 
 
 def apart(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of the same documents, each as a row of its own."""
+    """Logits of the same documents, each as a sequence of its own."""
     parts = []
     for document in ids[:1].split([7, 10], dim=1):
         positions = torch.arange(document.shape[1])[None]  # some families do not start at 0
@@ -314,7 +314,7 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
         if name not in expected:
             continue
         try:
-            found = way()
+            logits = way()
         except ValueError as error:
             refused[name] = clause(error)
             continue
@@ -322,7 +322,7 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
             name = "generate without a cache"  # for some families that is not the same
         before = expected[name]
         largest = EXACT[model.dtype]
-        error = (found - before).abs().max() if found.shape == before.shape else math.inf
+        error = (logits - before).abs().max() if logits.shape == before.shape else math.inf
         if not error < largest:
             raise Differs(f"{name}: the largest difference is {error:.2g}")
     return refused
@@ -371,8 +371,8 @@ def table(rows: list[Row]) -> list[str]:
 
 def rows_of(text: str) -> dict[str, Row]:
     """The rows of the page by type."""
-    found = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \| ?(.*) \|$", text, re.MULTILINE)
-    return {kind: Row(kind, outcome, note) for kind, outcome, note in found}
+    matches = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \| ?(.*) \|$", text, re.MULTILINE)
+    return {kind: Row(kind, outcome, note) for kind, outcome, note in matches}
 
 
 def main() -> int:

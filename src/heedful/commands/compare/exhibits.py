@@ -1,4 +1,4 @@
-"""What a trained model shows: its kernels, and one real sample with what attends and what hides."""
+"""What a trained model shows: its kernels, and attention and hiding on one real sample."""
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,10 +69,10 @@ def _sharpness(look: LayerLook, head: int) -> float:
 
 
 class TextExhibit(NamedTuple):
-    """What one trained model makes of some held-out sources.
+    """What one trained model makes of some evaluation sources.
 
     Arguments:
-        rows: of each the source, what was asked for, and the model's text.
+        rows: of each the source, the target, and the model's text.
     """
 
     task: str
@@ -81,7 +81,7 @@ class TextExhibit(NamedTuple):
 
 
 def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with what was asked for and what every model wrote."""
+    """One task's sources, each with its target and what every model wrote."""
     parts = []
     for number, (source, reference, _) in enumerate(exhibits[0].rows):
         lines = [("source", source), ("asked for", reference)]
@@ -93,7 +93,7 @@ def text_tables(exhibits: Sequence[TextExhibit]) -> str:
             for name, text in lines
         )
         parts.append(f"<table>{body}</table>")
-    note = "Held-out sources; ✓: to the letter what was asked for. Written by greedy decoding."
+    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
     return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
 
 

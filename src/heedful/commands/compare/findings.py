@@ -10,7 +10,7 @@ from heedful.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
 from heedful.records.tables import format_table
 
 BASELINE = "standard"
-"""The mechanism that every other one is held against."""
+"""The mechanism that every other one is compared with."""
 
 SOLVED = 0.05
 """An error task counts as solved where every seed ends at or below this error."""
@@ -240,7 +240,7 @@ def overview(records: Iterable[Record]) -> str:
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each task one sentence on what its runs show, and on what they do not.
 
-    The rule: two mechanisms are told apart only if both have at least two seeds and the worst seed
+    The rule: two mechanisms differ only if both have at least two seeds and the worst seed
     of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
     the sentence says that no difference shows; with one seed, how the runs ended, and that this may
     be luck. An error task is solved where every seed ends at or below 5 % error.
@@ -254,7 +254,7 @@ def _finding(rows: Sequence[Row]) -> str:
     others = [row for row in rows if row is not base]
     parts = []
     if base is None:
-        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be held against it")
+        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be compared with it")
     elif not others:
         parts.append(f"only {_named(base)} was run, so there is nothing to compare it with")
     else:
@@ -308,7 +308,7 @@ def _ended(row: Row) -> str:
         return f"{row.mechanism} diverged"
     if "error" not in row.metric:
         return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    names = {"error": "rows", "answer_error": "answers", "fact_error": "facts"}
+    names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
     what = names.get(row.metric, "tokens")
     share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
         row.mean, f"{number(row.metric, row.mean)} of {what}"

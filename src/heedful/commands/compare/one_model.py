@@ -91,19 +91,21 @@ def train(
         task: what to learn and how to score it.
         mechanism: the attention of every layer, or of several by index.
         size, hyperparameters: model and training.
-        seed: of the initialisation and the training rows; held-out rows are the same for all.
-        folder: for this run's state while training; gone again after the run.
+        seed: of the initialisation and the training sequences; the evaluation set is the same for
+            all.
+        folder: for this run's state while training; removed after the run.
         start: a trained model's folder, whose weights are begun with, in place of a new model of
             this size.
         memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
-            are told without it. That of learned groups (`heedful.GroupingLoss`) is always added.
+            are reported without it. That of learned groups (`heedful.GroupingLoss`) is always
+            added.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
         progress: called after each step.
         should_stop: called after each step; once true, the state is saved and `Stopped` raised.
         save_seconds: the state is saved this often, so that a killed run loses no more.
 
     Raises:
-        heedful.training.run.Stopped: `should_stop` said so.
+        heedful.training.run.Stopped: `should_stop` returned true.
         Diverged: the model diverged; it is a `ValueError` and carries what was measured.
         ValueError: the folder holds something else than this run's state, or an argument does not
             fit.
@@ -165,7 +167,7 @@ def _run_identity(
     seed: int,
     rows: "_Rows",
 ) -> dict:
-    """What makes a run this run and no other; rows of it too, which a changed text changes."""
+    """What makes a run this run and no other, some of its sequences included."""
     digest = hashlib.sha256()
     for step in {0, hyperparameters.steps - 1}:
         for tensor in rows.of_step(step).values():
@@ -181,7 +183,7 @@ def _run_identity(
 
 
 class _Rows(torch.utils.data.Dataset):
-    """The training rows of a run, drawn a batch at a time."""
+    """The training sequences of a run, drawn a batch at a time."""
 
     def __init__(self, task: Task, hyperparameters: Hyperparameters, seed: int) -> None:
         self.task, self.hyperparameters, self.seed = task, hyperparameters, seed
@@ -190,7 +192,7 @@ class _Rows(torch.utils.data.Dataset):
         return self.hyperparameters.steps * self.hyperparameters.batch
 
     def __getitems__(self, indices: list[int]) -> dict:
-        """The rows of one step: `RunTrainer` takes them in order, a batch at a time."""
+        """The sequences of one step: `RunTrainer` takes them in order, a batch at a time."""
         step, first = divmod(indices[0], self.hyperparameters.batch)
         if first or len(indices) != self.hyperparameters.batch:
             raise IndexError(f"rows {indices[0]} to {indices[-1]} are not those of one step")
@@ -268,7 +270,7 @@ def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:  # Linux resets a process's peak on this request; elsewhere `_peak_mib` says nothing
+    try:  # Linux resets a process's peak on this request; elsewhere `_peak_mib` returns nan
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return

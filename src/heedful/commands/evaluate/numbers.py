@@ -1,4 +1,4 @@
-"""An evaluation in numbers: measures with intervals, and models held against the first one."""
+"""An evaluation in numbers: measures with intervals, and models compared with the first one."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -65,14 +65,14 @@ MEASURES = {
 """Of the other tasks the error."""
 
 _PARTS = {"needles": "needles", "babilong": "kind", "perplexity": "domain"}
-"""By what a task's samples are told apart in further lines."""
+"""By what a task's samples are grouped in further lines."""
 
 
 class Line(NamedTuple):
     """One task or part of it, one measure, one model with its cache.
 
     Arguments:
-        difference: from the first model on the same samples; `None` where that asked others.
+        difference: from the first model on the same samples; `None` where that answered others.
         samples: how many there are.
     """
 
@@ -87,8 +87,8 @@ class Line(NamedTuple):
 def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
     """Every task and its parts, every measure, every model: values, intervals, differences.
 
-    Models are held against the first one with its whole cache. The perplexity of several domains is
-    the mean of theirs, as the papers average it.
+    Models are compared with the first one with its whole cache. The perplexity of several domains
+    is the mean of theirs, as the papers average it.
 
     Arguments:
         samples: of any models, caches and tasks.
@@ -165,7 +165,7 @@ def paired(
         seed: of the bootstrap.
 
     Returns:
-        second less first; `None` if they share no sample in which the same was asked.
+        second less first; `None` if they share no sample with the same question.
     """
     keys = [key for key, x in first.items() if key in second and second[key].digest == x.digest]
     if not keys:

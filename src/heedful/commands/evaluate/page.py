@@ -183,7 +183,7 @@ def _positions(samples: Sequence[Sample]) -> str:
         those = [x for x in own if x.cell["domain"] == domain]
         text = (
             f"{domain}: perplexity of tokens with so many tokens before them in the window, all "
-            "windows together. A line that goes on falling uses what is far."
+            "windows together. A line that goes on falling uses long-range context."
         )
         pictures.append(picture(figures.svg(position_curves(those)), text))
     return side_by_side(pictures)

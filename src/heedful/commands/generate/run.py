@@ -55,7 +55,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Generated:
         write: gets the text in pieces as it is made.
 
     Raises:
-        ValueError: something that is asked for cannot be read, or does not fit the model.
+        ValueError: an option cannot be read, or does not fit the model.
     """
     text = options.prompt if options.file is None else read_text(Path(options.file))
     model = open_model(options.model, options.device, budgets=reads_budgets(options))

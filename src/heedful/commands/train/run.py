@@ -1,6 +1,6 @@
 """`heedful train`: a language model on text, on one device or several, killed and resumed at will.
 
-The output folder holds the model, `training.json` (what was asked, what came out) and `log.jsonl`;
+The output folder holds the model, `training.json` (options and results) and `log.jsonl`;
 while the run lasts, `unfinished/` in it holds the encoded text, the vocabulary and checkpoints.
 """
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from heedful.commands.train.options import HARMLESS, Recipe, Training, asked_for
+from heedful.commands.train.options import HARMLESS, Recipe, Training, run_identity
 from heedful.commands.train.start import has_weights, model_and_tokenizer
 from heedful.hf import conversion_of, load, revert
 from heedful.hf.versions import checkpointing_options
@@ -57,7 +57,7 @@ class Trained(NamedTuple):
 def train_text(
     options: Training, should_stop: Callable[[], bool] = lambda: False, *, show: bool = True
 ) -> Trained | None:
-    """Train as asked; a run that ended early in `options.out` goes on where it was saved.
+    """Train by the options; a run that ended early in `options.out` goes on where it was saved.
 
     On one device and with the same versions a run that goes on ends with the weights and losses of
     one that was never stopped, to the last bit.
@@ -71,7 +71,7 @@ def train_text(
         what it came to; None on all processes but the first.
 
     Raises:
-        Stopped: `should_stop` said so.
+        Stopped: `should_stop` returned true.
         ValueError: an argument does not fit the model, the text or the folder, or the loss stopped
             being finite.
     """
@@ -136,7 +136,7 @@ def _finished(out: Path, options: Training) -> Trained | None:
         about = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
-    if changed := differences(about["asked"], json.loads(json.dumps(asked_for(options)))):
+    if changed := differences(about["asked"], json.loads(json.dumps(run_identity(options)))):
         raise ValueError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
@@ -154,7 +154,7 @@ def _harmless(options: Training) -> dict:
 def _begin(
     options: Training, recipe: Recipe, out: Path, arguments: TrainingArguments, *, show: bool
 ) -> _Run:
-    """Model, vocabulary and rows, and whose folder this is; nothing is left where they fail."""
+    """Model, vocabulary and sequences, and the folder's owner; nothing is left where they fail."""
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     try:
@@ -175,7 +175,7 @@ def _begin(
         if fresh and arguments.process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    identity = {"asked": asked_for(options), "recipe": recipe._asdict()}
+    identity = {"asked": run_identity(options), "recipe": recipe._asdict()}
     identity |= {"parameters": sum(p.numel() for p in model.parameters())}
     checkpoints = Checkpoints(folder / "state", identity)
     if arguments.process_index == 0:
@@ -188,7 +188,7 @@ def _write_about(
 ) -> None:
     conversion = conversion_of(model)
     about = {
-        "asked": asked_for(options),
+        "asked": run_identity(options),
         "harmless": _harmless(options),
         "recipe": recipe._asdict(),
         "mechanisms": [
@@ -388,6 +388,6 @@ def formatted(trained: Trained) -> str:
     return (
         f"{trained.parameters:,} parameters, {trained.steps} steps, {trained.tokens:,} tokens in "
         f"{trained.seconds:,.0f} s ({trained.tokens_per_second:,.0f} tokens/s): "
-        f"{trained.bits_per_byte:.4f} bits per byte of held-out text, {trained.loss:.4f} nats per "
-        f"token\nmodel: {trained.folder}"
+        f"{trained.bits_per_byte:.4f} bits per byte of the evaluation set, {trained.loss:.4f} nats "
+        f"per token\nmodel: {trained.folder}"
     )
