@@ -25,7 +25,7 @@ def small(layers: int = 2, vocabulary: int = 260, positions: int = 256, seed: in
 
 
 def tokenizer_of_words(chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte, BOS in front, and a chat template if asked for."""
+    """One token per byte, BOS in front, and a chat template on request."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate(letters)} | {"<bos>": 256, "<user>": 257, "<bot>": 258}
     words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -47,7 +47,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def generation_of(model: Path, **changes) -> tuple[Generated, str]:
-    """What was generated, and the pieces in which it was told."""
+    """What was generated, and the pieces in which it came."""
     defaults = {"prompt": PROMPT, "max_new_tokens": 12, "tokenizer": "bytes"}
     if (model / "tokenizer.json").exists():
         del defaults["tokenizer"]

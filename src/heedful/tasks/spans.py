@@ -207,8 +207,8 @@ class Spans(PairTask):
         mask = labels != IGNORE
         if losses.shape != labels.shape or not bool(mask.any()):
             raise ValueError(
-                f"losses must have labels' shape {list(labels.shape)}, of which at least one asks "
-                f"for something, got {list(losses.shape)}"
+                f"losses must have labels' shape {list(labels.shape)}, with at least one "
+                f"target, got {list(losses.shape)}"
             )
         with np.errstate(over="ignore"):  # a diverged model: infinity is the answer
             return {"perplexity": float(np.exp(np.float64(losses[mask].double().mean().item())))}

@@ -367,7 +367,7 @@ WRONG = {
     "paths names 'nowhere.txt', which does not exist": ["--data", "nowhere.txt"],
     "length must be at most the 256 tokens that .* has positions for, got 512": ["--length", "512"],
     "length must be a whole number of at least 32, got 16": ["--length", "16"],
-    "data has 5120 tokens, and 1000 rows of 48 are asked for": ["--rows", "1000"],
+    "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],
     "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
     "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
     "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],

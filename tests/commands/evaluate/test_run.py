@@ -1,4 +1,4 @@
-"""`heedful eval`: who is asked what, what is kept, what is refused; and lm-evaluation-harness."""
+"""`heedful eval`: which items, what is kept, what is refused; and lm-evaluation-harness."""
 
 import json
 import math
@@ -128,7 +128,7 @@ def test_tokens_end_where_their_bytes_end():
 
 
 def test_a_batch_is_its_rows(tmp_path):
-    """Ragged prompts padded on the left, rows of different lengths on the right; budgets too."""
+    """Ragged prompts padded on the left, other sequences on the right; budgets too."""
     lines = [
         "the red bus and the red bus",
         "a car, a red car and one more red car",
@@ -314,7 +314,7 @@ def test_own_budgets_must_be_there(tmp_path):
     options = NEEDLES | {"budget": ("50",), "tokenizer": "bytes"}
     with pytest.raises(ValueError, match="mta': eviction: StreamingLLM cannot serve Multi"):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "mta"), **options))
-    assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before anything is asked
+    assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before any item
 
 
 def test_a_broken_model_is_named(tmp_path):

@@ -84,7 +84,7 @@ def text_tables(exhibits: Sequence[TextExhibit]) -> str:
     """One task's sources, each with its target and what every model wrote."""
     parts = []
     for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("asked for", reference)]
+        lines = [("source", source), ("target", reference)]
         for exhibit in exhibits:
             text = exhibit.rows[number][2]
             lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))

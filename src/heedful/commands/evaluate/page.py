@@ -232,7 +232,7 @@ def _replies(samples: Sequence[Sample]) -> str:
                     cells = (name, x.key, "✓" if right else "✗", x.expected, x.reply)
                     texts = (html.escape(_shown(text or "")) for text in cells)
                     rows.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
-        head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "asked for", "written"))
+        head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "expected", "written"))
         parts.append(
             f"<h3>{html.escape(task)}</h3><div class='wide written'><table><thead><tr>{head}</tr>"
             f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
