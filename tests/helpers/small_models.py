@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import heedful
 from heedful.commands.generate.options import Generation
-from heedful.commands.generate.run import Generated, generate
+from heedful.commands.generate.run import GenerationResult, generate
 
 PROMPT = "the red bus and the red car: a bus is "
 
@@ -46,7 +46,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def generation_of(model: Path, **changes) -> tuple[Generated, str]:
+def generation_of(model: Path, **changes) -> tuple[GenerationResult, str]:
     """What was generated, and the pieces in which it came."""
     defaults = {"prompt": PROMPT, "max_new_tokens": 12, "tokenizer": "bytes"}
     if (model / "tokenizer.json").exists():

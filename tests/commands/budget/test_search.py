@@ -14,7 +14,7 @@ import heedful
 from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import LOG, Log, SearchResult, greedy, search
+from heedful.commands.budget.search import LOG, SearchLog, SearchResult, greedy, search
 from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
@@ -398,14 +398,14 @@ def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
 
 
 def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
-    add = Log.add
+    add = SearchLog.add
 
     def interrupted(self, *arguments):
         add(self, *arguments)
         if len(self.known) == 3:
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
-    monkeypatch.setattr(Log, "add", interrupted)
+    monkeypatch.setattr(SearchLog, "add", interrupted)
     with pytest.raises(SystemExit) as stop:
         main(command(folder, "--loss", "1", "--length", "72"))
     out, err = capsys.readouterr()

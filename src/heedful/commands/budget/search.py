@@ -106,7 +106,7 @@ def search(options: BudgetSearch) -> SearchResult:
     reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
         identity = _search_identity(options, policy, rows, model, reference)
-        log = Log(folder / LOG, identity, options.restart)
+        log = SearchLog(folder / LOG, identity, options.restart)
         with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
             measure = _Measure(model, rows, policy, log, bar)
             whole = measure(start)
@@ -186,7 +186,7 @@ class _Measure:
     """Perplexity of budgets, from the log where it is known."""
 
     def __init__(
-        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "Log", bar: tqdm
+        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "SearchLog", bar: tqdm
     ) -> None:
         self.model, self.rows, self.policy, self.log, self.bar = model, rows, policy, log, bar
         self.limit: float | None = None
@@ -205,7 +205,7 @@ class _Measure:
         return value
 
 
-class Log:
+class SearchLog:
     """The trials of a search as JSON lines; the first line says which search it is.
 
     Arguments:

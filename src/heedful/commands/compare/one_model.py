@@ -27,13 +27,13 @@ from heedful.tasks import Task
 from heedful.testing import process_peak_mib
 from heedful.training.checkpoints import Checkpoints
 from heedful.training.losses import MemoryLoss
-from heedful.training.run import RunTrainer, Schedule, Watch, check_device
+from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.trainer import parameter_groups
 
 _JUDGED = "eval_score"  # in the log
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """A finished run: the trained model, what it scored, and what it cost."""
 
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class Diverged(ValueError):
         run: what was measured until then, nan at the end of every split.
     """
 
-    def __init__(self, step: int, run: Run) -> None:
+    def __init__(self, step: int, run: RunResult) -> None:
         super().__init__(
             f"the model diverged: at step {step} the loss, a score or a parameter is not finite; "
             "a lower learning_rate or a longer warmup may hold it"
@@ -81,7 +81,7 @@ def train(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     save_seconds: float = 60.0,
-) -> Run:
+) -> RunResult:
     """Train a model from scratch; a run that ended early in `folder` goes on where it was saved.
 
     On the same device and with the same versions, a run that goes on ends with the parameters,
@@ -124,7 +124,7 @@ def train(
     identity |= {} if start is None else {"start": fingerprint(model)}
     checkpoints = Checkpoints(Path(folder), identity)
     schedule = _schedule(task, hyperparameters, save_seconds)
-    watch = Watch(schedule, checkpoints, should_stop)
+    callback = RunCallback(schedule, checkpoints, should_stop)
     told = [] if progress is None else [_ProgressCallback(progress, schedule)]
     trainer = RunTrainer(
         model=model,
@@ -133,24 +133,24 @@ def train(
         data_collator=lambda batch: batch,
         optimizer=partial(_optimizer, hyperparameters),
         evaluation=partial(_evaluation, task, hyperparameters),
-        callbacks=[*told, watch],
+        callbacks=[*told, callback],
         memory_loss=memory_loss,
     )
     _reset_peak(model.device)
-    watch.train(trainer)
+    callback.train(trainer)
     step = trainer.state.global_step
     metric, final = final_scores(model, task, hyperparameters)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
-    diverged = watch.diverged or not all(map(math.isfinite, numbers))
-    run = Run(
+    diverged = callback.diverged or not all(map(math.isfinite, numbers))
+    run = RunResult(
         model=model,
         metric=metric,
         final=dict.fromkeys(final, math.nan) if diverged else final,
-        curve=watch.entries(_JUDGED),
-        loss_curve=watch.entries("loss"),
+        curve=callback.entries(_JUDGED),
+        loss_curve=callback.entries("loss"),
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=watch.tokens_per_second(),
-        seconds=watch.seconds(),
+        tokens_per_second=callback.tokens_per_second(),
+        seconds=callback.seconds(),
         peak_memory_mib=_peak_mib(model.device),
     )
     checkpoints.remove()
@@ -256,7 +256,7 @@ def _arguments(
         seed=seed,
         data_seed=seed,
         logging_strategy="no",
-        save_strategy="no",  # `Watch` says when
+        save_strategy="no",  # `RunCallback` says when
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],

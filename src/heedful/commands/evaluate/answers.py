@@ -41,7 +41,7 @@ class Answers(Protocol):
         """The likelihoods of each sequence's tokens."""
 
 
-class Model:
+class LanguageModel:
     """The answers of a converted model, under a policy or with its whole cache.
 
     Arguments:

@@ -24,7 +24,7 @@ from heedful.tasks.last_words import (
 )
 from heedful.tasks.needles import Needles, all_found
 from heedful.tasks.stories import read_stories
-from heedful.tasks.windows import Window, domain_windows, domains
+from heedful.tasks.windows import TextWindow, domain_windows, domains
 
 _REPLY = 20  # tokens that a reply may have, at least: as the authors of BABILong allow
 _MORE = 4  # tokens beyond the longest answer
@@ -241,7 +241,7 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
     return list(encoding["input_ids"]), ends
 
 
-def _window(domain: str, window: Window) -> Item:
+def _window(domain: str, window: TextWindow) -> Item:
     def grade(likelihood: str | Likelihood) -> Graded:
         nats = likelihood.nats.double()
         counted = nats[window.first - 1 :]

@@ -68,7 +68,7 @@ _PARTS = {"needles": "needles", "babilong": "kind", "perplexity": "domain"}
 """By what a task's samples are grouped in further lines."""
 
 
-class Line(NamedTuple):
+class EvaluationLine(NamedTuple):
     """One task or part of it, one measure, one model with its cache.
 
     Arguments:
@@ -84,7 +84,7 @@ class Line(NamedTuple):
     samples: int
 
 
-def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
+def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[EvaluationLine]:
     """Every task and its parts, every measure, every model: values, intervals, differences.
 
     Models are compared with the first one with its whole cache. The perplexity of several domains
@@ -109,7 +109,9 @@ def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
                     if entry != entries[0]:
                         difference = paired(measure, first, those, seed)
                     estimate = interval(measure, list(those.values()), seed)
-                    lines.append(Line(name, measure, entry, estimate, difference, len(those)))
+                    lines.append(
+                        EvaluationLine(name, measure, entry, estimate, difference, len(those))
+                    )
     return lines
 
 
@@ -259,7 +261,7 @@ def labels(entries: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def evaluated_table(
-    lines: Sequence[Line], format: Literal["text", "markdown", "html"] = "text"
+    lines: Sequence[EvaluationLine], format: Literal["text", "markdown", "html"] = "text"
 ) -> str:
     """The lines as a table; differences from the first model only where there are others."""
     others = any(line.difference is not None or line.entry != lines[0].entry for line in lines)
@@ -275,7 +277,7 @@ def evaluated_table(
     return format_table(head, body, format, words=3)
 
 
-def _written(line: Line, estimate: Interval, sign: str = "") -> list[str]:
+def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
     unit = " %" if line.measure.percent else ""
     if line.measure.percent:
         value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
@@ -285,7 +287,7 @@ def _written(line: Line, estimate: Interval, sign: str = "") -> list[str]:
     return [f"{value}{unit if not sign else ''}", ends]
 
 
-def _difference(line: Line) -> list[str]:
+def _difference(line: EvaluationLine) -> list[str]:
     if line.difference is None:
         return ["other samples", "–"]
     value, ends = _written(line, line.difference, "+")

@@ -9,7 +9,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from heedful.commands.evaluate.answers import Answers, Model
+from heedful.commands.evaluate.answers import Answers, LanguageModel
 from heedful.commands.evaluate.harness import export_tasks, harness_names, run_task
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
@@ -74,7 +74,7 @@ def evaluate(options: Evaluation) -> EvaluationResult:
                 store.register(plan, model, options)
                 for cache, eviction in _caches(options, plan.name, model).items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
-                    answers = Model(model, plan.tokenizer, eviction)
+                    answers = LanguageModel(model, plan.tokenizer, eviction)
                     samples += ask(answers, plan, cache, store, options.batch, bar)
                 _ask_harness(options, plan, model, store)
                 del model, answers  # before the next one takes its memory

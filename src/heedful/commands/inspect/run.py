@@ -20,7 +20,7 @@ from heedful.hf.look import LayerLook, held_over_time, look_into
 from heedful.nn import Mechanism
 
 
-class Inside(NamedTuple):
+class InspectionResult(NamedTuple):
     """What a model did with one text.
 
     model: its name.
@@ -41,7 +41,7 @@ class Inside(NamedTuple):
     causal: bool
 
 
-def inside(options: Inspection) -> Inside:
+def inside(options: Inspection) -> InspectionResult:
     """Run the model as `heedful inspect` does.
 
     Arguments:
@@ -66,7 +66,7 @@ def inside(options: Inspection) -> Inside:
     torch.manual_seed(options.seed)
     cached = {} if policy is None else held_over_time(model, ids, policy)
     shown = options.layers or tuple(cached)
-    return Inside(
+    return InspectionResult(
         model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,

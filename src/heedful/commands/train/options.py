@@ -15,7 +15,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 RecipeName = Literal["auto", "scratch", "adapt", "mta", "mta-long", "selective"]
 
 
-class Recipe(NamedTuple):
+class TrainingRecipe(NamedTuple):
     """The defaults of a training run; fields are those of `Training`."""
 
     steps: int
@@ -30,14 +30,14 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "scratch": Recipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
-    "adapt": Recipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
+    "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
+    "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
-    "mta": Recipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
-    "mta-long": Recipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
+    "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
+    "mta-long": TrainingRecipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
     # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
-    "selective": Recipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
+    "selective": TrainingRecipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
 }
 """Of the two papers, and two for everyday: a model from scratch, and one that has weights."""
 
@@ -186,12 +186,12 @@ class Training:
         if self.where and not self.mechanism:
             raise ValueError("where says where a mechanism stands: add --mechanism")
 
-    def filled(self, has_weights: bool) -> Recipe:
+    def filled(self, has_weights: bool) -> TrainingRecipe:
         """The recipe, with the given options in its place."""
         name = self.recipe
         if name == "auto":
             name = "adapt" if has_weights else "scratch"
-        own = {field: getattr(self, field) for field in Recipe._fields}
+        own = {field: getattr(self, field) for field in TrainingRecipe._fields}
         recipe = RECIPES[name]._replace(**{k: v for k, v in own.items() if v is not None})
         if recipe.batch % self.accumulate:
             raise ValueError(
