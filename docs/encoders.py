@@ -7,17 +7,15 @@ and its logits must be what they were.
     python docs/encoders.py [--check] [TYPE ...]
 """
 
-import argparse
 import copy
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
-from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, small, table, told
+from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, run, small, table, told
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -173,33 +171,12 @@ def page(pairs: list[Row], encoders: list[Row]) -> str:
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
-    parser.add_argument("types", nargs="*", help="only these, printed and not written")
-    options = parser.parse_args()
+if __name__ == "__main__":
     pairs = sorted(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
     encoders = sorted(set(MODEL_FOR_MASKED_LM_MAPPING_NAMES) - set(pairs))
-    if unknown := sorted(set(options.types) - {*pairs, *encoders}):
-        parser.error(f"no such types of transformers: {', '.join(unknown)}")
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    rows: dict[str, Row] = {}
-    for kind in options.types or (*pairs, *encoders):
-        rows[kind] = attempt(kind)
-        print(" | ".join(rows[kind]), flush=True)
-    wrong = [kind for kind, row in rows.items() if row.outcome == "wrong"]
-    if wrong:
-        print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
-    if not options.types:
-        text = page([rows[kind] for kind in pairs], [rows[kind] for kind in encoders])
-        if not options.check:
-            PAGE.write_text(text)
-        elif text != PAGE.read_text():
-            print(f"{PAGE} is not what comes out now: run python {__file__}", file=sys.stderr)
-            return 1
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(
+        run(
+            PAGE, [*pairs, *encoders], attempt,
+            lambda rows: page([rows[x] for x in pairs], [rows[x] for x in encoders]),
+        )
+    )  # fmt: skip

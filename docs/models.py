@@ -375,34 +375,41 @@ def rows_of(text: str) -> dict[str, Row]:
     return {kind: Row(kind, outcome, note) for kind, outcome, note in matches}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(
+    path: Path,
+    kinds: list[str],
+    attempt: Callable[[str], Row],
+    page: Callable[[dict[str, Row]], str],
+) -> int:
+    """The command of a page of model types: try them, print a line each, write or check it."""
+    parser = argparse.ArgumentParser(description=f"Writes {path.name}: what becomes of model types")
     parser.add_argument("--check", action="store_true", help="compare with the page, write nothing")
     parser.add_argument("types", nargs="*", help="only these, printed and not written")
     options = parser.parse_args()
-    if unknown := sorted(set(options.types) - set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
-        parser.error(f"no causal model types of transformers: {', '.join(unknown)}")
+    if unknown := sorted(set(options.types) - set(kinds)):
+        parser.error(f"no such types of transformers: {', '.join(unknown)}")
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    rows = []
-    for kind in options.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        rows.append(attempt(kind))
-        print(" | ".join(rows[-1]), flush=True)
-    wrong = [row.kind for row in rows if row.outcome == "wrong"]
+    rows: dict[str, Row] = {}
+    for kind in options.types or kinds:
+        rows[kind] = attempt(kind)
+        print(" | ".join(rows[kind]), flush=True)
+    wrong = [kind for kind, row in rows.items() if row.outcome == "wrong"]
     if wrong:
         print(f"wrong: {', '.join(wrong)}", file=sys.stderr)
     if options.types:
         return 1 if wrong else 0
     text = page(rows)
     if not options.check:
-        PAGE.write_text(text)
-    elif text != PAGE.read_text():
-        before = PAGE.read_text().splitlines()
+        path.write_text(text)
+    elif text != path.read_text():
+        before = path.read_text().splitlines()
         print(*unified_diff(before, text.splitlines(), "page", "now", lineterm="", n=0), sep="\n")
-        print(f"{PAGE} is not what comes out now: run python docs/models.py", file=sys.stderr)
+        print(f"{path} is not what comes out now: write it anew", file=sys.stderr)
         return 1
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    kinds = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    sys.exit(run(PAGE, kinds, attempt, lambda rows: page([*rows.values()])))

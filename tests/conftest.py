@@ -12,7 +12,7 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
-from helpers.crosses import leave_covers
+from helpers.crosses import in_share, leave_covers
 
 # Shapes inside the operators are checked at every call. The public functions are left out, as they
 # answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
@@ -45,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="cpu",
         help="cuda: run only the laws of the operators, on a GPU with the real kernels",
     )
+    parser.addoption(
+        "--share", metavar="K/N", help="run the K-th of N shares of the tests that are chosen"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,12 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device") == "cpu":
-        leave_covers(items)
-    else:
+    leave_covers(items)
+    others: list[pytest.Item] = []
+    if config.getoption("--device") != "cpu":
         others = [item for item in items if item.get_closest_marker("device") is None]
+    if (share := config.getoption("--share")) is not None:
+        number, shares = map(int, share.split("/"))
+        others += [item for item in items if not in_share(item.nodeid, number, shares)]
+    if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        left = set(items) - set(others)
+        items[:] = [item for item in items if item in left]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import heedful
 from helpers import ROOT as CHECKOUT
 
 ROOT = Path(heedful.__file__).parent
-TESTS, STUDIES = CHECKOUT / "tests", CHECKOUT / "benchmarks"
+STUDIES = CHECKOUT / "benchmarks"
 
 # What each room may import: a foreign package, a room of this one, or one file of a room.
 COMPUTING = {"torch", "jaxtyping"}
@@ -203,13 +203,6 @@ def test_no_file_imports_itself_in_a_circle(folder):
 
     for name in modules:
         visit(name)
-
-
-def test_no_test_imports_from_a_test():
-    for path in TESTS.rglob("test_*.py"):
-        nodes = [x for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.ImportFrom)]
-        tests = {x.module for x in nodes if x.module.split(".")[-1].startswith("test_")}
-        assert not tests, f"{path.relative_to(TESTS)} imports from {tests}"
 
 
 def module_graph(folder: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:

@@ -157,7 +157,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
     for layer, (q, k, *_), options in called:
         role, visibility = layer.shape.role, options.get("visibility")
         if isinstance(layer.config, Grouped):
-            grouping, _, _ = layer._made(q, k, visibility, options["inputs"])
+            grouping, _, _ = layer._grouped(q, k, visibility, options["inputs"])
             groups.setdefault(role, []).append(grouping.there.expand(rows, -1).sum().item() / rows)
             scored = score_pairs(
                 grouping, window=layer.config.window, visibility=layer._seen(visibility),

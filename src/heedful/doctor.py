@@ -204,9 +204,7 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     layers = layers or [x for x in model.modules() if isinstance(x, Layer)]
     shapes = [layer.shape for layer in layers]
     own = sum(p.numel() for p in conversion.parameters().values())
-    several = max(layer.keys_per_head for layer in layers)
-    tensors = "keys and values" if several == 1 else f"{several} times the keys and values"
-    kept = [tensors, *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
+    kept = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
     where = "" if conversion.where[config] == ("decoder",) else f" in {conversion.where[config]}"
     first = shapes[0]
     return _Fit(

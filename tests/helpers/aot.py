@@ -52,11 +52,11 @@ class Compiler:
 
     def run(self, kernel, *args: object, grid, warmup, **options: object) -> None:
         names = [parameter.name for parameter in kernel.params]
-        given = dict(zip(names, args, strict=False))
-        given |= {name: options.pop(name) for name in names if name in options}
+        inputs = dict(zip(names, args, strict=False))
+        inputs |= {name: options.pop(name) for name in names if name in options}
         signature, constants, aligned = {}, {}, {}
         for place, parameter in enumerate(kernel.params):
-            name, x = parameter.name, given[parameter.name]
+            name, x = parameter.name, inputs[parameter.name]
             fixed = type(x) is int and not parameter.do_not_specialize
             if parameter.is_constexpr or x is None or (fixed and x == 1):
                 signature[name], constants[name] = "constexpr", x
@@ -69,13 +69,13 @@ class Compiler:
         form = f"{kernel.__name__} {signature} {constants} {aligned} {options}"
         if form not in self.forms:
             self.forms.add(form)
-            found = resources(kernel, signature, constants, aligned, options)
-            self._show(kernel.__name__, found | options | {"heads": given.get("HEADS")})
+            actual = resources(kernel, signature, constants, aligned, options)
+            self._show(kernel.__name__, actual | options | {"heads": inputs.get("HEADS")})
 
-    def _show(self, name: str, found: dict) -> None:
+    def _show(self, name: str, actual: dict) -> None:
         self.count[name] = count = self.count.get(name, 0) + 1
         label = name + (f" {count}" if count > 1 else "")
-        print(json.dumps({"kernel": label, **found}), flush=True)
+        print(json.dumps({"kernel": label, **actual}), flush=True)
 
 
 def resources(kernel, signature: dict, constants: dict, aligned: dict, options: dict) -> dict:

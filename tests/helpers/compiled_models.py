@@ -60,9 +60,9 @@ def check(name: str, way: str, use_cache: bool, family: str = "mistral") -> None
     for length in LENGTHS:
         ids = tokens(2, length)
         options = calls(ids)[way]
-        found = compiled(input_ids=ids, use_cache=use_cache, **options).logits
+        actual = compiled(input_ids=ids, use_cache=use_cache, **options).logits
         expected = model(input_ids=ids, use_cache=use_cache, **options).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 2, f"{graphs} graphs for {len(LENGTHS)} lengths"
 
@@ -80,8 +80,8 @@ def two_rows(family: str) -> None:
     mask = calls(ids)["padded"]
     expected = model(input_ids=ids, **mask, **target).logits
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    found = compiled(input_ids=ids, **mask, **target).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    actual = compiled(input_ids=ids, **mask, **target).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 def refused_when_it_runs() -> None:
@@ -109,14 +109,14 @@ def memory_loss() -> None:
             compiled(input_ids=tokens(), **calls(tokens())["padded"])
         memory, moved = heedful.MemoryLoss(model), 0.0
         for length in LENGTHS:
-            ids, found = tokens(2, length), []
+            ids, actual = tokens(2, length), []
             for run in (model, compiled):
                 run(input_ids=ids, **calls(ids)["padded"])
                 term = memory()
                 gradient = torch.autograd.grad(term, model.get_input_embeddings().weight)[0]
-                found.append((term.detach(), gradient))
-            torch.testing.assert_close(found[1], found[0], rtol=1e-11, atol=1e-11)
-            moved += found[1][1].abs().sum().item()
+                actual.append((term.detach(), gradient))
+            torch.testing.assert_close(actual[1], actual[0], rtol=1e-11, atol=1e-11)
+            moved += actual[1][1].abs().sum().item()
         assert moved > 0, "the term had no gradient at any length"
 
 

@@ -1,5 +1,8 @@
 """Which cases the usual suites run: of a cross a cover, and not what takes minutes to interpret."""
 
+import zlib
+from itertools import combinations
+
 import pytest
 
 
@@ -21,11 +24,21 @@ def leave_covers(items: list[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.exhaustive)
 
 
+def in_share(name: str, number: int, shares: int) -> bool:
+    """Whether a test is in one of as many shares: in one and the same, whatever else is run."""
+    return zlib.crc32(name.encode()) % shares == number - 1
+
+
 def cover(cases: list[set[str]]) -> set[int]:
-    """Which few cases together have all that any has; those with most that is new come first."""
-    missing, kept = set().union(*cases), set()
+    """Which few cases together have every pair of values that any has.
+
+    Of all cases the one with most pairs that are new comes first, and so on; of a cross of two
+    parameters that is all of it. A case with one value counts by that value.
+    """
+    pairs = [set(combinations(sorted(case), min(2, len(case)))) for case in cases]
+    missing, kept = set().union(*pairs), set()
     while missing:
-        best = max(range(len(cases)), key=lambda at: len(cases[at] & missing))
+        best = max(range(len(pairs)), key=lambda at: len(pairs[at] & missing))
         kept.add(best)
-        missing -= cases[best]
+        missing -= pairs[best]
     return kept

@@ -68,17 +68,17 @@ def read(folder: Path) -> None:
         model = heedful.load(place)
         state = torch.load(place / "state.pt", weights_only=False)
         if place.name == "t5":
-            found = model(input_ids=IDS, decoder_input_ids=IDS).logits
-            torch.testing.assert_close(found, state["out"], rtol=0, atol=1e-5)
+            actual = model(input_ids=IDS, decoder_input_ids=IDS).logits
+            torch.testing.assert_close(actual, state["out"], rtol=0, atol=1e-5)
             continue
-        own, given = heedful.new_cache(model), state["cache"]
+        own, inputs = heedful.new_cache(model), state["cache"]
         for key, x in run(model, own).items():
             torch.testing.assert_close(x, state["out"][key], rtol=0, atol=1e-5)
-        assert own.nbytes == given.nbytes and own.tokens == given.tokens
+        assert own.nbytes == inputs.nbytes and own.tokens == inputs.tokens
         options = {"input_ids": IDS[:, :1]}
-        found = model(**options, **cache_argument(model, given)).logits
+        actual = model(**options, **cache_argument(model, inputs)).logits
         expected = model(**options, **cache_argument(model, own)).logits
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     print(f"{len(places)} folders and caches read with transformers {transformers.__version__}")
 
 

@@ -87,15 +87,15 @@ def shares_by_hand(
     case: Case, drawn: Tensor | None, row: int, tokens: int, visibility: Visibility | None
 ) -> Shares:
     """The memberships of one row as the docstrings define them, token by token."""
-    found: Shares = []
+    actual: Shares = []
     for run in documents_of(visibility, row, tokens):
         match case.name:
             case "fixed":
-                found += [dict.fromkeys(run[i : i + SIZE], 1.0) for i in range(0, len(run), SIZE)]
+                actual += [dict.fromkeys(run[i : i + SIZE], 1.0) for i in range(0, len(run), SIZE)]
             case "sliding":
                 starts = range(0, len(run), STRIDE)
                 count = [sum(s <= i < s + SPAN for s in starts) for i in range(len(run))]
-                found += [
+                actual += [
                     {run[i]: 1 / count[i] for i in range(s, min(s + SPAN, len(run)))}
                     for s in starts
                 ]
@@ -103,10 +103,10 @@ def shares_by_hand(
                 new = True
                 for t in run:
                     if new:
-                        found.append({})
-                    found[-1][t] = 1.0
+                        actual.append({})
+                    actual[-1][t] = 1.0
                     closes = drawn[row, t].item() in (0, 3)
-                    length = len(found[-1])
+                    length = len(actual[-1])
                     new = (closes and length >= SHORTEST) or length == LONGEST
             case "cif":
                 level, groups = 0.0, {}
@@ -118,11 +118,11 @@ def shares_by_hand(
                         part = min(level, j + 1) - at
                         groups.setdefault(j, {})[t] = part / alpha
                         at += part
-                found += [groups[j] for j in sorted(groups)]
+                actual += [groups[j] for j in sorted(groups)]
             case "slots":
                 for i in range(0, len(run), BLOCK):
-                    found += _slots_by_hand(drawn[row], run[i : i + BLOCK])
-    return found
+                    actual += _slots_by_hand(drawn[row], run[i : i + BLOCK])
+    return actual
 
 
 def _slots_by_hand(z: Tensor, block: list[int]) -> Shares:
@@ -136,15 +136,15 @@ def _slots_by_hand(z: Tensor, block: list[int]) -> Shares:
             rows.append(logits.softmax(0).tolist())
         return rows
 
-    found = shares(lambda i, k: 0.0)
+    actual = shares(lambda i, k: 0.0)
     for _ in range(2):
         means = [
-            sum(found[i][k] * z[t] for i, t in enumerate(block))
-            / sum(found[i][k] for i in range(len(block)))
+            sum(actual[i][k] * z[t] for i, t in enumerate(block))
+            / sum(actual[i][k] for i in range(len(block)))
             for k in range(SLOTS)
         ]
-        found = shares(lambda i, k, means=means: float((z[block[i]] - means[k]).square().sum()))
-    return [{t: found[i][k] for i, t in enumerate(block)} for k in range(SLOTS)]
+        actual = shares(lambda i, k, means=means: float((z[block[i]] - means[k]).square().sum()))
+    return [{t: actual[i][k] for i, t in enumerate(block)} for k in range(SLOTS)]
 
 
 EXACT = {"rtol": 0, "atol": 1e-12}

@@ -27,16 +27,16 @@ def fixed(like: Tensor) -> Tensor:
 def with_grads(function: Function, tensors: Tensors) -> Tensors:
     """What the function gives, and the gradient of a fixed functional of that in every tensor."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    found = function(leaves)
-    if isinstance(found, Tensor):
-        found = {"output": found}
-    elif isinstance(found, tuple):
-        found = {f"output {i}": x for i, x in enumerate(found)}
-    found = {name: x for name, x in found.items() if x is not None}
-    loss = sum((x.double() * fixed(x)).sum() for x in found.values())
+    actual = function(leaves)
+    if isinstance(actual, Tensor):
+        actual = {"output": actual}
+    elif isinstance(actual, tuple):
+        actual = {f"output {i}": x for i, x in enumerate(actual)}
+    actual = {name: x for name, x in actual.items() if x is not None}
+    loss = sum((x.double() * fixed(x)).sum() for x in actual.values())
     grads = torch.autograd.grad(loss, list(leaves.values()))
     grads = {f"grad {name}": x for name, x in zip(leaves, grads, strict=True)}
-    return {name: x.detach() for name, x in found.items()} | grads
+    return {name: x.detach() for name, x in actual.items()} | grads
 
 
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -49,10 +49,10 @@ def against_oracle(
     function: Function, reference: Function, tensors: Tensors, dtype: torch.dtype, about: str = ""
 ) -> Tensors:
     """Law 2: the function errs at most twice as much as its definition; returns what it found."""
-    given = cast(tensors, dtype)
-    actual, plain = with_grads(function, given), with_grads(reference, given)
-    exact = with_grads(reference, {name: x.double() for name, x in given.items()})
+    inputs = cast(tensors, dtype)
+    actual, plain = with_grads(function, inputs), with_grads(reference, inputs)
+    exact = with_grads(reference, {name: x.double() for name, x in inputs.items()})
     for name, x in actual.items():
-        terms = given["k"].shape[2]
+        terms = inputs["k"].shape[2]
         assert_matches_oracle(f"{about} {name}", x, plain[name], exact[name], terms)
     return actual

@@ -128,11 +128,11 @@ def test_an_adapter_with_the_mechanism_trains_saves_and_reloads_it(name, tmp_pat
 def test_a_mechanism_that_an_adapter_saves_writes_with_its_cache(name):
     model = peft.get_peft_model(converted(name), lora(modules_to_save=["heedful"])).eval()
     stir(model, 0.1, only="modules_to_save")
-    ids, found = tokens(2, 9), []
+    ids, actual = tokens(2, 9), []
     for use_cache in (True, False):
         options = {"max_new_tokens": 9, "do_sample": False, "use_cache": use_cache}
-        found.append(model.generate(input_ids=ids, **options))
-    assert torch.equal(*found)
+        actual.append(model.generate(input_ids=ids, **options))
+    assert torch.equal(*actual)
 
 
 def test_an_adapter_that_would_lose_the_mechanism_is_warned_about():

@@ -41,11 +41,11 @@ def test_training_drops_and_eval_does_not(name, family):
     assert torch.equal(logits(model, ids), logits(plain, ids))
     model.train(), plain.train()
     torch.manual_seed(3)
-    found = [logits(model, ids) for _ in range(2)]
+    actual = [logits(model, ids) for _ in range(2)]
     torch.manual_seed(3)
     again = logits(model, ids)
-    assert torch.equal(found[0], again) and not torch.equal(*found)
-    assert (found[0] - logits(plain, ids)).abs().max() > 1e-3
+    assert torch.equal(actual[0], again) and not torch.equal(*actual)
+    assert (actual[0] - logits(plain, ids)).abs().max() > 1e-3
     model.eval()
     assert torch.equal(logits(model, ids), logits(plain.eval(), ids))
 
@@ -78,14 +78,14 @@ def test_a_step_of_training_by_finite_differences(name):
 @each
 def test_gradient_checkpointing_drops_the_same(name):
     model, ids = converted(name).train(), tokens()
-    found = []
+    actual = []
     for _ in range(2):
         torch.manual_seed(5)
         model.zero_grad()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        actual.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         checkpoint_layers(model)
-    for x, y in zip(*found, strict=True):
+    for x, y in zip(*actual, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 

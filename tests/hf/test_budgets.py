@@ -96,12 +96,12 @@ def test_another_models_budgets_are_refused_with_the_way_out(folder):
         model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
     model.save_pretrained(folder.parent / "other")
     (folder.parent / "other" / NAME).write_text((folder / NAME).read_text())
-    said = (
+    message = (
         r"other/budgets.json belongs to another model, or to this one before it was trained on: "
         r"search budgets again with heedful budget, or delete the file \(heedful.load\(folder, "
         r"budgets=False\) leaves it unread\)"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         heedful.load(folder.parent / "other")
     heedful.load(folder.parent / "other", budgets=False)
 
@@ -112,22 +112,22 @@ def test_another_precision_is_the_same_model(folder, dtype):
 
 
 def test_what_tells_models_apart():
-    def made(seed=0, mechanism="selective", **changes):
+    def built(seed=0, mechanism="selective", **changes):
         torch.manual_seed(seed)
         model = tiny(**changes)
         heedful.convert(model, mechanism)
         return model
 
-    saved = json.loads(json.dumps(fingerprint(made())))
-    assert is_of(saved, made())
-    assert not is_of(saved, made(seed=1))
-    assert not is_of(saved, made(mechanism="standard"))
-    assert not is_of(saved, made(mechanism=Differential()))
-    assert not is_of(saved, made(num_key_value_heads=4))
-    for name, p in made().named_parameters():
+    saved = json.loads(json.dumps(fingerprint(built())))
+    assert is_of(saved, built())
+    assert not is_of(saved, built(seed=1))
+    assert not is_of(saved, built(mechanism="standard"))
+    assert not is_of(saved, built(mechanism=Differential()))
+    assert not is_of(saved, built(num_key_value_heads=4))
+    for name, p in built().named_parameters():
         if p.ndim < 2:
             continue
-        changed = twin(made())
+        changed = twin(built())
         stir(changed, 0.02, only=name)
         assert not is_of(saved, changed), name
     for wrong in (
@@ -137,7 +137,7 @@ def test_what_tells_models_apart():
         saved | {"weights": []},
         saved | {"weights": saved["weights"][1:]},
     ):
-        assert not is_of(wrong, made())
+        assert not is_of(wrong, built())
 
 
 def test_a_file_that_is_not_there(tmp_path):

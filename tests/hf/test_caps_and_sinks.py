@@ -41,11 +41,11 @@ def test_one_step_of_training(family, mechanism):
     model, ids = tiny(family), tokens(2, 13)
     own = twin(model)
     conversion = heedful.convert(model, UNCHANGING[mechanism])
-    (before, expected), (loss, found) = gradients(own, ids), gradients(model, ids)
+    (before, expected), (loss, actual) = gradients(own, ids), gradients(model, ids)
     torch.testing.assert_close(loss, before, rtol=0, atol=1e-10)
     # The family's norms and rotations are in fp32.
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], grad, rtol=1e-5, atol=1e-6)
     if mechanism != "selective":  # whose query learns after its key
         assert all(bool(p.grad.any()) for p in conversion.parameters().values())
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
@@ -80,11 +80,11 @@ def test_generate_is_the_repeated_full_forward(name, family):
     heedful.convert(model, MECHANISMS[name])
     stir(model, 0.2, only=".heedful.")
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    found = model.generate(ids, **options)
-    assert torch.equal(found, model.generate(ids, use_cache=False, **options))
+    actual = model.generate(ids, **options)
+    assert torch.equal(actual, model.generate(ids, use_cache=False, **options))
     if name != "mta":  # whose convolutions no budget serves
         cache = heedful.new_cache(model, heedful.eviction.TOVA(tokens=17, recent=3))
-        assert torch.equal(model.generate(ids, cache=cache, **options), found)
+        assert torch.equal(model.generate(ids, cache=cache, **options), actual)
 
 
 @each_family
@@ -127,21 +127,21 @@ def test_capped_encoder_decoders(mechanism):
     own = twin(model)
     before = encoder_families.logits(model, source, target, ragged_mask())
     heedful.convert(model, UNCHANGING[mechanism])
-    found = encoder_families.logits(model, source, target, ragged_mask())
-    torch.testing.assert_close(found, before, rtol=0, atol=1e-4)
+    actual = encoder_families.logits(model, source, target, ragged_mask())
+    torch.testing.assert_close(actual, before, rtol=0, atol=1e-4)
     for module in own.modules():
         if hasattr(module, "attn_logit_softcapping"):
             module.attn_logit_softcapping = None
     uncapped = encoder_families.logits(own, source, target, ragged_mask())
     assert (uncapped - before).abs().max() > 1e-2
     options = {"max_new_tokens": 6, "do_sample": False}
-    found = (model.generate(source, use_cache=cache, **options) for cache in (True, False))
-    assert torch.equal(*found)
+    actual = (model.generate(source, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(*actual)
 
 
 def test_the_cap_of_the_small_models_changes_much():
     model, ids = tiny("gemma2"), tokens()
     uncapped = tiny("gemma2", attn_logit_softcapping=None)
     uncapped.load_state_dict(model.state_dict())
-    found = [logits(heedful.convert(x, "standard").model, ids) for x in (model, uncapped)]
-    assert (found[0] - found[1]).abs().max() > 1e-2
+    actual = [logits(heedful.convert(x, "standard").model, ids) for x in (model, uncapped)]
+    assert (actual[0] - actual[1]).abs().max() > 1e-2

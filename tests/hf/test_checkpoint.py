@@ -126,9 +126,9 @@ def test_transformers_alone_refuses_and_loads_after_registration(folder, monkeyp
         AutoModelForCausalLM.from_pretrained(folder)
     register()
     register()
-    found = AutoModelForCausalLM.from_pretrained(folder)
+    actual = AutoModelForCausalLM.from_pretrained(folder)
     ids = tokens()
-    assert torch.equal(logits(found, ids), logits(heedful.load(folder), ids))
+    assert torch.equal(logits(actual, ids), logits(heedful.load(folder), ids))
     assert AutoConfig.from_pretrained(folder).model_type == "heedful"
 
 

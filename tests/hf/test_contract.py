@@ -55,10 +55,10 @@ def with_layers(monkeypatch, kind: type, family: str = "llama", **options):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3", "mixtral"])
 def test_a_layer_is_given_what_it_declares(family, monkeypatch):
     model = with_layers(monkeypatch, Noting, family)
-    found, inputs = [], []
+    actual, inputs = [], []
     for module in model.modules():
         if isinstance(getattr(module, "heedful", None), nn.Module):
-            found.append(module.heedful)
+            actual.append(module.heedful)
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]),
                 with_kwargs=True,
@@ -66,15 +66,15 @@ def test_a_layer_is_given_what_it_declares(family, monkeypatch):
     ids = tokens(2, 7)
     with torch.no_grad():
         cache = cache_of(model(input_ids=ids[:, :5], attention_mask=ragged_mask(2, 5)))
-    for layer, given in zip(found, inputs, strict=True):
+    for layer, given in zip(actual, inputs, strict=True):
         assert torch.equal(layer.noted.input, given)
         assert torch.equal(layer.noted.token_ids, ids[:, :5])
         assert torch.equal(layer.noted.positions.expand(2, -1), torch.arange(5).expand(2, -1))
-    assert [layer.noted.cache for layer in found] == list(cache.layers)
+    assert [layer.noted.cache for layer in actual] == list(cache.layers)
     with torch.no_grad():
         model(input_ids=ids[:, 5:], cache=cache)
-    assert torch.equal(found[0].noted.positions, torch.tensor([[5, 6]]))
-    assert torch.equal(found[2].noted.token_ids, ids[:, 5:])
+    assert torch.equal(actual[0].noted.positions, torch.tensor([[5, 6]]))
+    assert torch.equal(actual[2].noted.token_ids, ids[:, 5:])
 
 
 def test_what_cannot_be_given_is_refused(monkeypatch):
@@ -168,10 +168,10 @@ def test_wrong_plans_leave_the_model_alone(message):
 
 def test_layers_stand_alone_too():
     """The contract is all that a layer knows of a model."""
-    made = Standard(window=2).build(HeadShape(4, 2, 8, 32, 0))
+    built = Standard(window=2).build(HeadShape(4, 2, 8, 32, 0))
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    assert made(q, k, k).output.shape == q.shape
-    assert made.maps(q, k).weights.shape == (1, 4, 5, 5)
+    assert built(q, k, k).output.shape == q.shape
+    assert built.maps(q, k).weights.shape == (1, 4, 5, 5)
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,8 @@ def test_bfloat16_models_keep_fp32_parameters_of_the_mechanism(name):
     model = tiny(dtype=torch.bfloat16, num_hidden_layers=3)
     conversion = heedful.convert(model, name)
     assert all(p.dtype == torch.float32 for p in conversion.parameters().values())
-    found = logits(model, tokens())
-    assert found.dtype == torch.bfloat16 and bool(found.isfinite().all())
+    actual = logits(model, tokens())
+    assert actual.dtype == torch.bfloat16 and bool(actual.isfinite().all())
 
 
 def test_only_the_chosen_layers_change():
@@ -277,7 +277,7 @@ def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path
     torch.testing.assert_close(logits(tiled, ids), logits(model, ids), rtol=0, atol=1e-10)
     if name not in ("standard", "differential-v2", "knocking-heads", "canon"):  # SDPA, whatever
         fused = heedful.load(tmp_path, impl="fused", dtype=torch.float64)
-        with pytest.raises(ValueError, match=r"impl='fused' cannot serve this .* need a GPU"):
+        with pytest.raises(ValueError, match="impl='fused' cannot serve this"):
             logits(fused, ids)
 
 
@@ -331,7 +331,7 @@ def test_the_route_gets_no_square_mask(family, monkeypatch):
     for module in model.modules():
         if isinstance(layer := getattr(module, "heedful", None), torch.nn.Module):
             layer.register_forward_pre_hook(
-                lambda _, given, options: seen.append(options["visibility"]), with_kwargs=True
+                lambda _, inputs, options: seen.append(options["visibility"]), with_kwargs=True
             )
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())

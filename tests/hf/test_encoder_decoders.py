@@ -70,9 +70,9 @@ def test_logits_are_unchanged(family, mechanism):
     before = [logits(model, source, target, mask, **more) for mask, more in ways]
     heedful.convert(model, UNCHANGING[mechanism])
     for (mask, more), expected in zip(ways, before, strict=True):
-        found, given = logits(model, source, target, mask, **more), more["decoder_attention_mask"]
-        real = torch.ones_like(target).bool() if given is None else given.bool()
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=tolerance)
+        actual, inputs = logits(model, source, target, mask, **more), more["decoder_attention_mask"]
+        real = torch.ones_like(target).bool() if inputs is None else inputs.bool()
+        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "marian", "mbart"])
@@ -126,19 +126,19 @@ def test_cached_generation_is_the_uncached_one(family, name):
     for mode, options in modes.items():
         if mode == "looked up":  # one row alone
             source, mask, expected = source[:1], mask[:1], {"do_sample": False}
-        found = []
+        actual = []
         for cached, more in (
             (True, options),
             (False, expected if mode == "looked up" else options),
         ):
             torch.manual_seed(1)
-            found.append(
+            actual.append(
                 model.generate(
                     source, attention_mask=mask, max_new_tokens=9, use_cache=cached, **more
                 )
             )
-        assert torch.equal(*found), mode
-        written |= set(found[0].flatten().tolist())
+        assert torch.equal(*actual), mode
+        written |= set(actual[0].flatten().tolist())
     assert len(written) > 8, written
 
 
@@ -151,9 +151,9 @@ def test_a_ragged_batch_is_its_rows(family, name):
     source = torch.cat([torch.nn.functional.pad(row, (0, 8 - row.shape[1])) for row in rows])
     options = {"max_new_tokens": 6, "do_sample": False}
     together = model.generate(source, attention_mask=(source != 0).long(), **options)
-    for row, found in zip(rows, together, strict=True):
+    for row, actual in zip(rows, together, strict=True):
         alone = model.generate(row, attention_mask=torch.ones_like(row), **options)[0]
-        assert torch.equal(found[: len(alone)], alone)
+        assert torch.equal(actual[: len(alone)], alone)
 
 
 @pytest.mark.crossed
@@ -228,12 +228,14 @@ def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
     own, saved = model.state_dict(), again.state_dict()
     assert own.keys() == saved.keys() and all(torch.equal(own[key], saved[key]) for key in own)
     source, target, mask = tokens(2, 11), tokens(2, 7), ragged_mask()
-    found, expected = (logits(x, source, target, mask) for x in (again, model))
+    actual, expected = (logits(x, source, target, mask) for x in (again, model))
     if name == "grouped-cif":
         # A projection to one number adds up in another order where its weights lie elsewhere.
-        torch.testing.assert_close(found, expected, rtol=0, atol=32 * 2**-23 * expected.abs().max())
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=32 * 2**-23 * expected.abs().max()
+        )
     else:
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
 
 
 def test_auto_classes_load_a_checkpoint(tmp_path):
@@ -242,8 +244,8 @@ def test_auto_classes_load_a_checkpoint(tmp_path):
     register()
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     source, target = tokens(2, 11), tokens(2, 7)
-    found = logits(again.double(), source, target)
-    torch.testing.assert_close(found, logits(model, source, target))
+    actual = logits(again.double(), source, target)
+    torch.testing.assert_close(actual, logits(model, source, target))
 
 
 @every
@@ -294,8 +296,8 @@ def test_the_relative_bias_of_t5_learns_as_before(mechanism):
     before = grads()
     assert len(before) == 2
     heedful.convert(model, UNCHANGING[mechanism])
-    for found, expected in zip(grads(), before, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for actual, expected in zip(grads(), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 @every
@@ -311,8 +313,8 @@ def test_gradient_checkpointing_hands_over_the_same(family):
 
     before = grads()
     checkpoint_layers(model)
-    for found, expected in zip(grads(), before, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    for actual, expected in zip(grads(), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 def test_mechanisms_by_place():
@@ -412,10 +414,10 @@ def test_padding_of_the_wrong_shape(family):
 def test_budgets_are_of_the_self_attention(family):
     model, source = converted(family, "selective"), tokens(2, 11)
     cache = heedful.new_cache(model, eviction.StreamingLLM(tokens=6, sinks=1, recent=2))
-    found = model.generate(
+    actual = model.generate(
         source, cache=cache, do_sample=False, min_new_tokens=12, max_new_tokens=12
     )
-    assert found.shape[1] > 8 and max(cache.tokens) <= 6, found
+    assert actual.shape[1] > 8 and max(cache.tokens) <= 6, actual
     assert [layer.length for layer in cache.cross_attention_cache.layers] == [11] * 3
 
 
@@ -450,11 +452,11 @@ def test_taking_tokens_back_leaves_the_cache_as_it_was():
             model(input_ids=source, decoder_input_ids=target[:, 6:9], cache=caches[0])
             caches[0].crop(-2)
             model(input_ids=source, decoder_input_ids=target[:, 6:7], cache=caches[1])
-            found = [
+            actual = [
                 model(input_ids=source, decoder_input_ids=target[:, 9:], cache=c).logits
                 for c in caches
             ]
-        torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+        torch.testing.assert_close(*actual, rtol=0, atol=1e-12)
 
 
 def test_packed_documents_are_refused_where_cross_attention_would_mix_them():
@@ -489,5 +491,5 @@ def test_a_decoder_with_cross_attention_works_alone():
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, before)
     stir(model, 0.2, only=".heedful.")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": VOCABULARY - 1}
-    found = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
-    assert torch.equal(*found)
+    actual = [model.generate(ids, use_cache=cached, **options) for cached in (True, False)]
+    assert torch.equal(*actual)

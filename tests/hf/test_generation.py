@@ -34,11 +34,11 @@ def test_generate_is_the_repeated_full_forward(name, family):
     heedful.convert(model, mechanism(name))
     stir(model, 0.2, only=".heedful.")
     ids = tokens(2, 7)
-    found = model.generate(
+    actual = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
     )
-    assert torch.equal(found, repeated_forward(model, ids, 6))
-    assert len(set(found[:, 7:].flatten().tolist())) > 1
+    assert torch.equal(actual, repeated_forward(model, ids, 6))
+    assert len(set(actual[:, 7:].flatten().tolist())) > 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -51,11 +51,11 @@ def test_a_ragged_batch_is_its_rows(name, family):
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = (ids != 0).long()
     together = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    for row, found in zip(rows, together, strict=True):
+    for row, actual in zip(rows, together, strict=True):
         alone = model.generate(
             row, attention_mask=torch.ones_like(row), max_new_tokens=6, do_sample=False
         )
-        assert torch.equal(found[width:], alone[0, row.shape[1] :])
+        assert torch.equal(actual[width:], alone[0, row.shape[1] :])
 
 
 def family_with_a_cache_of_its_own(name: str):
@@ -75,10 +75,10 @@ def family_with_a_cache_of_its_own(name: str):
 def test_a_familys_own_cache_serves_what_needs_no_more():
     model, ids = family_with_a_cache_of_its_own("talking-heads"), tokens(1, 7)
     stir(model, 0.2, only=".heedful.")
-    found = model.generate(
+    actual = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
     )
-    assert torch.equal(found, repeated_forward(model, ids, 6))
+    assert torch.equal(actual, repeated_forward(model, ids, 6))
     with pytest.raises(ValueError, match="FalconH1Attention 0 keeps its tokens in LinearAttention"):
         heedful.new_cache(model)
 

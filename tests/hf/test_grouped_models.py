@@ -121,25 +121,25 @@ def test_summaries_stand_at_the_mean_position_of_their_group(family):
     stir(model, 0.2, only=".heedful.")
     at = torch.arange(30)[None]
     with torch.no_grad():
-        found, moved = (
+        actual, moved = (
             model(input_ids=ids, position_ids=p, use_cache=False).logits for p in (at, at + 100)
         )
     # Angles are in fp32, so that at position 130 they are off by that many roundings.
-    rounding = 130 * torch.finfo(torch.float32).eps * found.abs().max().item()
-    torch.testing.assert_close(moved, found, rtol=0, atol=rounding)
+    rounding = 130 * torch.finfo(torch.float32).eps * actual.abs().max().item()
+    torch.testing.assert_close(moved, actual, rtol=0, atol=rounding)
 
 
 def test_layers_without_positions_are_known_before_there_are_weights():
     """On meta there are no keys to compare, and a layer without a rotation must not get one."""
-    found = []
+    actual = []
     for device in ("meta", "cpu"):
         config = config_of("smollm3", num_hidden_layers=4)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config)
         heedful.convert(model, "grouped")
         modules = [m for m in model.modules() if hasattr(m, "heedful")]
-        found.append([m.heedful_rotation is None for m in modules])
-    assert found[0] == found[1] == [False, False, False, True]
+        actual.append([m.heedful_rotation is None for m in modules])
+    assert actual[0] == actual[1] == [False, False, False, True]
 
 
 def test_modules_whose_arguments_are_moved_share_groups_all_the_same():

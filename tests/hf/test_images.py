@@ -37,15 +37,15 @@ def test_of_a_model_that_sees_only_the_text_part_is_converted():
     model = seeing_model()
     ids = tokens(1, 14)
     ids[0, 3:7] = 60
-    given = {"pixel_values": torch.randn(1, 3, 28, 28).double()}
+    inputs = {"pixel_values": torch.randn(1, 3, 28, 28).double()}
     # As its processor gives them: tokens of an image see each other, the later ones too.
-    marked = given | {"token_type_ids": (ids == 60).long(), "attention_mask": torch.ones_like(ids)}
-    before, apart = logits(model, ids, **given), logits(model, ids, **marked)
+    marked = inputs | {"token_type_ids": (ids == 60).long(), "attention_mask": torch.ones_like(ids)}
+    before, apart = logits(model, ids, **inputs), logits(model, ids, **marked)
     assert not torch.allclose(before, apart, atol=1e-3)
     classes = [type(m) for m in model.model.vision_tower.modules()]
     conversion = heedful.convert(model, "mta")
     assert [type(m) for m in model.model.vision_tower.modules()] == classes
-    torch.testing.assert_close(logits(model, ids, **given), before, rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits(model, ids, **inputs), before, rtol=0, atol=1e-12)
     torch.testing.assert_close(logits(model, ids, **marked), apart, rtol=0, atol=1e-12)
     stir(model, 0.2, only=".heedful.")
     assert not torch.allclose(logits(model, ids, **marked), apart, atol=1e-3)

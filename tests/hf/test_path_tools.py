@@ -28,11 +28,11 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 def of_bytes() -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    built = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<end>", pad_token="<pad>", chat_template=CHAT
+        tokenizer_object=built, eos_token="<end>", pad_token="<pad>", chat_template=CHAT
     )
 
 
@@ -113,7 +113,7 @@ def test_auto_classes_open_it_where_heedful_was_never_imported(folder, elsewhere
     pair.save_pretrained(tmp_path / "pair")
     done = run(OPEN, elsewhere, folder, tmp_path / "pair", tmp_path / "found")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = torch.load(tmp_path / "found")
+    actual = torch.load(tmp_path / "found")
     model = heedful.load(folder)
     ids = of_bytes()("a red bus and one car", return_tensors="pt").input_ids
     source = torch.arange(3, 14)[None]
@@ -124,7 +124,7 @@ def test_auto_classes_open_it_where_heedful_was_never_imported(folder, elsewhere
             "pair": pair(input_ids=source, decoder_input_ids=source, use_cache=False).logits,
         }
     for name, x in expected.items():
-        torch.testing.assert_close(found[name], x, rtol=1e-5, atol=1e-5)  # other threads
+        torch.testing.assert_close(actual[name], x, rtol=1e-5, atol=1e-5)  # other threads
 
 
 def test_untrusted_it_is_refused_and_the_folder_says_how_else(folder, elsewhere):
@@ -229,8 +229,8 @@ def test_the_command_line_of_lm_eval(folder, elsewhere, tmp_path):
         sums = []
         for choice in row["choices"]:
             own = read(choice, return_tensors="pt").input_ids
-            given = logits(model, torch.cat([start, own], 1))[0, start.shape[1] - 1 : -1]
-            sums.append(given.log_softmax(-1).gather(1, own[0, :, None]).sum())
+            inputs = logits(model, torch.cat([start, own], 1))[0, start.shape[1] - 1 : -1]
+            sums.append(inputs.log_softmax(-1).gather(1, own[0, :, None]).sum())
         right += sums[0] > sums[1]
     assert accuracy == right / len(rows)
 

@@ -53,15 +53,15 @@ def wrong_scale(module, q, k, v, seen, *, scaling=None, **options):
 
 
 def wide_window(*args, **options):
-    found = mask.seen(*args, **options)
-    window = found.visibility.window
-    wider = heedful.Visibility(window=window and window + 1, padding=found.visibility.padding)
-    return found._replace(visibility=wider)
+    actual = mask.seen(*args, **options)
+    window = actual.visibility.window
+    wider = heedful.Visibility(window=window and window + 1, padding=actual.visibility.padding)
+    return actual._replace(visibility=wider)
 
 
 def no_padding(*args, **options):
-    found = mask.seen(*args, **options)
-    return found._replace(visibility=heedful.Visibility(window=found.visibility.window))
+    actual = mask.seen(*args, **options)
+    return actual._replace(visibility=heedful.Visibility(window=actual.visibility.window))
 
 
 def forgetful(self, key_states, value_states, *args, **options):

@@ -52,11 +52,11 @@ def plain():
 
 def quantized(model) -> list[torch.nn.Linear]:
     """The projections, which are quantized; no layer of the mechanism is among them."""
-    found = [m for n, m in model.named_modules() if n.endswith(("q_proj", "o_proj", "up_proj"))]
-    for module in found:
+    actual = [m for n, m in model.named_modules() if n.endswith(("q_proj", "o_proj", "up_proj"))]
+    for module in actual:
         weight = module.weight
         assert type(weight.data) is not torch.Tensor or weight.dtype != torch.float32
-    return found
+    return actual
 
 
 def assert_fp32(model) -> None:
@@ -118,8 +118,8 @@ def test_a_converted_folder_is_quantized_while_it_loads(kind, name, tmp_path):
     own = small._heedful.parameters()
     assert all(torch.equal(p, own[n]) for n, p in model._heedful.parameters().items())
     options = {"max_new_tokens": 5, "do_sample": False}
-    found = (small.generate(ids, use_cache=cache, **options) for cache in (True, False))
-    assert torch.equal(*found)
+    actual = (small.generate(ids, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(*actual)
     small.save_pretrained(tmp_path / "small")
     again = heedful.load(tmp_path / "small")
     assert len(quantized(again)) == 9
@@ -169,10 +169,9 @@ def test_a_filter_keeps_torchao_off_the_mechanism():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("torchao") is not None, reason="the tests above have run")
 def test_torchao_where_it_is_not_installed(tmp_path):
     """The tests above with torchao beside the environment: in it, it slows every import."""
-    if find_spec("torchao") is not None:
-        return  # they have run
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path]
     subprocess.run([*install, "torchao>=0.18"], check=True, capture_output=True)
     done = subprocess.run(

@@ -33,55 +33,55 @@ def private(name: str) -> bool:
 
 
 def private_names_of_transformers() -> set[str]:
-    found = set()
+    actual = set()
     for module in FOREIGN:
         tree = ast.parse(Path(find_spec(f"transformers.{module}").origin).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
-                found.add(node.attr)
+                actual.add(node.attr)
             elif isinstance(node, ast.ClassDef):
-                found |= {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
-    return set(filter(private, found))
+                actual |= {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
+    return set(filter(private, actual))
 
 
 def own_names(tree: ast.AST) -> set[str]:
     """Private attributes that the classes of a file give themselves."""
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            actual |= {node.attr} if ast.unparse(node.value) == "self" else set()
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+            actual.add(node.target.id)
+    return actual
 
 
 def private_names_in(path: Path) -> set[str]:
     """Private attributes that a file reads, sets, overrides, or names in a text."""
     tree = ast.parse(path.read_text())
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            actual.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            actual.add(node.value)
         elif isinstance(node, ast.ClassDef):
             foreign = not all(ast.unparse(base).startswith("_") for base in node.bases)
             methods = {x.name for x in node.body if isinstance(x, ast.FunctionDef)}
-            found |= methods if foreign else set()
-    return set(filter(private, found)) - own_names(tree)
+            actual |= methods if foreign else set()
+    return set(filter(private, actual)) - own_names(tree)
 
 
 def test_no_other_file_knows_a_private_name():
     theirs = private_names_of_transformers()
     assert {"_attn_implementation", "_prepare_cache_for_generation", "_save_checkpoint"} <= theirs
     assert private_names_in(HERE) & theirs
-    found = {str(p.relative_to(SRC)): private_names_in(p) & theirs for p in OTHERS}
-    assert {path: names for path, names in found.items() if names} == {}
+    actual = {str(p.relative_to(SRC)): private_names_in(p) & theirs for p in OTHERS}
+    assert {path: names for path, names in actual.items() if names} == {}
 
 
 def test_no_other_file_knows_a_name_that_changes():
-    found = {str(p.relative_to(SRC)): CHANGING.findall(p.read_text()) for p in OTHERS}
-    assert {path: names for path, names in found.items() if names} == {}
+    actual = {str(p.relative_to(SRC)): CHANGING.findall(p.read_text()) for p in OTHERS}
+    assert {path: names for path, names in actual.items() if names} == {}
 
 
 @pytest.mark.skipif(
@@ -107,8 +107,8 @@ def test_a_converted_model_takes_its_cache_by_either_name(name):
     expected = model(input_ids=ids).logits[:, 5:]
     cache = heedful.new_cache(model)
     model(input_ids=ids[:, :5], **{name: cache})
-    found = model(input_ids=ids[:, 5:], **{name: cache}).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    actual = model(input_ids=ids[:, 5:], **{name: cache}).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     written = model.generate(ids, max_new_tokens=3, **{name: heedful.new_cache(model)})
     assert torch.equal(written, model.generate(ids, max_new_tokens=3))
 

@@ -41,7 +41,7 @@ class Turning:
         return torch.cat(turned, -1)
 
 
-def made(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
+def built(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
     """A layer in fp64, away from its first values."""
     layer = config.build(shape).double()
     with torch.no_grad():
@@ -94,8 +94,8 @@ def assert_no_leak(whole: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
     every = tokens.repeat(length, 1, 1)
     at = torch.arange(length)
     every[at, :, at] = (every[at, :, at] + 1) % 8
-    found = whole(every.flatten(0, 1)).unflatten(0, (length, rows))
-    for t, after in enumerate(found):
+    actual = whole(every.flatten(0, 1)).unflatten(0, (length, rows))
+    for t, after in enumerate(actual):
         torch.testing.assert_close(after[:, :t], before[:, :t], **EXACT)
         assert bool(((after[:, t] - before[:, t]).abs().amax((1, 2)) > 1e-3).all()), t
 
@@ -104,7 +104,7 @@ def assert_no_leak(whole: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
     """Everything is computed anew: features, groups, summaries, outputs; for every position."""
-    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     layer.impl = impl
     assert_no_leak(Whole(layer), ids())
 
@@ -112,7 +112,7 @@ def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
 def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
     """The same by the Jacobian, which sees leaks that one change of a token may miss."""
-    layer = made(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
     whole = Whole(layer)
     inputs = ids(14, rows=1)
     x = whole.table[inputs].requires_grad_()
@@ -131,7 +131,7 @@ def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
 
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
 def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
-    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     whole, tokens = Whole(layer), ids(23)
     longest = whole(tokens)
     for n in range(1, 23):
@@ -140,7 +140,7 @@ def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
 
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
 def test_padding_and_packing_change_nothing(name, refine, queries):
-    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     whole = Whole(layer, Visibility())
     lengths = (11, 1, 17)
     parts = [ids(n, rows=1) for n in lengths]
@@ -166,14 +166,14 @@ def test_padding_and_packing_change_nothing(name, refine, queries):
 @pytest.mark.parametrize(("name", "refine", "queries"), GRID)
 def test_nothing_is_summed_up_within_the_window(name, refine, queries):
     """A window as long as the row is standard attention, whatever the groups are (I2)."""
-    layer = made(Grouped(name, window=99, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=99, refine=refine, queries=queries, **GROUPINGS[name]))
     whole, tokens = Whole(layer), ids()
     x = whole.table[tokens]
     q, k, v = whole.qkv(x, torch.arange(TOKENS)[None])
-    found = layer(q, k, v, inputs=LayerInputs(input=x, token_ids=tokens,
+    actual = layer(q, k, v, inputs=LayerInputs(input=x, token_ids=tokens,
                   positions=torch.arange(TOKENS)[None], rotation=whole.turn)).output  # fmt: skip
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 SINGLE: dict[str, Callable[..., Grouped]] = {
@@ -190,7 +190,7 @@ SINGLE: dict[str, Callable[..., Grouped]] = {
 @pytest.mark.parametrize("window", [1, 7])
 def test_groups_of_one_token_are_standard_attention(name, queries, refine, window):
     """Whatever the parameters are (I1, I5)."""
-    layer = made(SINGLE[name](window=window, refine=refine, queries=queries))
+    layer = built(SINGLE[name](window=window, refine=refine, queries=queries))
     whole, tokens = Whole(layer), ids()
     x, positions = whole.table[tokens], torch.arange(TOKENS)[None]
     q, k, v = whole.qkv(x, positions)
@@ -204,7 +204,7 @@ def test_every_parameter_learns(name, refine, queries):
     config = Grouped(
         name, window=2, refine=refine, queries=queries, size_bias="learned", **GROUPINGS[name]
     )
-    layer = made(config)
+    layer = built(config)
     whole, tokens = Whole(layer), ids(33)
     x, positions = whole.table[tokens], torch.arange(33)[None]
     inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
@@ -237,8 +237,8 @@ def test_the_first_values_are_the_mean():
     )
     for refine in REFINES[1:]:
         layer = Grouped(size=4, window=3, refine=refine, size_bias="learned").build(SHAPE).double()
-        found = layer(q, k, v, inputs=inputs)
-        torch.testing.assert_close(found.output, expected.output, **EXACT)
+        actual = layer(q, k, v, inputs=inputs)
+        torch.testing.assert_close(actual.output, expected.output, **EXACT)
     assert tokens.shape == (2, TOKENS)
 
 
@@ -246,7 +246,7 @@ def test_the_first_values_are_the_mean():
 def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     if refine == "attention":
         refine = "weighted"  # moves values between the members, which no map shows
-    layer = made(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     whole, tokens = Whole(layer), ids(19)
     x, positions = whole.table[tokens], torch.arange(19)[None]
     q, k, v = whole.qkv(x, positions)
@@ -255,8 +255,8 @@ def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
     if refine != "channel":
         expected = layer(q, k, v, inputs=inputs).output
-        found = weights @ v.repeat_interleave(2, dim=1)
-        torch.testing.assert_close(found, expected, **EXACT)
+        actual = weights @ v.repeat_interleave(2, dim=1)
+        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def test_learned_groups_are_shared_by_layers_in_turn():
@@ -287,18 +287,18 @@ def test_groups_are_those_of_the_first_of_these_layers_and_of_no_other():
     )
     with torch.no_grad():
         other.grouping.outer.bias.add_(3)
-    found = []
+    actual = []
     for layers in ((lead, follow), (lead, other, follow)):
         inputs = LayerInputs(input=x, positions=positions, shared={})
-        found.append([layer(q, k, v, inputs=inputs).output for layer in layers][-1])
-    assert torch.equal(*found)
+        actual.append([layer(q, k, v, inputs=inputs).output for layer in layers][-1])
+    assert torch.equal(*actual)
 
 
 def test_the_loss_of_the_size_by_hand():
     x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
     q, k, v = (torch.randn(2, n, 30, 6).double() for n in (4, 2, 2))
     inputs = LayerInputs(input=x, positions=positions)
-    layer = made(Grouped("cif", size=4))
+    layer = built(Grouped("cif", size=4))
     report = layer(q, k, v, inputs=inputs).grouping
     raw = layer.grouping.outer(torch.nn.functional.gelu(layer.grouping.inner(x)))
     alpha = 1 / 16 + 15 / 16 * raw.sigmoid()

@@ -85,23 +85,23 @@ def beside(tokens: int = 9) -> LayerInputs:
     return LayerInputs(input=draw(2, tokens, SHAPE.hidden))
 
 
-def opened(made: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
+def opened(built: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
     """Queries, keys and values as the layer changes them before the rotation."""
-    if "unrotated" not in made.needs:
+    if "unrotated" not in built.needs:
         return [q, k, v]
     told = Tokens(input=inputs.input)
     parts = zip("qkv", (q, k, v), strict=True)
-    return [made.before_rotation(x, y.transpose(1, 2), told).transpose(1, 2) for x, y in parts]
+    return [built.before_rotation(x, y.transpose(1, 2), told).transpose(1, 2) for x, y in parts]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_runs_and_trains_all_its_parameters(name):
-    made = layer(ALL[name])
-    perturb(made)
+    built = layer(ALL[name])
+    perturb(built)
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    made(*opened(made, q, k, v, inputs), inputs=inputs).output.square().sum().backward()
-    for parameter, p in [("q", q), ("k", k), ("v", v), *made.named_parameters()]:
+    built(*opened(built, q, k, v, inputs), inputs=inputs).output.square().sum().backward()
+    for parameter, p in [("q", q), ("k", k), ("v", v), *built.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
 
@@ -130,10 +130,10 @@ def test_layers_with_convolutions(every, layers):
     config = MultiToken(conv_every=every)
     assert [index for index in range(24) if config.convolves(index)] == layers
     for index in range(24):
-        made = config.build(HeadShape(4, 2, 6, 20, index))
-        assert (made.conv is not None) == (made.post_conv is not None) == (index in layers)
-        assert made.mix is not None and made.post_mix is not None
-        assert (made.past_queries > 0) == (index in layers)
+        built = config.build(HeadShape(4, 2, 6, 20, index))
+        assert (built.conv is not None) == (built.post_conv is not None) == (index in layers)
+        assert built.mix is not None and built.post_mix is not None
+        assert (built.past_queries > 0) == (index in layers)
 
 
 def test_what_layers_declare():
@@ -150,87 +150,89 @@ def test_what_layers_declare():
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
     }.items():
-        made = config.build(SHAPE)
-        assert isinstance(made, Layer)
-        assert (made.past_queries, made.keeps, made.needs) == declared, config
-        assert made.plain_cache == (declared[:2] == (0, ())), config
+        built = config.build(SHAPE)
+        assert isinstance(built, Layer)
+        assert (built.past_queries, built.keeps, built.needs) == declared, config
+        assert built.plain_cache == (declared[:2] == (0, ())), config
 
 
 @pytest.mark.parametrize("config", [MultiToken(conv=(3, 5), post_conv=(2, 3)), TalkingHeads()])
 def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
-    made = layer(config)
-    perturb(made)
+    built = layer(config)
+    perturb(built)
     q, k, v = qkv(12)
-    whole = made(q, k, v).output[:, :, -1]
-    rows = made.past_queries + 1
-    torch.testing.assert_close(made(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
+    whole = built(q, k, v).output[:, :, -1]
+    rows = built.past_queries + 1
+    torch.testing.assert_close(built(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
     if rows > 1:
-        fewer = made(q[:, :, 1 - rows :], k, v).output[:, :, -1]
+        fewer = built(q[:, :, 1 - rows :], k, v).output[:, :, -1]
         assert not torch.allclose(fewer, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_what_multiplies_the_values(name):
-    made, inputs = layer(ALL[name]), beside()
-    perturb(made)
-    if getattr(made, "norm", None) is not None:
-        made.norm.forward = lambda x: x
-    made.gate = None
-    q, k, v = opened(made, *qkv(), inputs)
-    maps = made.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
-    out = made(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
+    built, inputs = layer(ALL[name]), beside()
+    perturb(built)
+    if getattr(built, "norm", None) is not None:
+        built.norm.forward = lambda x: x
+    built.gate = None
+    q, k, v = opened(built, *qkv(), inputs)
+    maps = built.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
+    out = built(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         pairs = maps @ joined.repeat_interleave(2, dim=1)
-        found = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
+        actual = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
     else:
-        found = maps @ v.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(found, out, **EXACT)
+        actual = maps @ v.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(actual, out, **EXACT)
 
 
 def test_what_a_selective_layer_returns_for_caches_and_losses():
     q, k, v = qkv()
-    made = layer(Selective())
-    plain = made(q, k, v)
-    made.tau = 0.5
-    found = made(q, k, v)
+    built = layer(Selective())
+    plain = built(q, k, v)
+    built.tau = 0.5
+    actual = built(q, k, v)
     expected = selective_attention(q, k, v, tau=0.5)
-    assert plain.memory is None and torch.equal(found.output, plain.output)
-    assert torch.equal(found.state, expected.state)
-    assert torch.equal(found.memory, expected.memory)
+    assert plain.memory is None and torch.equal(actual.output, plain.output)
+    assert torch.equal(actual.state, expected.state)
+    assert torch.equal(actual.memory, expected.memory)
 
 
 def test_a_window_of_ones_own_counts_by_positions():
     """Five keys that are left of forty: a window of ten hides all but the newest."""
     q, k, v = qkv(5, queries=1)
     positions = torch.tensor([[0, 9, 20, 29, 39]])
-    found = layer(Standard(window=10))(q, k, v, visibility=Visibility(positions=positions)).output
+    actual = layer(Standard(window=10))(q, k, v, visibility=Visibility(positions=positions)).output
     newest = v[:, :, -1:].repeat_interleave(2, dim=1)
-    torch.testing.assert_close(found, newest, **EXACT)
+    torch.testing.assert_close(actual, newest, **EXACT)
 
 
 @pytest.mark.parametrize("theirs", [None, 3, 7])
 def test_a_window_of_ones_own_narrows_the_models(theirs):
     q, k, v = qkv()
     inputs = Visibility(window=theirs)
-    found = layer(Standard(window=5))(q, k, v, visibility=inputs).output
+    actual = layer(Standard(window=5))(q, k, v, visibility=inputs).output
     narrow = Visibility(window=min(theirs or 9, 5))
-    torch.testing.assert_close(found, layer(Standard())(q, k, v, visibility=narrow).output, **EXACT)
+    torch.testing.assert_close(
+        actual, layer(Standard())(q, k, v, visibility=narrow).output, **EXACT
+    )
 
 
 @pytest.mark.parametrize(
     ("norm", "factor"), [("plain", 1.0), ("depth", 1 - (0.8 - 0.6 * math.exp(-0.3 * 2)))]
 )
 def test_norm_is_an_rms_norm_of_each_head(norm, factor):
-    made = layer(MultiToken(norm=norm, conv=None, post_conv=None))
+    built = layer(MultiToken(norm=norm, conv=None, post_conv=None))
     weight = draw(6)
-    made.norm.weight.data.copy_(weight)
+    built.norm.weight.data.copy_(weight)
     q, k, v = qkv()
     expected = standard(q, k, v)
     for head in expected.view(-1, 6):
         scale = (sum(x * x for x in head.tolist()) / 6 + 1e-5) ** -0.5
         head.copy_(head * scale * weight * factor)
-    torch.testing.assert_close(made(q, k, v).output, expected, **EXACT)
+    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
 
 
 def test_depth_factors_are_the_published_ones():
@@ -241,9 +243,9 @@ def test_depth_factors_are_the_published_ones():
 @pytest.mark.parametrize("start", ["published", "identity"])
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
-    made = layer(MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None))
-    perturb(made.gate)
-    weight, bias = made.gate.weight.detach(), made.gate.bias.detach()
+    built = layer(MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None))
+    perturb(built.gate)
+    weight, bias = built.gate.weight.detach(), built.gate.bias.detach()
     assert weight.shape == {"scalar": (1, 6), "vector": (6, 6)}[gate]
     q, k, v = qkv()
     expected = standard(q, k, v)
@@ -254,42 +256,42 @@ def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
             dtype=torch.float64,
         )
         head.copy_(normed * opening * (2 if start == "identity" else 1))
-    torch.testing.assert_close(made(q, k, v).output, expected, **EXACT)
+    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
 
 
 def test_a_published_gate_starts_near_one_half():
-    made = layer(MultiToken.published())
+    built = layer(MultiToken.published())
     std = 20**-0.5
-    assert bool((made.gate.bias == 0).all())
-    assert 0 < made.gate.weight.abs().max() <= 3 * std
+    assert bool((built.gate.bias == 0).all())
+    assert 0 < built.gate.weight.abs().max() <= 3 * std
     wide = MultiToken.published().build(HeadShape(1, 1, 4096, 100, 0))
     assert wide.gate.weight.std().item() == pytest.approx(0.1 * 0.9867, rel=0.05)
 
 
 def test_lambda():
-    made = layer(Differential())
-    vectors = [made.lambda_q1, made.lambda_k1, made.lambda_q2, made.lambda_k2]
+    built = layer(Differential())
+    vectors = [built.lambda_q1, built.lambda_k1, built.lambda_q2, built.lambda_k2]
     assert all(v.shape == (6,) for v in vectors)
     q1, k1, q2, k2 = (v.tolist() for v in vectors)
     first = math.exp(sum(a * b for a, b in zip(q1, k1, strict=True)))
     second = math.exp(sum(a * b for a, b in zip(q2, k2, strict=True)))
     start = 0.8 - 0.6 * math.exp(-0.3 * 2)
-    assert made.lam.item() == pytest.approx(first - second + start, abs=1e-12)
+    assert built.lam.item() == pytest.approx(first - second + start, abs=1e-12)
     wide = Differential().build(HeadShape(2, 2, 10_000, 20, 0))
     assert wide.lambda_q2.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 def test_differential_layer():
     """Heads 2p and 2p + 1 share their joined values, and one norm over both."""
-    made = layer(Differential(), HeadShape(heads=4, key_heads=4, dim=6, hidden=20, layer=1))
-    made.norm.weight.data.copy_(weight := draw(12))
+    built = layer(Differential(), HeadShape(heads=4, key_heads=4, dim=6, hidden=20, layer=1))
+    built.norm.weight.data.copy_(weight := draw(12))
     q, k, v = draw(2, 4, 7, 6), draw(2, 4, 7, 6), draw(2, 4, 7, 6)
     maps = (q @ k.mT / 6**0.5).masked_fill(~torch.ones(7, 7).bool().tril(), float("-inf"))
     maps = maps.softmax(-1)
-    out = made(q, k, v).output
+    out = built(q, k, v).output
     for pair in (0, 1):
         joined = torch.cat([v[:, 2 * pair], v[:, 2 * pair + 1]], dim=-1)
-        wide = (maps[:, 2 * pair] - made.lam * maps[:, 2 * pair + 1]) @ joined
+        wide = (maps[:, 2 * pair] - built.lam * maps[:, 2 * pair + 1]) @ joined
         wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight
         wide = wide * (1 - (0.8 - 0.6 * math.exp(-0.3)))
         torch.testing.assert_close(out[:, 2 * pair], wide[..., :6], **EXACT)
@@ -319,13 +321,13 @@ def test_selectors():
         Selective(selector="per-head"): logits,
         Selective(selector="bilinear"): projected[:, None],
     }
-    found = []
+    actual = []
     for config, by in expected.items():
-        made = own if config.selector == "bilinear" else layer(config)
-        found.append(made(q, k, v, inputs=LayerInputs(input=hidden)).output)
-        torch.testing.assert_close(found[-1], selected(q, k, v, by), **EXACT)
-    for i, one in enumerate(found):
-        for other in found[:i]:
+        built = own if config.selector == "bilinear" else layer(config)
+        actual.append(built(q, k, v, inputs=LayerInputs(input=hidden)).output)
+        torch.testing.assert_close(actual[-1], selected(q, k, v, by), **EXACT)
+    for i, one in enumerate(actual):
+        for other in actual[:i]:
             assert (one - other).abs().max() > 1e-3, "selectors must differ to be told apart"
 
 
@@ -339,30 +341,30 @@ def test_unprotected_first_tokens():
 def test_own_selectors_project_the_last_queries_of_a_longer_input():
     q, k, v = qkv(9, queries=3)
     hidden = draw(2, 9, 20)
-    made = layer(Selective(selector="bilinear"))
+    built = layer(Selective(selector="bilinear"))
     expected = selective_attention(
         q, k, v,
-        selector_q=(hidden[:, -3:] @ made.query.weight.mT)[:, None],
-        selector_k=(hidden @ made.key.weight.mT)[:, None],
+        selector_q=(hidden[:, -3:] @ built.query.weight.mT)[:, None],
+        selector_k=(hidden @ built.key.weight.mT)[:, None],
     )  # fmt: skip
     torch.testing.assert_close(
-        made(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
+        built(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
     )
     with pytest.raises(
         ValueError, match="SelectiveAttention needs input beside q, k and v: pass inputs"
     ):
-        made(q, k, v)
+        built(q, k, v)
 
 
 def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
-    made = layer(Selective(selector="extra"))
-    assert bool((made.key.weight == 0).all()) and bool((made.query.weight != 0).any())
+    built = layer(Selective(selector="extra"))
+    assert bool((built.key.weight == 0).all()) and bool((built.query.weight != 0).any())
     q, k, v = qkv()
     (
-        made(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)
+        built(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)
     ).sum().backward()
-    assert made.key.weight.grad.abs().max() > 1e-3
-    assert bool((made.query.weight.grad == 0).all()), "behind keys of zero"
+    assert built.key.weight.grad.abs().max() > 1e-3
+    assert bool((built.query.weight.grad == 0).all()), "behind keys of zero"
 
 
 @pytest.mark.parametrize(
@@ -383,21 +385,21 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
     q, k, v = qkv(9, queries=queries)
     bare = layer(MultiToken(conv=None, post_conv=None, mix=None, post_mix=None))
     expected = bare(q, k, v, visibility=visibility).output
-    found = layer(Standard())(q, k, v, visibility=visibility).output
-    torch.testing.assert_close(found, expected, **EXACT)
+    actual = layer(Standard())(q, k, v, visibility=visibility).output
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
-    made, inputs = ALL[name].build(SHAPE), LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype))
-    perturb(made)
+    built, inputs = ALL[name].build(SHAPE), LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype))
+    perturb(built)
     rounded = [x.to(dtype) for x in qkv(40)]
-    found = made(*opened(made, *rounded, inputs), inputs=inputs).output
-    assert found.dtype == dtype
+    actual = built(*opened(built, *rounded, inputs), inputs=inputs).output
+    assert actual.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_: "reference")
-    plain = made(*opened(made, *rounded, inputs), inputs=inputs).output
-    exact, made = LayerInputs(input=inputs.input.double()), made.double()
-    oracle = made(*opened(made, *(x.double() for x in rounded), exact), inputs=exact).output
-    assert_matches_oracle(name, found, plain, oracle, terms=40)
+    plain = built(*opened(built, *rounded, inputs), inputs=inputs).output
+    exact, built = LayerInputs(input=inputs.input.double()), built.double()
+    oracle = built(*opened(built, *(x.double() for x in rounded), exact), inputs=exact).output
+    assert_matches_oracle(name, actual, plain, oracle, terms=40)

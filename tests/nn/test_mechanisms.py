@@ -81,12 +81,12 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("selectve", "selective"), ("talking_heads", "talking-heads")]
+    ("name", "meant"), [("selectve", "selective"), ("talking_heads", "talking-heads")]
 )
-def test_an_unknown_name_is_answered_with_the_nearest(given, meant):
-    expected = f"mechanism must be one of standard, .* got '{given}'; did you mean '{meant}'"
+def test_an_unknown_name_is_answered_with_the_nearest(name, meant):
+    expected = f"mechanism must be one of standard, .* got '{name}'; did you mean '{meant}'"
     with pytest.raises(ValueError, match=expected):
-        mechanism(given)
+        mechanism(name)
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
         mechanism("xyz")
 

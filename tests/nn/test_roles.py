@@ -89,9 +89,9 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     layer, (q, k, v, bias) = built(name, role), draw()
     plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = bias.requires_grad_()
-    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(bias=leaf)).output
-    assert not torch.allclose(found, plain)
-    (grad,) = torch.autograd.grad(found.square().sum(), leaf)
+    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(bias=leaf)).output
+    assert not torch.allclose(actual, plain)
+    (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
     assert bool((grad != 0).any())
 
 
@@ -101,9 +101,9 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
     assert "sinks" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
     leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(sinks=leaf)).output
-    assert not torch.allclose(found, plain)
-    (grad,) = torch.autograd.grad(found.sum(), leaf)
+    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(sinks=leaf)).output
+    assert not torch.allclose(actual, plain)
+    (grad,) = torch.autograd.grad(actual.sum(), leaf)
     assert bool((grad != 0).all())
 
 
@@ -128,8 +128,8 @@ def test_a_cap_changes_outputs(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
     assert "softcap" in layer.takes
     plain = layer(q, k, v, visibility=SEEN[role]).output
-    found = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(softcap=0.5)).output
-    assert not torch.allclose(found, plain)
+    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(softcap=0.5)).output
+    assert not torch.allclose(actual, plain)
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])
@@ -138,8 +138,8 @@ def test_standard_attention_with_a_bias(impl):
     layer.impl = impl
     mask = bias.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    found = layer(q, k, v, inputs=LayerInputs(bias=bias)).output
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    actual = layer(q, k, v, inputs=LayerInputs(bias=bias)).output
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
@@ -156,8 +156,8 @@ def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
 def test_identity_at_initialisation(name, role):
     layer, (q, k, v, _) = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)), draw()
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    found = layer.double()(q, k, v, visibility=SEEN[role]).output
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    actual = layer.double()(q, k, v, visibility=SEEN[role]).output
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_what_is_given_is_cut_with_its_tokens():

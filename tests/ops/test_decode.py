@@ -40,12 +40,12 @@ CASES = [(m, kind) for m in MECHANISMS for kind in SEEN if defined(m, kind)]
 @pytest.mark.parametrize(("mechanism", "kind"), CASES, ids=lambda x: str(x))
 def test_few_rows_err_no_more_than_their_definition(mechanism, kind, queries, key_heads, dtype):
     tensors = mechanism.draw(Shape(key_heads=key_heads, queries=queries, keys=KEYS))
-    given = cast(tensors, dtype)
+    inputs = cast(tensors, dtype)
     with torch.no_grad():
-        found = mechanism.run(given, "tiled", SEEN[kind])
-        plain = mechanism.run(given, "reference", SEEN[kind])
-        exact = mechanism.run({n: x.double() for n, x in given.items()}, "reference", SEEN[kind])
-    for i, (x, y, z) in enumerate(zip(found, plain, exact, strict=True)):
+        actual = mechanism.run(inputs, "tiled", SEEN[kind])
+        plain = mechanism.run(inputs, "reference", SEEN[kind])
+        exact = mechanism.run({n: x.double() for n, x in inputs.items()}, "reference", SEEN[kind])
+    for i, (x, y, z) in enumerate(zip(actual, plain, exact, strict=True)):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert_matches_oracle(f"output {i}", x, y, z, KEYS)
 
@@ -57,10 +57,10 @@ def test_gradients_take_the_form_that_has_them(mechanism):
     with torch.no_grad():
         few = mechanism.run(tensors, "tiled")
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    found = mechanism.run(leaves, "tiled")
-    for x, y in zip(found, few, strict=True):
+    actual = mechanism.run(leaves, "tiled")
+    for x, y in zip(actual, few, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
-    grads = torch.autograd.grad(found[0].sum(), list(leaves.values()), allow_unused=True)
+    grads = torch.autograd.grad(actual[0].sum(), list(leaves.values()), allow_unused=True)
     expected = mechanism.run(
         again := {name: x.clone().requires_grad_() for name, x in tensors.items()}, "reference"
     )

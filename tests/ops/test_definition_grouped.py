@@ -140,8 +140,8 @@ def test_the_definition_by_loops(case, visible, asking):
     groups = case.make(drawn, TOKENS, visibility)
     expected = by_loops(x, groups, case, drawn, visibility, 5, asking)
     for impl in ("reference", "tiled"):
-        found = attend(x, groups, impl, asking=asking, window=5, visibility=visibility)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+        actual = attend(x, groups, impl, asking=asking, window=5, visibility=visibility)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 @each_case
@@ -193,8 +193,8 @@ def test_cross_attention_to_all_groups(case, impl):
     groups = case.make(drawn, TOKENS, source)
     real = torch.arange(9)[None] < 7
     visibility = replace(source, queries=Queries(padding=real))
-    found = attend(x, groups, impl, visibility=visibility, window=1)
-    assert not bool(found[:, :, 7:].any())
+    actual = attend(x, groups, impl, visibility=visibility, window=1)
+    assert not bool(actual[:, :, 7:].any())
     for b in range(2):
         shares = shares_by_hand(case, drawn, b, TOKENS, source)
         for h in range(4):
@@ -209,7 +209,7 @@ def test_cross_attention_to_all_groups(case, impl):
             sizes = torch.tensor([sum(g.values()) for g in shares], dtype=torch.float64).log()
             logits = x["q"][b, h] @ means[0].T / 6**0.5 + x["beta"][h] * sizes
             expected = (logits.softmax(-1) @ means[1])[:7]
-            torch.testing.assert_close(found[b, h, :7], expected, rtol=0, atol=1e-11)
+            torch.testing.assert_close(actual[b, h, :7], expected, rtol=0, atol=1e-11)
 
 
 @each_impl
@@ -218,7 +218,7 @@ def test_groups_of_a_target_ask_in_cross_attention(impl):
     groups, own = fixed_groups(4, TOKENS), fixed_groups(3, 11)
     visibility = Visibility(causal=False, queries=Queries())
     sums = summarise(x["k"], x["v"], groups)._replace(q=summarise(x["q"], x["q"], own).k)
-    found = grouped_attention(
+    actual = grouped_attention(
         x["q"], x["k"], x["v"], groups=groups, summaries=sums, query_groups=own,
         visibility=visibility, impl=impl,
     )  # fmt: skip
@@ -228,7 +228,7 @@ def test_groups_of_a_target_ask_in_cross_attention(impl):
         torch.stack(asks, 2), x["k"], x["v"], groups=groups, summaries=sums._replace(q=None),
         visibility=visibility, impl=impl,
     )  # fmt: skip
-    torch.testing.assert_close(found, alone, **EXACT)
+    torch.testing.assert_close(actual, alone, **EXACT)
 
 
 @each_case
@@ -242,8 +242,8 @@ def test_nothing_to_choose_by_gives_the_mean_of_all_that_is_seen(case, impl, vis
     groups = case.make(case.draw(2, TOKENS), TOKENS, visibility)
     seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None].double()
     expected = seen @ x["v"].repeat_interleave(2, dim=1) / seen.sum(-1, keepdim=True).clamp(min=1)
-    found = attend(x, groups, impl, window=3, visibility=visibility)
-    torch.testing.assert_close(found, expected.expand_as(found), **EXACT)
+    actual = attend(x, groups, impl, window=3, visibility=visibility)
+    torch.testing.assert_close(actual, expected.expand_as(actual), **EXACT)
     without = attend(x | {"beta": torch.zeros(4).double()}, groups, impl, window=3,
                      visibility=visibility)  # fmt: skip
     assert (without - expected).abs().max() > 0.1
@@ -259,9 +259,9 @@ def test_groups_of_the_same_token_over_and_over_are_standard_attention(name, imp
     x = tensors()
     x = x | {part: x[part][:, :, first] for part in ("k", "v")}
     del x["beta"]
-    found = attend(x, groups, impl, window=3)
+    actual = attend(x, groups, impl, window=3)
     expected = scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected, **EXACT)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @each_impl
@@ -283,8 +283,8 @@ def test_groups_of_one_token_are_standard_attention(impl, visible, asking):
     ).masked_fill(~seen.any(-1, keepdim=True), 0)
     for groups in alone:
         for window in (1, 6):
-            found = attend(x, groups, impl, window=window, visibility=visibility, asking=asking)
-            torch.testing.assert_close(found, expected, **EXACT)
+            actual = attend(x, groups, impl, window=window, visibility=visibility, asking=asking)
+            torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @each_case
@@ -299,8 +299,8 @@ def test_a_window_over_the_whole_row_is_standard_attention_in_encoders(case, imp
     expected = scaled_dot_product_attention(
         x["q"], x["k"], x["v"], attn_mask=seen | blind, enable_gqa=True
     ).masked_fill(blind, 0)
-    found = attend(x, groups, impl, window=TOKENS, visibility=visibility)
-    torch.testing.assert_close(found, expected, **EXACT)
+    actual = attend(x, groups, impl, window=TOKENS, visibility=visibility)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @each_case
@@ -309,5 +309,5 @@ def test_heads_of_a_key_head_may_stand_in_any_order(case):
     groups = case.make(case.draw(2, TOKENS), TOKENS, None)
     order = torch.tensor([1, 0, 3, 2])
     moved = x | {"q": x["q"][:, order], "beta": x["beta"][order]}
-    found, expected = (attend(y, groups, "tiled", window=3) for y in (moved, x))
-    torch.testing.assert_close(found, expected[:, order], **EXACT)
+    actual, expected = (attend(y, groups, "tiled", window=3) for y in (moved, x))
+    torch.testing.assert_close(actual, expected[:, order], **EXACT)

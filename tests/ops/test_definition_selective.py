@@ -99,11 +99,11 @@ def test_loops(kind, queries, selector, protect_first):
     state = draw(2, count, 10).abs() if queries < 10 else None
     options = {"visibility": cases(10)[kind], "protect_first": protect_first, "state": state}
     options |= {"softcap": softcap, "sinks": draw(4) if queries == 4 else None}
-    given = {} if selector == "head 0" else own
+    inputs = {} if selector == "head 0" else own
     meant = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
     expected = by_loops(q, k, v, **meant, **options)
     for impl in ("reference", "tiled"):
-        actual = selective_attention(q, k, v, **given, **options, tau=TAU, impl=impl)
+        actual = selective_attention(q, k, v, **inputs, **options, tau=TAU, impl=impl)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, **EXACT)
 
@@ -114,10 +114,10 @@ def hidden_after_each_query(impl: str, q: Tensor, k: Tensor, **options) -> Tenso
     f = torch.zeros(tokens + 1, tokens, dtype=q.dtype)
     for i in range(tokens):
         seen = k[:, :, : i + 1]
-        found = selective_attention(
+        actual = selective_attention(
             q[:, :, i : i + 1], seen, seen, state=state, impl=impl, **options
         )
-        state = found.state
+        state = actual.state
         f[i + 1, : i + 1] = state[0, 0]
     return f
 
@@ -186,14 +186,14 @@ def test_f_is_summed_in_fp32_for_half_precision(impl):
     """Each of 2047 queries adds one; a total in bfloat16 would stop at 256."""
     tokens = 2048
     one = torch.ones(1, 1, tokens, 1, dtype=torch.bfloat16)
-    found = selective_attention(one, one, one, tau=1.0, impl=impl)
-    assert found.state.dtype == torch.float32
+    actual = selective_attention(one, one, one, tau=1.0, impl=impl)
+    assert actual.state.dtype == torch.float32
     expected = torch.arange(tokens - 1, -1, -1).float()
     expected[0] = 0
-    assert torch.equal(found.state[0, 0], expected)
+    assert torch.equal(actual.state[0, 0], expected)
     # Query i has i - 2 keys hidden by at least one: all but the first, the last and itself.
     hidden = (torch.arange(tokens) - 2).clamp(min=0).float()
-    assert torch.equal(found.memory[0], hidden)
+    assert torch.equal(actual.memory[0], hidden)
 
 
 def test_a_total_is_taken_apart_again():

@@ -18,10 +18,10 @@ REFUSED = "cannot serve this .* call: .*; impl='reference' has them all"
 def functions(name: str, impl: str, dtype: torch.dtype = torch.float64):
     """The output as a function of each tensor in turn, and that tensor."""
     tensors = {part: x.to(dtype) for part, x in BY_NAME[name].draw(SHAPE).items()}
-    for given, x in tensors.items():
+    for inputs, x in tensors.items():
 
-        def function(y: Tensor, given: str = given) -> Tensor:
-            return BY_NAME[name].run(tensors | {given: y}, impl)[0]
+        def function(y: Tensor, inputs: str = inputs) -> Tensor:
+            return BY_NAME[name].run(tensors | {inputs: y}, impl)[0]
 
         yield function, x
 

@@ -132,9 +132,9 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 def test_padding_gives_zero_and_no_gradient():
     padding = ragged(40)[2]
     tensors = {name: x.half() for name, x in draw(PRE, 40, 40).items()}
-    found = with_grads(fused(Visibility(padding=padding)), tensors)
+    actual = with_grads(fused(Visibility(padding=padding)), tensors)
     for name in ("output", "grad q", "grad k", "grad v"):
-        assert bool((found[name].transpose(1, 2)[~padding] == 0).all()), name
+        assert bool((actual[name].transpose(1, 2)[~padding] == 0).all()), name
 
 
 def test_the_message_names_the_limit():
@@ -155,8 +155,8 @@ def test_the_message_names_the_limit():
 def test_registered_operators():
     tensors = {name: x.float().requires_grad_() for name, x in draw(FULL, 20, 20).items()}
     parameters = [tensors[name] for name in FULL]
-    given = (None, None, False, True, None, 0.25, False)
-    args = (*(tensors[name] for name in "qkv"), *parameters, *given)
+    inputs = (None, None, False, True, None, 0.25, False)
+    args = (*(tensors[name] for name in "qkv"), *parameters, *inputs)
     torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused.default, args)
 
 
@@ -173,9 +173,9 @@ def test_logits_are_not_rounded_before_the_softmax():
     x = tiled.operands(q, k, v, Parameters(None, None, None, None), 0.25, steps)
     (block,) = tiled._row_blocks(x, steps)
     exact = multi_token_attention_map(q.double(), k.double(), scale=0.25)
-    found = tiled._probabilities(x, steps, block).p
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).abs().max() <= 2.0**-8  # the interpreter cuts off, a GPU rounds
+    actual = tiled._probabilities(x, steps, block).p
+    assert actual.dtype == torch.bfloat16
+    assert (actual - exact).abs().max() <= 2.0**-8  # the interpreter cuts off, a GPU rounds
 
     x = torch.randn(2, 4, 10, 40).bfloat16()
     kernel, weights = torch.randn(4, 3, 5), torch.randn(1, 4, 4)
@@ -187,5 +187,5 @@ def test_gradients_of_mixing_are_not_rounded_block_by_block():
     steps = steps_of(16, torch.bfloat16)
     x, grad = (torch.randn(2, 4, 8, 16).bfloat16() for _ in range(2))
     exact = torch.einsum("boqk,biqk->oi", grad.double(), x.double())[None]
-    found = steps.mix_backward(grad, x, torch.randn(1, 4, 4))[1]
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    actual = steps.mix_backward(grad, x, torch.randn(1, 4, 4))[1]
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)

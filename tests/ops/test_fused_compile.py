@@ -24,11 +24,11 @@ def check(name: str, kernel: dict, spilled: int) -> None:
     "case", ["6x11", *(pytest.param(x, marks=pytest.mark.slow) for x in ("8x15", "fp32"))]
 )
 def test_between_the_products_of_blocks(case):
-    found = compile_case("blocks", case)
-    kinds = {name.split()[0] for name in found}
+    actual = compile_case("blocks", case)
+    kinds = {name.split()[0] for name in actual}
     convolutions = {"convolve_kernel", "kernel_gradient_kernel"}
     assert kinds == convolutions | {"blank_kernel", "softmax_kernel", "softmax_backward_kernel"}
-    for name, kernel in found.items():
+    for name, kernel in actual.items():
         # In fp32, without tensor cores, the wide loads of a kernel's gradient cost four registers.
         check(name, kernel, 16 if case == "fp32" else 0)
         on_tensor_cores = case != "fp32" and name.split()[0] in convolutions
@@ -39,10 +39,10 @@ def test_between_the_products_of_blocks(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES["selective"])
 def test_selective(case):
-    found = compile_case("selective", case)
+    actual = compile_case("selective", case)
     memory = ["remember_kernel"] if case in ("64", "96") else []
-    assert {name.split()[0] for name in found} == {*SELECTOR, *HEADS, *memory}
-    for name, kernel in found.items():
+    assert {name.split()[0] for name in actual} == {*SELECTOR, *HEADS, *memory}
+    for name, kernel in actual.items():
         check(name, kernel, SPILLED[case])
         if name.split()[0] in HEADS:  # two programs fit a multiprocessor
             assert 2 * (kernel["shared"] + RESERVED) <= SHARED_TOTAL

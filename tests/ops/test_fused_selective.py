@@ -135,15 +135,15 @@ def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
         x = cast(draw(tokens, tokens, heads=1, selectors=1, **narrow), torch.float32)
         inputs = (*(x[n] for n in ("q", "k", "v", "selector_q", "selector_k")), None, None, None)
         options = (None, 0.5, SCALE, True, list(SMALL))
-        with Largest() as made:
+        with Largest() as built:
             out, last, memory, *_ = _fused._init_fn(*inputs, *options, False)
-        forward.append(made.size)
+        forward.append(built.size)
         *_, remainder, lse, states = _fused._init_fn(*inputs, *options, True)
-        with Largest() as made:
+        with Largest() as built:
             _fused_backward._init_fn(
                 out, last, memory, out, remainder, lse, states, *inputs, *options
             )
-        backward.append(made.size)
+        backward.append(built.size)
     assert forward[1] <= 2 * forward[0] and backward[1] <= 2 * backward[0], (forward, backward)
 
 

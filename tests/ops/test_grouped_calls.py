@@ -56,9 +56,9 @@ def test_a_few_queries_are_rows_of_the_whole(case, asking, visible, dtype):
         )  # fmt: skip
 
     for count in (1, 2, 30):
-        found, plain = (run(count, impl, dtype) for impl in ("tiled", "reference"))
+        actual, plain = (run(count, impl, dtype) for impl in ("tiled", "reference"))
         exact = run(count, "reference", torch.float64)
-        assert_matches_oracle(f"{case}", found, plain, exact, 150)
+        assert_matches_oracle(f"{case}", actual, plain, exact, 150)
 
 
 @each_case
@@ -66,14 +66,14 @@ def test_a_few_queries_are_rows_of_the_whole(case, asking, visible, dtype):
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 64, 65, 129])
 def test_odd_lengths(case, impl, tokens):
     drawn, x = case.draw(2, tokens), tensors(tokens)
-    found = attend(x, case.make(drawn, tokens, None), impl, window=2)
+    actual = attend(x, case.make(drawn, tokens, None), impl, window=2)
     expected = attend(x, case.make(drawn, tokens, None), "reference", window=2)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     if tokens < 3:  # nothing is far yet
         standard = scaled_dot_product_attention(
             x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True
         )
-        torch.testing.assert_close(found, standard, **EXACT)
+        torch.testing.assert_close(actual, standard, **EXACT)
 
 
 @each_case
@@ -91,7 +91,7 @@ def test_a_batch_is_its_rows_and_two_runs_are_one(case):
 def test_local_false_leaves_the_own_token_and_the_summaries():
     x, groups = tensors(), fixed_groups(4, TOKENS)
     for impl in ("reference", "tiled"):
-        found = attend(x, groups, impl, window=1, local=False)
+        actual = attend(x, groups, impl, window=1, local=False)
         sums = summarise(x["k"], x["v"], groups, logits=x["logits"])
         seen = torch.arange(groups.count) < (torch.arange(TOKENS) // 4)[:, None]
         logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT / 6**0.5
@@ -100,7 +100,7 @@ def test_local_false_leaves_the_own_token_and_the_summaries():
         p = torch.cat([logits.masked_fill(~seen, -torch.inf), own], -1).softmax(-1)
         expected = p[..., :-1] @ sums.v.repeat_interleave(2, 1)
         expected = expected + p[..., -1:] * x["v"].repeat_interleave(2, 1)
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 def test_local_false_changes_no_cross_attention():
@@ -138,9 +138,9 @@ def test_pairs_of_a_source_and_of_rows_with_padding():
     assert score_pairs(groups, window=6, visibility=crossing, queries=9).tolist() == [9 * 5]
     padding = torch.arange(20) >= torch.tensor([[0], [5]])
     padded = fixed_groups(4, 20, visibility=Visibility(padding=padding))
-    found = score_pairs(padded, window=6, visibility=Visibility(padding=padding))
+    actual = score_pairs(padded, window=6, visibility=Visibility(padding=padding))
     alone = [score_pairs(fixed_groups(4, n), window=6).item() for n in (20, 15)]
-    assert found.tolist() == alone
+    assert actual.tolist() == alone
 
 
 def test_the_work_is_that_of_the_pairs():
@@ -262,7 +262,7 @@ def test_a_bias_and_its_gradient(case, shape, visible):
 
 def test_a_bias_is_added_to_the_logits_of_tokens_and_to_the_means_of_summaries():
     x, groups, bias = tensors(), fixed_groups(4, TOKENS), draw(1, 4, TOKENS, TOKENS)
-    found = attend(x, groups, "tiled", window=1, bias=bias)
+    actual = attend(x, groups, "tiled", window=1, bias=bias)
     sums = summarise(x["k"], x["v"], groups, logits=x["logits"])
     token = torch.arange(TOKENS)
     far = torch.arange(groups.count) < (token // 4)[:, None]
@@ -273,4 +273,4 @@ def test_a_bias_is_added_to_the_logits_of_tokens_and_to_the_means_of_summaries()
     of_tokens = x["q"] @ x["k"].repeat_interleave(2, 1).mT / 6**0.5 + bias
     logits = [of_groups.masked_fill(~far, -torch.inf), of_tokens.masked_fill(~near, -torch.inf)]
     values = torch.cat([sums.v, x["v"]], 2).repeat_interleave(2, 1)
-    torch.testing.assert_close(found, torch.cat(logits, -1).softmax(-1) @ values, **EXACT)
+    torch.testing.assert_close(actual, torch.cat(logits, -1).softmax(-1) @ values, **EXACT)

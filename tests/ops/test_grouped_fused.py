@@ -81,10 +81,10 @@ def test_the_newest_queries_and_a_query_s_own_token_alone(case, asking, queries)
     drawn, x = case.draw(2, TOKENS), tensors(TOKENS, TOKENS if asking else queries)
     groups = case.make(drawn, TOKENS, None)
     for options in ({"window": 4}, {"window": 4, "local": False}):
-        found, expected = (
+        actual, expected = (
             attend(x, groups, impl, asking=asking, **options) for impl in ("fused", "reference")
         )
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @each_case
@@ -97,15 +97,15 @@ def test_cross_attention_and_groups_of_a_target_that_ask(case):
     x = tensors(TOKENS, 11)
     sums = summarise(x["k"], x["v"], groups)
     for q, target in ((None, None), (summarise(x["q"], x["q"], own).k, own)):
-        found, expected = (
+        actual, expected = (
             grouped_attention(
                 x["q"], x["k"], x["v"], groups=groups, summaries=sums._replace(q=q),
                 query_groups=target, visibility=visibility, impl=impl,
             )
             for impl in ("fused", "reference")
         )  # fmt: skip
-        torch.testing.assert_close(found, expected, **EXACT)
-        assert not bool(found[:, :, 9:].any())
+        torch.testing.assert_close(actual, expected, **EXACT)
+        assert not bool(actual[:, :, 9:].any())
 
 
 @pytest.mark.crossed
@@ -156,6 +156,6 @@ def test_every_column_that_a_row_reaches_is_in_its_blocks(visible, window):
 
 def test_what_it_does_not_serve():
     q, bias = torch.randn(1, 2, 40, 4), torch.zeros(1, 1, 40, 40)
-    said = "impl='fused' cannot serve this grouped.*a position bias is one number per token"
-    with pytest.raises(ValueError, match=said):
+    message = "impl='fused' cannot serve this grouped.*a position bias is one number per token"
+    with pytest.raises(ValueError, match=message):
         grouped_attention(q, q, q, groups=fixed_groups(4, 40), impl="fused", bias=bias)

@@ -152,15 +152,15 @@ def test_gradients_by_finite_differences(impl, asking):
     logits, beta = draw(1, 1, 12, 3).requires_grad_(), torch.rand(2).double().requires_grad_()
     values = (q, k, v, logits, beta)
 
-    def run(*given, groups):
-        x = dict(zip(("q", "k", "v", "logits", "beta"), given, strict=True))
+    def run(*inputs, groups):
+        x = dict(zip(("q", "k", "v", "logits", "beta"), inputs, strict=True))
         return attend(x, groups, impl, asking=asking, window=2)
 
-    def cif(a, *given):
-        return run(*given, groups=cif_groups(a, longest=6))
+    def cif(a, *inputs):
+        return run(*inputs, groups=cif_groups(a, longest=6))
 
-    def slots(z, *given):
-        return run(*given, groups=slot_groups(z, block=4, slots=2))
+    def slots(z, *inputs):
+        return run(*inputs, groups=slot_groups(z, block=4, slots=2))
 
     assert torch.autograd.gradcheck(cif, (alpha, *values), eps=1e-7)
     assert torch.autograd.gradcheck(slots, (z, *values), eps=1e-7)

@@ -1,5 +1,7 @@
 """The laws that every mechanism keeps, in every implementation and precision."""
 
+from itertools import filterfalse
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,10 +9,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility
 from heedful.testing import assert_causal, assert_matches_oracle
-from helpers.mechanisms import FUSED, MECHANISMS, VISIBILITIES, Mechanism, Shape, forms, ragged
+from helpers.mechanisms import (
+    FUSED,
+    MECHANISMS,
+    TWO_SIDED,
+    VISIBILITIES,
+    Mechanism,
+    Shape,
+    forms,
+    ragged,
+)
 from helpers.oracle import against_oracle, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+with_two_sided = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
 fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
 
@@ -62,13 +74,13 @@ def assert_same(actual: Tensor, mechanism: Mechanism, tensors: dict[str, Tensor]
     assert_matches_oracle(str(mechanism), actual, plain, oracle, tensors["k"].shape[2])
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
     hold(mechanism, Shape().long(111), dtype, None)
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
     monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
@@ -99,9 +111,9 @@ def test_tiled_is_the_definition_in_fp64(mechanism, visible):
 def test_scales_that_are_not_positive(mechanism, scale):
     """Also with identity parameters, where torch's own kernel runs."""
     tensors = mechanism.draw(Shape(batch=1).long(130))
-    for given in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
-        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), given)
-        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), given)
+    for inputs in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
+        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), inputs)
+        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), inputs)
         for name, x in actual.items():
             size = expected[name].abs().max().item()
             torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
@@ -120,7 +132,7 @@ def test_transposed_inputs_give_the_same_bits(mechanism, impl):
         assert torch.equal(actual[name], x), name
 
 
-@every
+@with_two_sided
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
     hold(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
@@ -179,10 +191,14 @@ def test_negative_documents_are_padding(mechanism, impl):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in str(m)], ids=str)
+@pytest.mark.parametrize(
+    "mechanism", [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in str(m))], ids=str
+)
+@pytest.mark.parametrize("queries", [150, 70, 5])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
-def test_non_causal(mechanism, visible):
-    hold(mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
+def test_non_causal(mechanism, visible, queries):
+    shape = Shape(queries=queries, keys=150)
+    hold(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
 
 
 @every
@@ -204,16 +220,16 @@ def test_gradients_by_finite_differences(mechanism, impl, visible):
 @each_form([m for m in MECHANISMS if m.identity])
 def test_identity_parameters_are_standard_attention(mechanism, impl):
     tensors = mechanism.identity(impl.draw(mechanism, Shape(), 130))
-    found = mechanism.run(tensors, impl.name)[0]
+    actual = mechanism.run(tensors, impl.name)[0]
 
     def standard(x: dict[str, Tensor]) -> Tensor:
         return scaled_dot_product_attention(x["q"], x["k"], x["v"], is_causal=True, enable_gqa=True)
 
     exact = standard({name: x.double() for name, x in tensors.items()})
     if impl.dtype == torch.float64:
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, exact, rtol=1e-12, atol=1e-12)
     else:
-        assert_matches_oracle(str(mechanism), found, standard(tensors), exact, 130)
+        assert_matches_oracle(str(mechanism), actual, standard(tensors), exact, 130)
 
 
 @each_impl
@@ -280,15 +296,13 @@ def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted)
         mechanism.run(tensors, "fused", Visibility(mutual=torch.zeros(1, 17).long()))
 
 
-JOINING = ("conv", "post_conv")
+def joins_neighbours(mechanism: Mechanism) -> bool:
+    return not {"conv", "post_conv"}.isdisjoint(mechanism.draw(Shape()))
 
 
-@every
-@each_impl
-def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
-    """As in a cache that has let some go: what is left, in any order, is a row with padding."""
-    shape = Shape(queries=9, keys=90)
-    tensors = mechanism.draw(shape)
+def with_evicted_keys(mechanism: Mechanism):
+    """A call of 90 keys, the same of fewer in any order with their positions, and those kept."""
+    tensors = mechanism.draw(Shape(queries=9, keys=90))
     kept = torch.ones(90, dtype=torch.bool)
     kept[torch.randperm(81)[:50]] = False
     order = torch.cat([torch.randperm(int(kept.sum()) - 9), torch.arange(int(kept.sum()))[-9:]])
@@ -297,14 +311,25 @@ def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
     for name in ("k", "v", "selector_k"):
         if name in fewer:
             fewer[name] = tensors[name][:, :, places]
-    evicted = Visibility(positions=places[None], window=60)
-    if any(name in tensors for name in JOINING):
-        with pytest.raises(ValueError, match=r"conv joins neighbours, and with"):
-            mechanism.run(fewer, impl, evicted)
-        return
+    return tensors, fewer, Visibility(positions=places[None], window=60), kept
+
+
+@pytest.mark.parametrize("mechanism", [*filter(joins_neighbours, MECHANISMS)], ids=str)
+@each_impl
+def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
+    _, fewer, evicted, _ = with_evicted_keys(mechanism)
+    with pytest.raises(ValueError, match=r"conv joins neighbours, and with"):
+        mechanism.run(fewer, impl, evicted)
+
+
+@pytest.mark.parametrize("mechanism", [*filterfalse(joins_neighbours, MECHANISMS)], ids=str)
+@each_impl
+def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
+    """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
+    tensors, fewer, evicted, kept = with_evicted_keys(mechanism)
     whole = mechanism.run(tensors, impl, Visibility(padding=kept[None], window=60))
-    found = mechanism.run(fewer, impl, evicted)
-    torch.testing.assert_close(found[0], whole[0], rtol=0, atol=1e-12)
+    actual = mechanism.run(fewer, impl, evicted)
+    torch.testing.assert_close(actual[0], whole[0], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
@@ -317,8 +342,8 @@ def test_cross_attention(mechanism, impl):
     padding[0, 50:] = False
     queries = Queries(documents=of_queries, padding=(torch.arange(40) < 38)[None])
     visibility = Visibility(causal=False, documents=of_keys, padding=padding, queries=queries)
-    found = mechanism.run(tensors, impl, visibility)[0]
-    assert not bool(found[:, :, 38:].any()), "padded queries get zeros"
+    actual = mechanism.run(tensors, impl, visibility)[0]
+    assert not bool(actual[:, :, 38:].any()), "padded queries get zeros"
     for number in (0, 1):
         rows, columns = of_queries[0] == number, of_keys[0] == number
         rows[38:] = False
@@ -327,7 +352,7 @@ def test_cross_attention(mechanism, impl):
         part |= {name: tensors[name][:, :, columns] for name in ("k", "v")}
         alone = Visibility(causal=False, padding=padding[:, columns], queries=Queries())
         expected = mechanism.run(part, impl, alone)[0]
-        torch.testing.assert_close(found[:, :, rows], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(actual[:, :, rows], expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
@@ -337,8 +362,8 @@ def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries
     tensors = mechanism.draw(Shape(queries=queries, keys=50))
     plain, told = Visibility(causal=False), Visibility(causal=False, queries=Queries())
     for impl in ("reference", "tiled"):
-        found, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        actual, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     hold(mechanism, Shape(queries=queries, keys=50), torch.float32, plain)
 
 

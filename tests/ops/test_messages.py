@@ -85,11 +85,11 @@ NO_TENSORS = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_no_dense_tensor(operator, got):
     for place, name in enumerate("qkv"):
-        given = [Q, Q, Q]
-        given[place] = NO_TENSORS[got]()
+        inputs = [Q, Q, Q]
+        inputs[place] = NO_TENSORS[got]()
         function = {"differential_attention": _differential}.get(operator, OPERATORS[operator])
         with pytest.raises(ValueError, match=rf"^{name} must be .* got {got}"):
-            function(*given)
+            function(*inputs)
 
 
 def _differential(q, k, v):

@@ -40,12 +40,12 @@ def in_pieces(lengths: list[int], x: dict[str, Tensor], impl: str, visibility: V
             name: t[:, :, old:done] if name in ("q", "selector_q") else t[:, :, :done]
             for name, t in x.items()
         }
-        found = selective_attention(
+        actual = selective_attention(
             **piece, state=state, tau=0.5, visibility=upto(visibility, done), impl=impl
         )
-        state = found.state
-        outputs.append(found.output)
-        memories.append(found.memory)
+        state = actual.state
+        outputs.append(actual.output)
+        memories.append(actual.memory)
     return torch.cat(outputs, 2), state, torch.cat(memories, 1)
 
 
@@ -66,12 +66,12 @@ def test_selective_segments_with_state_are_the_whole(impl, kind, selectors):
     leaves = [t.requires_grad_() for t in x.values()]
 
     def with_grads(lengths: list[int]):
-        found = in_pieces(lengths, x, impl, VISIBILITIES[kind])
+        actual = in_pieces(lengths, x, impl, VISIBILITIES[kind])
         generator = torch.Generator().manual_seed(1)
         loss = sum(
-            (t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in found
+            (t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in actual
         )
-        return *found, *torch.autograd.grad(loss, leaves)
+        return *actual, *torch.autograd.grad(loss, leaves)
 
     whole = with_grads([TOKENS])
     for lengths in PIECES:

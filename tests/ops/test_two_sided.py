@@ -5,17 +5,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Visibility, multi_token_attention
-from helpers.mechanisms import TWO_SIDED, VISIBILITIES, Mechanism, Shape, ragged
-from helpers.oracle import EXACT, against_oracle, draw
+from helpers.mechanisms import TWO_SIDED, Shape, ragged
+from helpers.oracle import EXACT, draw
 
 every = pytest.mark.parametrize("mechanism", TWO_SIDED, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
-BOTH_WAYS = {name: make for name, make in VISIBILITIES.items() if "both" in name}
-
-
-def hold(mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility: Visibility) -> None:
-    functions = (lambda x, i=i: mechanism.run(x, i, visibility) for i in ("tiled", "reference"))
-    against_oracle(*functions, mechanism.draw(shape), dtype, f"{mechanism} {shape}")
 
 
 def test_the_definition_entry_by_entry():
@@ -36,30 +30,11 @@ def test_the_definition_entry_by_entry():
             if 0 <= i + r < 7:
                 a[i] += post[0, r + 2, 0] * p[i + r]
     for impl in ("reference", "tiled"):
-        found = multi_token_attention(
+        actual = multi_token_attention(
             q, k, v, conv=conv, post_conv=post, two_sided=True, scale=1.0, impl=impl,
             visibility=Visibility(causal=False),
         )  # fmt: skip
-        torch.testing.assert_close(found[0, 0], a @ v[0, 0], **EXACT)
-
-
-@every
-@pytest.mark.parametrize("visible", BOTH_WAYS)
-@pytest.mark.parametrize("queries", [150, 70, 5])
-def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, visible, queries):
-    hold(mechanism, Shape(queries=queries, keys=150), torch.float32, BOTH_WAYS[visible](150))
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(mechanism, dtype):
-    hold(mechanism, Shape().long(111), dtype, Visibility(causal=False))
-
-
-@every
-@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
-def test_odd_lengths(mechanism, tokens):
-    hold(mechanism, Shape(batch=1).long(tokens), torch.float32, Visibility(causal=False))
+        torch.testing.assert_close(actual[0, 0], a @ v[0, 0], **EXACT)
 
 
 @every
@@ -103,14 +78,14 @@ def test_documents_and_padded_rows_are_rows_alone(mechanism, impl):
     x = mechanism.draw(Shape().long(100))
     (_, documents, padding), per_token = ragged(100), mechanism.per_token
     visibility = Visibility(causal=False, documents=documents, padding=padding)
-    found = mechanism.run(x, impl, visibility)[0]
+    actual = mechanism.run(x, impl, visibility)[0]
     for row in range(2):
-        assert not bool(found[row][:, ~padding[row]].any())
+        assert not bool(actual[row][:, ~padding[row]].any())
         for number in (0, 1):
             own = padding[row] & (documents[row] == number)
             alone = {n: t[row : row + 1, :, own] if n in per_token else t for n, t in x.items()}
             expected = mechanism.run(alone, impl)[0][0]
-            torch.testing.assert_close(found[row][:, own], expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(actual[row][:, own], expected, rtol=0, atol=1e-12)
 
 
 def test_what_two_sided_refuses(interpreted):

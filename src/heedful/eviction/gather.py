@@ -30,11 +30,6 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
-    if layer.keys_per_head > 1:
-        raise ValueError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, which counts rotary positions "
-            "along the sequence; leave eviction out"
-        )
     if policy.reads_hidden and not layer.keeps:
         raise ValueError(
             f"eviction: {name} needs a mechanism that hides tokens (selective attention), and "

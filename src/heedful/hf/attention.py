@@ -180,7 +180,7 @@ def _has_no_cross_bias(module: nn.Module, layer: Layer) -> bool:
 def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:
     shape = layer.shape
     heads = query.shape[1] // layer.queries_per_head
-    actual = (heads, key.shape[1] // layer.keys_per_head, query.shape[3])
+    actual = (heads, key.shape[1], query.shape[3])
     if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_shape:
         raise ValueError(
             f"{type(module).__name__} attends with {actual[0]} heads, {actual[1]} key heads and "

@@ -117,9 +117,9 @@ def fingerprint(model: nn.Module) -> dict:
 
 def is_of(saved: object, model: nn.Module) -> bool:
     """Whether a fingerprint is this model's, be it in another precision."""
-    found = fingerprint(model)
-    if not isinstance(saved, dict) or saved.get("sizes") != found["sizes"]:
+    own = fingerprint(model)
+    if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
         return False
-    pairs = zip(saved.get("weights") or (), found["weights"], strict=False)
+    pairs = zip(saved.get("weights") or (), own["weights"], strict=False)
     near = [math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7) for a, b in pairs]
     return len(near) == _NUMBERS and all(near)

@@ -56,10 +56,10 @@ def load(
     config = AutoConfig.for_model(**inner | {"architectures": named})
     family = _family(inner, config)
     # The mechanism's parameters are expected here, so transformers need not report them.
-    model, found = ignoring(family, r"\.heedful\.").from_pretrained(
+    model, report = ignoring(family, r"\.heedful\.").from_pretrained(
         folder, config=config, output_loading_info=True, **options
     )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
@@ -143,8 +143,8 @@ def saved_conversion(folder: Path) -> dict:
     about = saved.get("heedful")
     version = about.get("format") if isinstance(about, dict) else None
     if version == 1:  # one mechanism for all of its layers
-        one = {name: about.get(name) for name in ("mechanism", "layers")}
-        about = {"format": FORMAT, "mechanisms": [one], "base": about.get("base")}
+        entry = {name: about.get(name) for name in ("mechanism", "layers")}
+        about = {"format": FORMAT, "mechanisms": [entry], "base": about.get("base")}
         version = FORMAT
     if version != FORMAT:
         raise ValueError(

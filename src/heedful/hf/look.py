@@ -82,8 +82,8 @@ def look_into(
     Raises:
         ValueError: as `look`, or a layer is none of the model's.
     """
-    taken, seen = _seen(model, input_ids, layers)
-    return ((index, _look(taken[index], *seen[index], steps)) for index in sorted(taken))
+    taken, calls = _seen(model, input_ids, layers)
+    return ((index, _look(taken[index], *calls[index], steps)) for index in sorted(taken))
 
 
 @torch.no_grad()
@@ -91,12 +91,12 @@ def _seen(
     model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], wanted: Sequence[int]
 ) -> tuple[dict[int, Layer], dict[int, tuple]]:
     """The layers by index, and what each was called with."""
-    found = [getattr(module, NAME, None) for module in model.modules()]
-    found = [layer for layer in found if isinstance(layer, nn.Module)]
-    layers = {layer.shape.layer: layer for layer in found}
+    layers_of_model = [getattr(module, NAME, None) for module in model.modules()]
+    layers_of_model = [layer for layer in layers_of_model if isinstance(layer, nn.Module)]
+    layers = {layer.shape.layer: layer for layer in layers_of_model}
     if not layers:
         raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
-    if len({layer.shape.role for layer in found}) > 1:
+    if len({layer.shape.role for layer in layers_of_model}) > 1:
         raise ValueError(
             f"model must be one stack of layers, and {type(model).__name__} has an encoder or "
             "cross-attention beside its decoder, which look at two rows: look at its encoder alone"
@@ -108,10 +108,10 @@ def _seen(
             known = ", ".join(map(str, sorted(layers)))
             raise ValueError(f"layers must be converted ones ({known}), got {index}")
     layers = {index: layers[index] for index in wanted or layers}
-    seen: dict[int, tuple] = {}
+    calls: dict[int, tuple] = {}
     hooks = [
         layer.register_forward_pre_hook(
-            lambda _, given, options, index=index: seen.update({index: (given, options)}),
+            lambda _, qkv, options, index=index: calls.update({index: (qkv, options)}),
             with_kwargs=True,
         )
         for index, layer in layers.items()
@@ -123,30 +123,32 @@ def _seen(
         model.train(training)
         for hook in hooks:
             hook.remove()
-    return layers, seen
+    return layers, calls
 
 
 @torch.no_grad()
-def _look(layer: Layer, given: tuple, options: dict, steps: bool) -> LayerLook:
-    q, k = given[0].float(), given[1].float()
+def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
+    q, k = qkv[0].float(), qkv[1].float()
     maps = layer.maps(q, k, **options)
     weights = maps.weights[0].cpu()
-    seen = LayerLook(weights, heads_per_map=layer.shape.heads // len(weights))
+    look = LayerLook(weights, heads_per_map=layer.shape.heads // len(weights))
     if maps.hiding is not None:
         hiding = maps.hiding[0].cpu()
-        seen = seen._replace(hiding=hiding, hidden=hiding.sum(1))
+        look = look._replace(hiding=hiding, hidden=hiding.sum(1))
     if isinstance(layer, MultiTokenAttention):
-        found = {name: getattr(layer, name) for name in ("conv", "post_conv", "mix", "post_mix")}
-        copies = {name: None if x is None else x.cpu().clone() for name, x in found.items()}
-        seen = seen._replace(**copies, two_sided=layer.two_sided)
+        parameters = {
+            name: getattr(layer, name) for name in ("conv", "post_conv", "mix", "post_mix")
+        }
+        copies = {name: None if x is None else x.cpu().clone() for name, x in parameters.items()}
+        look = look._replace(**copies, two_sided=layer.two_sided)
     if maps.groups is not None:
         there = maps.groups.there[0]
         spans = torch.stack([maps.groups.start[0][there], maps.groups.end[0][there]], dim=1)
-        seen = seen._replace(groups=spans.cpu())
+        look = look._replace(groups=spans.cpu())
     if steps:
         on_the_way = [x._replace(map=x.map[0].cpu()) for x in layer.steps(q, k, **options)]
-        seen = seen._replace(steps=on_the_way)
-    return seen
+        look = look._replace(steps=on_the_way)
+    return look
 
 
 @torch.no_grad()
@@ -166,12 +168,12 @@ def held_over_time(
     cache = new_cache(model, eviction)
     length = input_ids.shape[1]
     indices = [i for i, layer in enumerate(cache.layers) if isinstance(layer, AttentionCache)]
-    found = {index: torch.zeros(length, length, dtype=torch.bool) for index in indices}
+    cached = {index: torch.zeros(length, length, dtype=torch.bool) for index in indices}
     training = model.training
     model.eval()
     for t in range(length):
         model(input_ids=input_ids[:, t : t + 1].to(model.device), **cache_argument(model, cache))
         for index, at in zip(indices, cache.positions(), strict=True):
-            found[index][t, at[0].cpu()] = True
+            cached[index][t, at[0].cpu()] = True
     model.train(training)
-    return found
+    return cached

@@ -73,14 +73,14 @@ def _compare(model: PreTrainedModel, before: Ways, after: Ways) -> None:
     for way, expected in before.items():
         if isinstance(expected, Exception):
             continue  # what the model itself cannot do is not compared
-        found = after[way]
-        if isinstance(found, ValueError):
-            refusals.append(found)  # at the call, by name
-        elif isinstance(found, Exception):
-            raise _unproven(model, f"{way}: {type(found).__name__}: {found}") from found
-        elif not torch.equal(found, expected):
-            same = found.shape == expected.shape
-            error = (found - expected).abs().max().item() if same else math.nan
+        result = after[way]
+        if isinstance(result, ValueError):
+            refusals.append(result)  # at the call, by name
+        elif isinstance(result, Exception):
+            raise _unproven(model, f"{way}: {type(result).__name__}: {result}") from result
+        elif not torch.equal(result, expected):
+            same = result.shape == expected.shape
+            error = (result - expected).abs().max().item() if same else math.nan
             raise _unproven(model, f"{way}: the outputs differ by {error:.2g}")
     if len(refusals) == sum(not isinstance(x, Exception) for x in before.values()):
         raise _unproven(model, str(refusals[0])) from refusals[0]
@@ -181,11 +181,11 @@ def _stock(
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None:
         causal = getattr(module, "is_causal", True)
-        seen = Visibility(causal=causal and queries > 1).dense(queries, keys, query.device)
+        visible = Visibility(causal=causal and queries > 1).dense(queries, keys, query.device)
     else:
-        seen = attention_mask[:, 0, :, :keys]
+        visible = attention_mask[:, 0, :, :keys]
     inputs = LayerInputs(bias=position_bias, softcap=softcap, sinks=s_aux)
-    return _attend(query, key, value, seen, scaling, inputs).transpose(1, 2).contiguous(), None
+    return _attend(query, key, value, visible, scaling, inputs).transpose(1, 2).contiguous(), None
 
 
 def _converted(
@@ -200,15 +200,15 @@ def _converted(
 ) -> LayerOutput:
     """Stands in for the forward of a layer."""
     visibility = Visibility() if visibility is None else visibility
-    seen = visibility.dense(q.shape[2], k.shape[2], q.device)
-    return LayerOutput(_attend(q, k, v, seen, scale, inputs))
+    visible = visibility.dense(q.shape[2], k.shape[2], q.device)
+    return LayerOutput(_attend(q, k, v, visible, scale, inputs))
 
 
 def _attend(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
-    seen: Bool[Tensor, "#B Tq Tk"],
+    visible: Bool[Tensor, "#B Tq Tk"],
     scale: float | None,
     inputs: LayerInputs,
 ) -> Float[Tensor, "B H Tq Dv"]:
@@ -217,11 +217,11 @@ def _attend(
     wide = torch.promote_types(q.dtype, torch.float32)
     per_head = q.shape[1] // k.shape[1]
     k, v = (x.to(wide).repeat_interleave(per_head, 1) for x in (k, v))
-    seen = seen.expand(q.shape[0], -1, -1)
+    visible = visible.expand(q.shape[0], -1, -1)
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     for b in range(q.shape[0]):
         for i in range(q.shape[2]):
-            keys = seen[b, i].nonzero()[:, 0]
+            keys = visible[b, i].nonzero()[:, 0]
             if not len(keys):
                 continue
             logits = (k[b][:, keys] @ q[b, :, i, :, None].to(wide))[..., 0] * scale

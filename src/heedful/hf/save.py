@@ -55,15 +55,15 @@ def save_converted(
     if folder.is_file():
         raise ValueError(f"save_directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as made:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         converted = use_cache_settings(model), model.config.architectures
         set_use_cache(model, conversion._stock.use_cache)
         try:
-            save(made, **options)
+            save(staging, **options)
         finally:
             set_use_cache(model, converted[0])
             model.config.architectures = converted[1]
-        written = Path(made) / "config.json"
+        written = Path(staging) / "config.json"
         if written.exists():  # only the main process of a distributed run writes
             inner = json.loads(written.read_text())
             inner["architectures"] = [base.__name__]
@@ -85,11 +85,11 @@ def save_converted(
                 },
             }
             written.write_text(json.dumps(outer, indent=2) + "\n")
-            (Path(made) / SHIM).write_text(SHIM_TEXT)
+            (Path(staging) / SHIM).write_text(SHIM_TEXT)
         if written.exists():
-            _carry_budgets(model, folder, Path(made), changed="state_dict" in options)
+            _carry_budgets(model, folder, Path(staging), changed="state_dict" in options)
         # config.json first: from then on no stock loader can take the folder for a stock model.
-        files = sorted(Path(made).iterdir(), key=lambda path: path.name != "config.json")
+        files = sorted(Path(staging).iterdir(), key=lambda path: path.name != "config.json")
         for path in files:
             if (target := folder / path.name).is_dir():
                 shutil.rmtree(target)
@@ -104,11 +104,11 @@ def _where(roles: tuple[Role, ...]) -> dict:
     return {} if roles == ("decoder",) else {"where": list(roles)}
 
 
-def _carry_budgets(model: PreTrainedModel, folder: Path, made: Path, changed: bool) -> None:
+def _carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:
     """Budgets go with the weights that they were searched for, and with no others."""
     own = None if changed or model._heedful.eviction is None else model._heedful._budgets
     if own is not None and beside.is_of(json.loads(own)["model"], model):
-        (made / beside.NAME).write_text(own)
+        (staging / beside.NAME).write_text(own)
         return
     old = folder / beside.NAME
     if old.is_file() and (changed or not beside.belongs(old, model)):

@@ -223,7 +223,7 @@ class GroupedAttention(Layer):
                 f"{inputs.dropout}; take another mechanism"
             )
         visibility = self._seen(visibility)
-        groups, features, report = self._made(q, k, visibility, inputs)
+        groups, features, report = self._grouped(q, k, visibility, inputs)
         summaries = self.summaries(q, k, v, groups, features.pooling, inputs)
         out = self.attend(
             q, k, v, groups, summaries, visibility=visibility, scale=scale, bias=inputs.bias
@@ -264,7 +264,7 @@ class GroupedAttention(Layer):
             impl=self.impl,
         )
 
-    def _made(self, q: Tensor, k: Tensor, visibility: Visibility | None, inputs: LayerInputs):
+    def _grouped(self, q: Tensor, k: Tensor, visibility: Visibility | None, inputs: LayerInputs):
         """Groups of whole rows, made once for all layers that have the same; features; report."""
         check_inputs(self, inputs)
         if q.shape[2] != k.shape[2] and self.shape.role != "cross":
@@ -279,9 +279,9 @@ class GroupedAttention(Layer):
         features = Features(pooling=self.pooling_features(inputs.input))
 
         def make():
-            made = self.grouping.features(inputs)
-            groups = self.grouping.groups(made, places)
-            return groups, self.grouping.report(made, groups, places)
+            of_tokens = self.grouping.features(inputs)
+            groups = self.grouping.groups(of_tokens, places)
+            return groups, self.grouping.report(of_tokens, groups, places)
 
         groups, report = self.shared(inputs, f"groups on {k.device}", make)
         return groups, features, report if self.learns_groups else None
@@ -379,17 +379,17 @@ class GroupedAttention(Layer):
         What attention inside a group moves between its members is not counted.
         """
         visibility = self._seen(visibility)
-        groups, features, _ = self._made(q, k, visibility, inputs)
+        groups, features, _ = self._grouped(q, k, visibility, inputs)
         tokens = k.shape[2]
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        found = self.summaries(q, k, k, groups, features.pooling, inputs)
+        summaries = self.summaries(q, k, k, groups, features.pooling, inputs)
         weights = self._weights(groups, features.pooling)
         weights = weights.mean(-1) if weights.ndim == 5 else weights
         rows = eye.transpose(1, 2).flatten(2)
         spread = gather_members(rows, groups).unflatten(-1, (k.shape[1], tokens))
-        found = found._replace(v=pooled(spread, weights))
+        summaries = summaries._replace(v=pooled(spread, weights))
         options = {"visibility": visibility, "scale": scale, "bias": inputs.bias}
-        return Maps(self.attend(q, k, eye, groups, found, **options), groups=groups)
+        return Maps(self.attend(q, k, eye, groups, summaries, **options), groups=groups)
 
 
 def _roles(config: Grouped) -> tuple[Role, ...]:
@@ -412,6 +412,6 @@ def _centre(groups: Groups, positions: Int[Tensor, "#B T"]) -> Float[Tensor, "B 
     at, share = groups.members
     rows = max(len(at), len(positions))
     flat = at.expand(rows, -1, -1).flatten(1)
-    found = positions.expand(rows, -1).gather(1, flat).view(rows, *at.shape[1:])
+    spread = positions.expand(rows, -1).gather(1, flat).view(rows, *at.shape[1:])
     total = share.sum(-1)
-    return (found * share).sum(-1) / total.masked_fill(total == 0, 1)
+    return (spread * share).sum(-1) / total.masked_fill(total == 0, 1)

@@ -45,8 +45,8 @@ class Shared:
     def __getitem__(self, key: object) -> object:
         return self._kept[key]
 
-    def __setitem__(self, key: object, made: object) -> None:
-        self._kept[key] = made
+    def __setitem__(self, key: object, value: object) -> None:
+        self._kept[key] = value
 
 
 class LayerInputs(NamedTuple):
@@ -212,8 +212,7 @@ class Layer(nn.Module):
     needs: what `forward` gets in `inputs`; `"unprojected"` asks for calls of `before_projection`,
         `"unrotated"` for those of `before_rotation`.
     past_inputs: how many earlier tokens' rows these two read, in causal self-attention.
-    queries_per_head, keys_per_head: how many queries, and keys and values, per head
-        `before_rotation` makes of one, and `forward` gets.
+    queries_per_head: how many queries per head `before_rotation` makes of one, and `forward` gets.
     past_queries: how many earlier query rows the newest output depends on.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
         `LayerOutput`, and what `beside` gives.
@@ -240,7 +239,6 @@ class Layer(nn.Module):
     needs: frozenset[Need] = frozenset()
     past_inputs: int = 0
     queries_per_head: int = 1
-    keys_per_head: int = 1
     past_queries: int = 0
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
@@ -280,7 +278,7 @@ class Layer(nn.Module):
     ) -> Float[Tensor, "B T n*H D"]:
         """Queries, keys or values as the projection gave them, before norms and rotation.
 
-        `queries_per_head` and `keys_per_head` come back for each, those of one head side by side.
+        Of queries, `queries_per_head` come back for each, those of one head side by side.
         """
         return x
 

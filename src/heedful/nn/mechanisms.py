@@ -187,12 +187,12 @@ _KINDS = {type(row.config).__name__: type(row.config) for row in TABLE}
 
 def mechanism(name: str) -> Mechanism:
     """The configuration behind a name of the table; an unknown one raises with the nearest."""
-    found = next((row.config for row in TABLE if row.name == name), None)
-    if found is None:
+    config = next((row.config for row in TABLE if row.name == name), None)
+    if config is None:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"mechanism must be one of {', '.join(NAMES)}, got {name!r}{hint}")
-    return found
+    return config
 
 
 def to_json(config: Mechanism) -> dict:

@@ -262,14 +262,14 @@ class MultiTokenAttention(Layer):
         self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS
     ) -> list[Step]:
         """Logits as they are, convolved and mixed; the softmax and what its convolution makes."""
-        found: dict[str, Tensor] = {}
-        self._map(q, k, visibility, scale, inputs, found)
+        maps: dict[str, Tensor] = {}
+        self._map(q, k, visibility, scale, inputs, maps)
         if self.post_conv is None and self.post_mix is None:
-            del found["softmax"]  # these are the weights
+            del maps["softmax"]  # these are the weights
         elif self.post_mix is None:
-            del found["post_conv"]
+            del maps["post_conv"]
         return [
-            Step(_NAMES[name], x, name in ("logits", "conv", "mix")) for name, x in found.items()
+            Step(_NAMES[name], x, name in ("logits", "conv", "mix")) for name, x in maps.items()
         ]
 
     def _map(

@@ -107,7 +107,7 @@ class SelectiveAttention(Layer):
     ) -> LayerOutput:
         """Attention with what earlier tokens have hidden; `state` is F of every key."""
         selector_q, selector_k = self.selectors(q, k, inputs)
-        found = selective_attention(
+        result = selective_attention(
             q,
             k,
             v,
@@ -124,7 +124,7 @@ class SelectiveAttention(Layer):
             scale=scale,
             impl=self.impl,
         )
-        return LayerOutput(found.output, found.state, found.memory)
+        return LayerOutput(result.output, result.state, result.memory)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""

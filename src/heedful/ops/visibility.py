@@ -101,12 +101,12 @@ class Visibility:
 
     def _tensors(self) -> dict[str, Tensor]:
         """The tensors that are given, by name."""
-        found = {name: getattr(self, name) for name in _PER_TOKEN}
+        tensors = {name: getattr(self, name) for name in _PER_TOKEN}
         if self.queries is not None:
             if not isinstance(self.queries, Queries):
                 raise ValueError(f"queries must be a Queries or None, got {shown(self.queries)}")
-            found |= {f"queries.{name}": x for name, x in self.queries._asdict().items()}
-        return {name: x for name, x in found.items() if x is not None}
+            tensors |= {f"queries.{name}": x for name, x in self.queries._asdict().items()}
+        return {name: x for name, x in tensors.items() if x is not None}
 
     def _check_places(self) -> None:
         """Raise where positions or queries leave open who sees whom."""

@@ -65,14 +65,15 @@ def test_it_goes_on_greedily_and_counts_the_cache(folders, name):
     assert generation.tokens_per_second > 0
 
 
-@pytest.mark.parametrize("name", get_args(EvictionName))
+def test_no_eviction_is_the_default_without_a_budget(folders):
+    default, none = (
+        generation_of(folders / "selective", **x)[0] for x in ({}, {"eviction": "none"})
+    )
+    assert none == default._replace(tokens_per_second=none.tokens_per_second)
+
+
+@pytest.mark.parametrize("name", sorted({*get_args(EvictionName)} - {"none"}))
 def test_every_policy_can_be_named(folders, name):
-    if name == "none":
-        generation, _ = generation_of(folders / "selective", eviction="none")
-        assert generation == generation_of(folders / "selective")[0]._replace(
-            tokens_per_second=generation.tokens_per_second
-        )
-        return
     generation, _ = generation_of(
         folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
     )

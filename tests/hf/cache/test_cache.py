@@ -33,8 +33,8 @@ def test_cached_steps_are_the_full_forward(name, family):
     ids = tokens(2, 19)
     expected = logits(model, ids)
     for cache in (None, heedful.new_cache(model), DynamicCache(config=model.config)):
-        found = in_steps(model, ids, [6, 1, 1, 5, 1, 1, 1, 1, 2], cache)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+        actual = in_steps(model, ids, [6, 1, 1, 5, 1, 1, 1, 1, 2], cache)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -42,9 +42,9 @@ def test_cached_steps_are_the_full_forward(name, family):
 def test_padded_rows_in_steps_are_the_full_forward(name, family):
     model, ids, mask = converted(name, family), tokens(3, 17), ragged_mask(3, 17)
     expected = logits(model, ids, attention_mask=mask)
-    found = in_steps(model, ids, [9, 1, 4, 1, 1, 1], attention_mask=mask)
+    actual = in_steps(model, ids, [9, 1, 4, 1, 1, 1], attention_mask=mask)
     real = mask.bool()
-    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
+    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
 
 
 @pytest.mark.crossed
@@ -59,8 +59,8 @@ def test_padding_anywhere_in_steps_is_the_full_forward(name, family, rows):
     row, real = ids[rows], mask[rows].bool()
     expected = logits(model, row, attention_mask=mask[rows])
     for sizes in ([23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23):
-        found = in_steps(model, row, sizes, attention_mask=mask[rows])
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
+        actual = in_steps(model, row, sizes, attention_mask=mask[rows])
+        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
 
 
 MODES = {
@@ -81,15 +81,15 @@ def test_every_mode_of_generate_is_the_uncached_one(name, mode, family):
     """Token for token in fp32, in a batch of ragged prompts."""
     model = converted(name, family, dtype=torch.float32)
     ids, mask = tokens(3, 11), ragged_mask(3, 11)
-    found, expected = [], None
+    actual, expected = [], None
     for use_cache in (True, False):
         options = dict(MODES[mode])
         if not use_cache:
             options.pop("prefill_chunk_size", None)
         torch.manual_seed(0)
-        found.append(greedy(model, ids, 9, attention_mask=mask, use_cache=use_cache, **options))
-    expected = found.pop()
-    assert torch.equal(found[0], expected)
+        actual.append(greedy(model, ids, 9, attention_mask=mask, use_cache=use_cache, **options))
+    expected = actual.pop()
+    assert torch.equal(actual[0], expected)
 
 
 DRAFTS = {
@@ -109,14 +109,14 @@ GIVEN = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("inputs", GIVEN)
 @pytest.mark.parametrize("name", FEW)
-def test_assisted_decoding_is_greedy_decoding(name, given, draft, family):
+def test_assisted_decoding_is_greedy_decoding(name, inputs, draft, family):
     model, ids = converted(name, family), tokens(1, 9)
     expected = greedy(model, ids, 14, use_cache=False)
-    cache = GIVEN[given](model)
-    found = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
-    assert torch.equal(found, expected)
+    cache = GIVEN[inputs](model)
+    actual = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
+    assert torch.equal(actual, expected)
     if cache:
         assert cache["cache"].get_seq_length() == expected.shape[1] - 1
 
@@ -127,9 +127,9 @@ def test_a_cache_goes_on_over_several_turns(name):
     cache = heedful.new_cache(model)
     ids = tokens(1, 6)
     for turn in (5, 3, 7):
-        found = greedy(model, ids, 4, cache=cache)
-        assert torch.equal(found, greedy(model, ids, 4, use_cache=False))
-        ids = torch.cat([found, tokens(1, turn)], dim=1)
+        actual = greedy(model, ids, 4, cache=cache)
+        assert torch.equal(actual, greedy(model, ids, 4, use_cache=False))
+        ids = torch.cat([actual, tokens(1, turn)], dim=1)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -140,8 +140,8 @@ def test_a_prompt_is_read_once_for_several_answers(name):
     in_steps(model, ids, [8], cache)
     for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
         longer = torch.cat([ids, tokens(2, 3)], dim=1)
-        found = greedy(model, longer, 4, cache=again)
-        assert torch.equal(found, greedy(model, longer, 4, use_cache=False))
+        actual = greedy(model, longer, 4, cache=again)
+        assert torch.equal(actual, greedy(model, longer, 4, use_cache=False))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -155,12 +155,12 @@ def test_rows_are_repeated_chosen_and_reordered_whole(name):
     for layer in cache.layers:
         layer.offload()
         layer.prefetch()
-    found = in_steps(model, ids.flip(0)[:, 7:], [1, 1, 3], cache)
-    torch.testing.assert_close(found, logits(model, ids.flip(0))[:, 7:], rtol=0, atol=1e-11)
+    actual = in_steps(model, ids.flip(0)[:, 7:], [1, 1, 3], cache)
+    torch.testing.assert_close(actual, logits(model, ids.flip(0))[:, 7:], rtol=0, atol=1e-11)
     cache.reset()
     assert cache.get_seq_length() == 0 and cache.nbytes == 0
-    found = in_steps(model, ids, [7, 5], cache)
-    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-11)
+    actual = in_steps(model, ids, [7, 5], cache)
+    torch.testing.assert_close(actual, logits(model, ids), rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -180,8 +180,8 @@ def test_calls_can_be_taken_back(name, family):
             cache.crop(-back)
             at += length - back
             assert cache.get_seq_length() == at
-        found = in_steps(model, ids[:, at:], [1, 24 - at - 1], cache)
-        torch.testing.assert_close(found, expected[:, at:], rtol=0, atol=1e-11)
+        actual = in_steps(model, ids[:, at:], [1, 24 - at - 1], cache)
+        torch.testing.assert_close(actual, expected[:, at:], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["selective", "selective-extra"])
@@ -193,8 +193,8 @@ def test_a_long_call_can_be_taken_back_in_part(name):
     cache.activate_past_recording()
     in_steps(model, torch.cat([ids[:, :280], tokens(1, 5)], 1), [285], cache)
     cache.crop(-5)
-    found = in_steps(model, ids[:, 280:], [20], cache)
-    torch.testing.assert_close(found, logits(model, ids)[:, 280:], rtol=0, atol=1e-10)
+    actual = in_steps(model, ids[:, 280:], [20], cache)
+    torch.testing.assert_close(actual, logits(model, ids)[:, 280:], rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="crop can take back 20 tokens here, asked for 21"):
         cache.crop(-21)
 
@@ -235,8 +235,8 @@ def test_another_batch_is_refused_before_canon_keeps_its_rows():
     in_steps(model, ids[:, :5], [5], cache)
     with pytest.raises(ValueError, match="has a batch of 1 sequences and the call has 2"):
         model(input_ids=tokens(2, 1), cache=cache)
-    found = in_steps(model, ids[:, 5:], [1, 3], cache)
-    torch.testing.assert_close(found, logits(model, ids)[:, 5:], rtol=0, atol=1e-11)
+    actual = in_steps(model, ids[:, 5:], [1, 3], cache)
+    torch.testing.assert_close(actual, logits(model, ids)[:, 5:], rtol=0, atol=1e-11)
 
 
 def test_canon_keeps_three_rows_beside_keys_and_values():
@@ -296,11 +296,11 @@ def test_gradients_go_through_a_cache(name):
 @pytest.mark.parametrize("name", ["selective", *GROUPED])
 def test_gradients_of_a_call_outlive_later_calls(name):
     model, ids = converted(name).train(), tokens(1, 20)
-    expected, found = (model(input_ids=ids, use_cache=True) for _ in range(2))
+    expected, actual = (model(input_ids=ids, use_cache=True) for _ in range(2))
     with torch.no_grad():
-        in_steps(model, ids[:, :8], [1] * 8, cache_of(found))
+        in_steps(model, ids[:, :8], [1] * 8, cache_of(actual))
     own = list(model.model.layers[0].self_attn.parameters())[:3]
-    grads = [torch.autograd.grad(out.logits.square().sum(), own) for out in (expected, found)]
+    grads = [torch.autograd.grad(out.logits.square().sum(), own) for out in (expected, actual)]
     torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
@@ -322,8 +322,8 @@ def test_summaries_leave_for_the_cpu_after_they_are_attended_to(monkeypatch):
     monkeypatch.setattr(SummaryCache, "update", and_offload)
     monkeypatch.setattr(SummaryCache, "_move", to)
     cache = heedful.new_cache(model)
-    found = in_steps(model, ids, [5, 7], cache)
-    torch.testing.assert_close(found, logits(model, ids), rtol=0, atol=1e-11)
+    actual = in_steps(model, ids, [5, 7], cache)
+    torch.testing.assert_close(actual, logits(model, ids), rtol=0, atol=1e-11)
     assert len(moved) == 3 + 6 and all(pending == 0 for _, pending in moved)
 
 
@@ -337,8 +337,8 @@ def test_a_cache_from_a_file_cannot_take_back_a_part_of_a_call():
         again.crop(-3)
     in_steps(model, ids[:, 10:14], [4], again)
     again.crop(-3)
-    found = in_steps(model, ids[:, 11:], [9], again)
-    torch.testing.assert_close(found, logits(model, ids)[:, 11:], rtol=0, atol=1e-11)
+    actual = in_steps(model, ids[:, 11:], [9], again)
+    torch.testing.assert_close(actual, logits(model, ids)[:, 11:], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -367,8 +367,8 @@ def test_a_used_plain_cache_is_refused(name):
 def test_a_used_plain_cache_serves_what_needs_no_more():
     model, ids = converted("standard"), tokens(1, 9)
     cache = cache_of(heedful.revert(twin(model))(input_ids=ids[:, :5], use_cache=True))
-    found = model(input_ids=ids[:, 5:], cache=cache).logits
-    torch.testing.assert_close(found, logits(model, ids)[:, 5:], rtol=0, atol=1e-12)
+    actual = model(input_ids=ids[:, 5:], cache=cache).logits
+    torch.testing.assert_close(actual, logits(model, ids)[:, 5:], rtol=0, atol=1e-12)
 
 
 def test_caches_of_others_are_refused():
@@ -380,9 +380,9 @@ def test_caches_of_others_are_refused():
             model(input_ids=ids, cache=cache)
     with pytest.raises(ValueError, match="has a batch of 1 sequences and the call has 2"):
         one(input_ids=tokens(2, 1), cache=cache)
-    found = in_steps(one, ids, [1] * 5, cache)  # and it is as it was
+    actual = in_steps(one, ids, [1] * 5, cache)  # and it is as it was
     whole = logits(one, torch.cat([ids, ids], 1))[:, 5:]
-    torch.testing.assert_close(found, whole, rtol=0, atol=1e-11)
+    torch.testing.assert_close(actual, whole, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["standard", "selective"])

@@ -100,17 +100,17 @@ def test_every_policy_is_its_rule_by_hand(policy, selective, window):
     chosen = policy(tokens=9, recent=3, sinks=0 if policy is Window else 2)
     q, k, v = (torch.randn(1, h, 40, 8, dtype=torch.float64) for h in (4, 2, 2))
     layer = (Selective() if selective else Standard()).build(HeadShape(4, 2, 8, 32, 0))
-    held = LayerCache(layer, window, Budget(chosen, 9))
+    cached = LayerCache(layer, window, Budget(chosen, 9))
     expected, history = by_hand(chosen, q, k, v, selective, window)
     for t in range(40):
-        keys, values = held.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        keys, values = cached.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
         assert keys.shape[2] <= 9
-        found = held.attend(
+        actual = cached.attend(
             layer, q[:, :, t : t + 1], keys, values, visibility=Visibility(window=window),
             scale=None, inputs=LayerInputs(),
         )  # fmt: skip
-        torch.testing.assert_close(found, expected[:, :, t : t + 1], rtol=0, atol=1e-12)
-        assert held.positions()[0].tolist() == history[t]
+        torch.testing.assert_close(actual, expected[:, :, t : t + 1], rtol=0, atol=1e-12)
+        assert cached.positions()[0].tolist() == history[t]
     if window is None:
         newest = list(range(32, 40))
         assert (history[-1] == newest) == (policy is Window and not selective)
@@ -121,11 +121,11 @@ def test_snapkv_keeps_what_the_end_of_the_prompt_looks_at():
     q, k, v = (torch.randn(1, 2, 200, 16, dtype=torch.float64) for _ in range(3))
     layer = Standard().build(HeadShape(2, 2, 16, 32, 0))
     q[:, :, -32:] = 0.1 * q[:, :, -32:] + 2 * k[:, :, 57:58]
-    held = LayerCache(layer, budget=Budget(SnapKV(tokens=24, recent=4, sinks=1), 24))
-    held.attend(
-        layer, q, *held.update(k, v), visibility=Visibility(), scale=None, inputs=LayerInputs()
+    cached = LayerCache(layer, budget=Budget(SnapKV(tokens=24, recent=4, sinks=1), 24))
+    cached.attend(
+        layer, q, *cached.update(k, v), visibility=Visibility(), scale=None, inputs=LayerInputs()
     )
-    assert set(range(54, 61)) <= set(held.positions()[0].tolist())
+    assert set(range(54, 61)) <= set(cached.positions()[0].tolist())
 
 
 def test_random_keeps_a_uniform_sample():
@@ -134,13 +134,13 @@ def test_random_keeps_a_uniform_sample():
     x = torch.randn(1, 1, 400, 2)
     for seed in range(200):
         policy = Random(tokens=101, sinks=0, recent=0, seed=seed)
-        held = LayerCache(layer, budget=Budget(policy, 101))
+        cached = LayerCache(layer, budget=Budget(policy, 101))
         for piece in x.split(50, dim=2):
-            held.attend(
-                layer, piece, *held.update(piece, piece), visibility=Visibility(), scale=None,
+            cached.attend(
+                layer, piece, *cached.update(piece, piece), visibility=Visibility(), scale=None,
                 inputs=LayerInputs(),
             )  # fmt: skip
-        counts[held.positions()[0]] += 1
+        counts[cached.positions()[0]] += 1
     parts = counts.view(8, 50).mean(1)
     assert (parts - 50).abs().max() < 3.5  # 200 draws of a quarter; 50 places each: sd 0.87
     assert counts.min() > 30 and counts.max() < 72
@@ -191,9 +191,9 @@ def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):
     chosen = policy(tokens=10, sinks=2, recent=3)
     cache = heedful.new_cache(model, chosen)
     together = greedy(model, ids, 14, attention_mask=(ids != 0).long(), cache=cache)
-    for row, found in zip(rows, together, strict=True):
+    for row, actual in zip(rows, together, strict=True):
         alone = greedy(model, row, 14, cache=heedful.new_cache(model, chosen))
-        assert torch.equal(found[14:], alone[0, row.shape[1] :])
+        assert torch.equal(actual[14:], alone[0, row.shape[1] :])
 
 
 def test_positions_go_on_counting_and_windows_stay_right():
@@ -201,9 +201,9 @@ def test_positions_go_on_counting_and_windows_stay_right():
     model, ids = converted("standard", "mistral", sliding_window=15), tokens(1, 60)
     for policy in (StreamingLLM, H2O):
         cache = heedful.new_cache(model, policy(tokens=14, sinks=0, recent=13))
-        found = in_steps(model, ids, [11, 1, 1, 6, *[1] * 41], cache)
+        actual = in_steps(model, ids, [11, 1, 1, 6, *[1] * 41], cache)
         assert cache.tokens == [13] * 3
-        torch.testing.assert_close(found[:, :14], logits(model, ids)[:, :14], rtol=0, atol=1e-11)
+        torch.testing.assert_close(actual[:, :14], logits(model, ids)[:, :14], rtol=0, atol=1e-11)
         narrow = converted("standard", "mistral", sliding_window=14)
         narrow.load_state_dict(model.state_dict())
         steps = in_steps(model, ids, [1] * 60, heedful.new_cache(model, policy(14, 0, 13)))
@@ -243,9 +243,9 @@ def test_budgets_of_their_own_for_layers():
     heedful.convert(hybrid, {"mta": [2], "selective": [0, 1]})
     cache = heedful.new_cache(hybrid, MostHidden(tokens=(16, 13, None)))
     ids = tokens(2, 20)
-    found = in_steps(hybrid, ids, [10, 10], cache)
+    actual = in_steps(hybrid, ids, [10, 10], cache)
     assert cache.tokens == [15, 12, 20]
-    assert torch.isfinite(found).all()
+    assert torch.isfinite(actual).all()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -254,8 +254,8 @@ def test_generate_and_beams_go_on_under_a_budget(policy):
     ids, mask = tokens(2, 12), ragged_mask(2, 12)
     for options in ({}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}):
         cache = heedful.new_cache(model, policy(tokens=20))
-        found = greedy(model, ids, 20, attention_mask=mask, cache=cache, **options)
-        assert found.shape[1] == 32
+        actual = greedy(model, ids, 20, attention_mask=mask, cache=cache, **options)
+        assert actual.shape[1] == 32
         assert cache.tokens == [19] * 3
 
 
@@ -266,8 +266,8 @@ def test_assisted_decoding_under_a_budget():
         greedy(model, ids, 30, cache=cache, prompt_lookup_num_tokens=3)
         assert max(cache.tokens) <= 23
         whole = heedful.new_cache(model, policy(tokens=64))
-        found = greedy(model, ids, 30, cache=whole, prompt_lookup_num_tokens=3)
-        assert torch.equal(found, greedy(model, ids, 30))
+        actual = greedy(model, ids, 30, cache=whole, prompt_lookup_num_tokens=3)
+        assert torch.equal(actual, greedy(model, ids, 30))
     for policy in (TOVA, H2O, SnapKV):
         cache = heedful.new_cache(model, policy(tokens=24))
         with pytest.raises(ValueError, match="cannot take tokens back, as assisted decoding asks"):
@@ -280,8 +280,8 @@ def test_a_cache_of_assisted_decoding_keeps_to_its_budget_again():
     for policy in (MostHidden, StreamingLLM):
         cache = heedful.new_cache(model, policy(tokens=16))
         ids = greedy(model, tokens(1, 20), 6, cache=cache, prompt_lookup_num_tokens=3)
-        found = greedy(model, ids, 12, cache=cache)
-        assert found.shape[1] == ids.shape[1] + 12
+        actual = greedy(model, ids, 12, cache=cache)
+        assert actual.shape[1] == ids.shape[1] + 12
         assert cache.tokens == [15] * 3
         again = heedful.new_cache(model, policy(tokens=16))
         in_steps(model, ids[:, :-1], [ids.shape[1] - 1], again)
@@ -294,8 +294,8 @@ def test_a_window_cache_of_assisted_decoding_lets_go_again():
     model = converted("standard", "mistral")
     cache = heedful.new_cache(model)
     ids = greedy(model, tokens(1, 20), 6, cache=cache, prompt_lookup_num_tokens=3)
-    found = greedy(model, ids, 12, cache=cache)
-    assert torch.equal(found, greedy(model, ids, 12))
+    actual = greedy(model, ids, 12, cache=cache)
+    assert torch.equal(actual, greedy(model, ids, 12))
     assert cache.tokens == [3] * 3
 
 
@@ -319,8 +319,8 @@ def test_chunks_whose_first_token_is_protected_are_refused():
     with pytest.raises(ValueError, match="SelectiveAttention protects the first token of every"):
         in_steps(model, tokens(1, 20), [20], cache)
     whole = heedful.new_cache(model, eviction=False)
-    found = in_steps(model, tokens(1, 20), [20], whole)
-    assert torch.isfinite(found).all()
+    actual = in_steps(model, tokens(1, 20), [20], whole)
+    assert torch.isfinite(actual).all()
 
 
 def test_a_models_own_budgets_are_used():

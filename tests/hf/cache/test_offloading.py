@@ -94,8 +94,8 @@ def test_offloaded_is_not_offloaded(name, family, beams, moves):
     model, ids = converted(name, family), tokens(2, 7)
     expected = generated(model, ids, num_beams=beams)
     assert not moves.seen
-    found = generated(model, ids, num_beams=beams, cache_implementation="offloaded")
-    assert torch.equal(found, expected)
+    actual = generated(model, ids, num_beams=beams, cache_implementation="offloaded")
+    assert torch.equal(actual, expected)
     # Of three layers each leaves at each of the six calls, and comes back before the next.
     assert moves.seen.count("away") == 3 * 6 and moves.seen.count("back") >= 3 * 5
 
@@ -106,10 +106,10 @@ def test_offloaded_under_a_budget(name, family, moves):
     model, ids = converted(name, family), tokens(2, 20)
     policy = (MostHidden if name == "selective" else StreamingLLM)(tokens=14)
     caches = [heedful.new_cache(model, policy, offloading=x) for x in (False, True)]
-    expected, found = (generated(model, ids, cache=cache) for cache in caches)
-    assert torch.equal(found, expected) and moves.seen.count("away") >= 3 * 6
+    expected, actual = (generated(model, ids, cache=cache) for cache in caches)
+    assert torch.equal(actual, expected) and moves.seen.count("away") >= 3 * 6
     whole = torch.cat([ids, expected[:, 20:]], dim=1)
-    assert caches[1].tokens == caches[0].tokens and whole.shape == found.shape
+    assert caches[1].tokens == caches[0].tokens and whole.shape == actual.shape
 
 
 @pytest.mark.parametrize("config", [mechanism("selective"), Grouped(size=2, window=2)])

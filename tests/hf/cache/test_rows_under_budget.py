@@ -35,8 +35,8 @@ def under(model, policy, ids, whole=1, step=1, **options):
         return logits(model, ids, **options)
 
 
-def same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.crossed
@@ -45,16 +45,16 @@ def test_a_whole_row_is_its_steps(name, policy):
     """Token by token, after a prompt at once, and in pieces."""
     model, ids = converted(name), tokens(2, 26)
     chosen = policy(tokens=(11, 13), sinks=0 if name == "local" else 2, recent=3)
-    found = {}
+    actual = {}
     for whole, step in ((1, 1), (15, 1), (6, 4)):
         sizes = [whole]
         while sum(sizes) < 26:
             sizes.append(min(step, 26 - sum(sizes)))
         expected = in_steps(model, ids, sizes, heedful.new_cache(model, chosen))
-        found[whole] = under(model, chosen, ids, whole, step)
-        same(found[whole], expected)
-    assert not torch.allclose(found[1], logits(model, ids), atol=1e-4)  # something was let go
-    assert not torch.equal(found[1], found[15])
+        actual[whole] = under(model, chosen, ids, whole, step)
+        same(actual[whole], expected)
+    assert not torch.allclose(actual[1], logits(model, ids), atol=1e-4)  # something was let go
+    assert not torch.equal(actual[1], actual[15])
 
 
 @pytest.mark.crossed
@@ -64,8 +64,8 @@ def test_padded_rows_are_their_steps(name, policy):
     chosen = policy(tokens=10, sinks=2, recent=3)
     cache = heedful.new_cache(model, chosen)
     expected = in_steps(model, ids, [1] * 22, cache, attention_mask=mask)
-    found = under(model, chosen, ids, attention_mask=mask)
-    same(found[mask.bool()], expected[mask.bool()])
+    actual = under(model, chosen, ids, attention_mask=mask)
+    same(actual[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.crossed

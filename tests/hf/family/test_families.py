@@ -113,8 +113,8 @@ def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_pat
     assert torch.equal(logits(again, ids), logits(model, ids))
     padded = {"input_ids": ids, "attention_mask": ragged_mask()}
     options = {"max_new_tokens": 8, "do_sample": False}
-    found = (again.generate(**padded, use_cache=cache, **options) for cache in (True, False))
-    assert torch.equal(*found)
+    actual = (again.generate(**padded, use_cache=cache, **options) for cache in (True, False))
+    assert torch.equal(*actual)
     again.train()
     own = again._heedful.parameters()
     before = {name: p.detach().clone() for name, p in own.items()}

@@ -59,8 +59,8 @@ def test_what_a_family_says_in_its_mask_function_holds(family):
     heedful.convert(model, "standard")
     for mask, expected in zip(masks, before, strict=True):
         real = torch.ones_like(ids).bool() if mask is None else mask.bool()
-        found = logits(model, ids, attention_mask=mask)
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-11)
+        actual = logits(model, ids, attention_mask=mask)
+        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
     for mask, expected in zip(masks[1:3], generated, strict=True):
         assert torch.equal(generate(model, ids, mask), expected)
 
@@ -90,23 +90,23 @@ def test_packed_documents_are_apart_in_every_call(name, family):
     ids = tokens(1, sum(lengths))
     alone = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
     for cache, mask, training in CALLS:
-        given, positions, padding = ids, positions_of(lengths), 0
+        inputs, positions, padding = ids, positions_of(lengths), 0
         if mask == "left":
             padding = 3
-            given = torch.nn.functional.pad(ids, (padding, 0))
+            inputs = torch.nn.functional.pad(ids, (padding, 0))
             positions = positions_of(lengths, padding)
-        masks = {None: None, "ones": torch.ones_like(given), "left": (given != 0).long()}
+        masks = {None: None, "ones": torch.ones_like(inputs), "left": (inputs != 0).long()}
         model.train(training)
         with torch.no_grad():
-            found = model(
-                input_ids=given,
+            actual = model(
+                input_ids=inputs,
                 attention_mask=masks[mask],
                 position_ids=positions,
                 use_cache=cache,
             ).logits[:, padding:]
         # A Llama 4 rotates and routes in fp32, whose last digit depends on where a row lies.
         bound = 1e-6 if family == "chunks" else 1e-11
-        gap = (found - alone).abs().max()
+        gap = (actual - alone).abs().max()
         assert gap <= bound, (cache, mask, training, gap)
 
 
@@ -133,8 +133,8 @@ def test_positions_of_padding_start_no_document(fill):
     ids = tokens(2, 11)
     mask = left_padded(ids)
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, fill)
-    found = logits(model, ids, attention_mask=mask, position_ids=positions)
-    torch.testing.assert_close(found[1, 4:], logits(model, ids[1:, 4:])[0], rtol=0, atol=1e-11)
+    actual = logits(model, ids, attention_mask=mask, position_ids=positions)
+    torch.testing.assert_close(actual[1, 4:], logits(model, ids[1:, 4:])[0], rtol=0, atol=1e-11)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for start, stop in ((0, 3), (3, 5), (5, 11)):
@@ -144,7 +144,7 @@ def test_positions_of_padding_start_no_document(fill):
                 position_ids=positions[:, start:stop],
                 cache=cache,
             )
-    torch.testing.assert_close(out.logits[1], found[1, 5:], rtol=0, atol=1e-11)
+    torch.testing.assert_close(out.logits[1], actual[1, 5:], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("positions", [[[0, 1]], [[4, 0]], [[3, 3]]], ids=str)
@@ -225,7 +225,7 @@ def documents_of_four(batch, head, i, j):
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         look_ahead,
         forget_multiples_of_three,
@@ -233,16 +233,16 @@ def documents_of_four(batch, head, i, j):
         lambda b, h, i, j: abs(i - j) < 3,
     ],
 )
-def test_masks_that_a_visibility_cannot_say(said):
+def test_masks_that_a_visibility_cannot_say(message):
     with pytest.raises(ValueError, match=r"this model hides or shows other tokens .*revert"):
-        visibility_for(2, 17, 17, mask_function=said)
+        visibility_for(2, 17, 17, mask_function=message)
 
 
 def test_masks_that_a_visibility_can_say():
     for queries, keys, first in ((17, 17, 0), (1, 17, 0), (3, 9, 5), (1, 1, 16)):
         token = torch.arange(first, first + keys)
         size = {"kv_length": keys, "kv_offset": first}
-        for said, window in (
+        for message, window in (
             (causal_mask_function, None),
             (sliding_window_causal_mask_function(5), 5),
             (sliding_window_causal_mask_function(5), None),  # which it does not tell
@@ -252,11 +252,11 @@ def test_masks_that_a_visibility_can_say():
         ):
             seen = visibility_for(
                 2, queries, q_offset=first + keys - queries, **size,
-                mask_function=said, local_size=window,
+                mask_function=message, local_size=window,
             )  # fmt: skip
-            expected = said(0, 0, token[-queries:, None], token)
-            found = seen.dense(queries, keys, token.device)
-            assert torch.equal(found.expand(2, -1, -1), expected.expand(2, -1, -1))
+            expected = message(0, 0, token[-queries:, None], token)
+            actual = seen.dense(queries, keys, token.device)
+            assert torch.equal(actual.expand(2, -1, -1), expected.expand(2, -1, -1))
 
 
 def test_flags_and_arguments_that_the_door_does_not_know_are_refused_by_name():
@@ -285,8 +285,8 @@ def test_a_call_that_is_not_causal_lets_tokens_see_later_ones(name):
     heedful.convert(model, name)  # all start as the identity
     for mask, expected in zip(masks, before, strict=True):
         real = torch.ones_like(ids).bool() if mask is None else mask.bool()
-        found = logits(model, ids, attention_mask=mask, is_causal=False)
-        torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-12)
+        actual = logits(model, ids, attention_mask=mask, is_causal=False)
+        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-12)
     assert torch.equal(logits(model, ids), causal)
     heedful.revert(model)
     heedful.convert(model, "selective")

@@ -69,9 +69,9 @@ def test_linear_knocking_heads_fold_into_every_familys_projections(family):
                     x.copy_(torch.einsum("hd...,dc->hc...", x, shared[part].to(x)))
                 else:
                     fold(x, shared[part].to(x))
-    found = outputs(model, ids)
-    assert (found - before).abs().max() > 1e-2
-    torch.testing.assert_close(found, outputs(plain, ids), rtol=0, atol=exact)
+    actual = outputs(model, ids)
+    assert (actual - before).abs().max() > 1e-2
+    torch.testing.assert_close(actual, outputs(plain, ids), rtol=0, atol=exact)
     conversion.revert()
     assert torch.equal(outputs(model, ids), before)
 

@@ -41,11 +41,10 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 def evictable(model: PreTrainedModel) -> bool:
     """Whether tokens can be evicted from the model's caches.
 
-    A convolution over keys would see others, summaries stand for tokens that are evicted already,
-    and pseudo-heads count places along the sequence.
+    A convolution over keys would see others, and summaries stand for evicted tokens.
     """
     layers = [module.heedful for module in attention_modules(model)]
-    bound = (x.past_queries or x.summarises or x.keys_per_head > 1 for x in layers)
+    bound = (x.past_queries or x.summarises for x in layers)
     return not any(bound)
 
 

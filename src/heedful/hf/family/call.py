@@ -73,17 +73,22 @@ class ReadCall(NamedTuple):
     crosses: bool = False
 
     def __call__(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        given = dict(zip(self.names, args, strict=False)) | kwargs
-        mask = given.get("attention_mask")
+        arguments = dict(zip(self.names, args, strict=False)) | kwargs
+        mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             return  # the model around this one has read its call, and made the masks
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        sources = (mask, given.get("position_ids"), cache_among(given), given.get("cu_seq_lens_q"))
+        sources = (
+            mask,
+            arguments.get("position_ids"),
+            cache_among(arguments),
+            arguments.get("cu_seq_lens_q"),
+        )
         around = forward_pass()
         if mask is not None and all(map(operator.is_, sources, around.sources)):
             documents, unpadded = around.documents, around.unpadded  # a head's, around this one
         else:
-            documents, unpadded = _read(given, mask)
+            documents, unpadded = _read(arguments, mask)
         if documents is not None and not self.apart:
             require(
                 (documents == documents[:, :1]).all(),
@@ -95,8 +100,8 @@ class ReadCall(NamedTuple):
             )
             documents = None
         _thread.forward_pass = ForwardPass(
-            token_ids=given.get("input_ids"),
-            positions=_positions(given),
+            token_ids=arguments.get("input_ids"),
+            positions=_positions(arguments),
             documents=documents,
             mask_shape=None if mask is None else mask.shape,
             unpadded=unpadded,
@@ -123,19 +128,19 @@ def require(holds: Tensor, message: str) -> None:
 
 
 def _read(
-    given: dict, mask: Int[Tensor, "B n"] | None
+    arguments: dict, mask: Int[Tensor, "B n"] | None
 ) -> tuple[Int[Tensor, "#B T"] | None, bool | None]:
     """The document of every token, if there are several, and whether no token is padding.
 
     A document starts at each real token whose position is not after that of the real token before
     it. Positions of padding mean nothing: `generate` fills them with whatever number.
     """
-    if getattr(cache_among(given), _PACKED, False):
+    if getattr(cache_among(arguments), _PACKED, False):
         raise ValueError(
             "the cache holds packed documents, and a new token would see all of them; generate "
             "from one document per row"
         )
-    cached, positions = _cached_tokens(given), given.get("position_ids")
+    cached, positions = _cached_tokens(arguments), arguments.get("position_ids")
     positions = positions if isinstance(positions, Tensor) and positions.ndim == 2 else None
     step = cached and positions is not None and positions.shape[1] == 1
     starts = None
@@ -149,7 +154,7 @@ def _read(
     answers = _values(questions)
     unpadded = None if mask is None else answers[0]
     if positions is None or answers[-1] is False:
-        return None if cached else _from_offsets(given), unpadded
+        return None if cached else _from_offsets(arguments), unpadded
     if not cached:
         return starts.cumsum(1), unpadded
     starts = _starts(positions, mask, cached) if starts is None else starts
@@ -188,32 +193,32 @@ def _starts(
     return starts | (real & (before < 0) & (positions == 0) & earlier)
 
 
-def _positions(given: dict) -> Int[Tensor, "#B T"] | None:
+def _positions(arguments: dict) -> Int[Tensor, "#B T"] | None:
     """The positions of a forward pass, also where the model makes them itself."""
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     if isinstance(positions, Tensor):
         return positions if positions.ndim == 2 else None  # several axes, as of images
-    tokens = _tokens(given)
+    tokens = _tokens(arguments)
     if tokens is None:
         return None
-    return (torch.arange(tokens.shape[1], device=tokens.device) + _cached_tokens(given))[None]
+    return (torch.arange(tokens.shape[1], device=tokens.device) + _cached_tokens(arguments))[None]
 
 
-def _cached_tokens(given: dict) -> int:
+def _cached_tokens(arguments: dict) -> int:
     """How many tokens the cache has seen."""
-    cache = cache_among(given)
+    cache = cache_among(arguments)
     return 0 if cache is None else cache.get_seq_length()
 
 
-def _tokens(given: dict) -> Tensor | None:
+def _tokens(arguments: dict) -> Tensor | None:
     """The new tokens, as ids or as embeddings."""
-    ids = given.get("input_ids")
-    return given.get("inputs_embeds") if ids is None else ids
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
 
 
-def _from_offsets(given: dict) -> Int[Tensor, "1 T"] | None:
+def _from_offsets(arguments: dict) -> Int[Tensor, "1 T"] | None:
     """Documents from the cumulative lengths that flattening collators give beside positions."""
-    offsets = given.get("cu_seq_lens_q")
+    offsets = arguments.get("cu_seq_lens_q")
     if offsets is None:
         return None
-    return Visibility.packed(offsets, length=_tokens(given).shape[1]).documents
+    return Visibility.packed(offsets, length=_tokens(arguments).shape[1]).documents

@@ -174,10 +174,10 @@ class MaskProbe(NamedTuple):
     def window(self, newest: int) -> int | None:
         """How far back the newest token sees, where a family adds a window without a word of it."""
         token = self._tokens()
-        seen = self.at(token[-1:, None], token)
-        if is_tracing(seen) or bool(seen.all()):
+        visible = self.at(token[-1:, None], token)
+        if is_tracing(visible) or bool(visible.all()):
             return None
-        return newest - self.first + 1 - int(seen[0, 0].int().argmax())
+        return newest - self.first + 1 - int(visible[0, 0].int().argmax())
 
     def compare(self, first: int, queries: int, ours: Visibility) -> None:
         """Raise unless a few rows, of `queries` tokens from `first` on, are those of `ours`."""

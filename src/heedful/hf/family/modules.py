@@ -46,7 +46,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
         if type(module).__name__.endswith("Attention") and hasattr(module, "layer_idx")
     }
     decodes = any(role == "decoder" for _, role in placed.values())
-    found: dict[str, Attention] = {}
+    modules: dict[str, Attention] = {}
     encoders = 0
     for name, (module, role) in placed.items():
         if role == "encoder" and decodes and not model.config.is_encoder_decoder:
@@ -61,15 +61,15 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
             )
         index = encoders if module.layer_idx is None else module.layer_idx
         encoders += role == "encoder"
-        found[name] = Attention(module, role, index)
-    if not found:
+        modules[name] = Attention(module, role, index)
+    if not modules:
         raise ValueError(
             f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
             "index that goes through transformers' attention interface was found; decoder-only "
             "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one, "
             "encoder-decoders such as T5 and BART, and encoders such as BERT and ModernBERT"
         )
-    return found
+    return modules
 
 
 def role_of(module: nn.Module) -> Role:
@@ -147,18 +147,6 @@ def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module])
         if not all(holding) or any(isinstance(part, nn.Conv1d) for part in module.modules()):
             return False
     return True
-
-
-def decoder_layers(
-    model: PreTrainedModel, attention: Iterable[nn.Module]
-) -> list[nn.Module] | None:
-    """The list of layers in which all these attention modules lie, if there is one."""
-    wanted = {id(module) for module in attention}
-    for module in model.modules():
-        inside = isinstance(module, nn.ModuleList) and {id(part) for part in module.modules()}
-        if inside and wanted <= inside:
-            return list(module)
-    return None
 
 
 def parameter_device(module: nn.Module) -> torch.device:
@@ -243,11 +231,11 @@ def _obstacle_in_source(kind: type) -> str | None:
 
     Where the source cannot be read, the attention function still refuses what it does not know.
     """
-    given = {"attention_mask", "mask"} & inspect.signature(kind.forward).parameters.keys()
+    masks = {"attention_mask", "mask"} & inspect.signature(kind.forward).parameters.keys()
     for node in _source(kind):
         if isinstance(node, ast.Assign | ast.AugAssign) and not isinstance(node.value, ast.Name):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if given & set(map(ast.unparse, targets)):
+            if masks & set(map(ast.unparse, targets)):
                 return "it changes the attention mask inside its attention"
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
@@ -255,7 +243,7 @@ def _obstacle_in_source(kind: type) -> str | None:
             continue
         named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         mask = named.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
-        if mask is not None and ast.unparse(mask) not in given:
+        if mask is not None and ast.unparse(mask) not in masks:
             return f"it makes its own attention mask ({ast.unparse(mask)})"
         if unknown := sorted(named.keys() - _PASSED):
             return f"it passes {', '.join(unknown)} to its attention, which is not supported"

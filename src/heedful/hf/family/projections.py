@@ -38,29 +38,29 @@ class Call(NamedTuple):
     """What an attention call knows of its tokens before it attends.
 
     segments: the document of every token seen so far, `[B or 1, n]`; `None` where all are of one.
-    held: the layer's part of the cache, if it has one.
+    cache: the layer's part of the cache, if it has one.
     """
 
     segments: Int[Tensor, "#B n"] | None = None
-    held: LayerCache | None = None
+    cache: LayerCache | None = None
 
     def tokens(self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None) -> Tokens:
         """What the layer is told of the tokens of `x`; the cache keeps the newest of them."""
         if not layer.past_inputs:
             return Tokens(input=took)
-        past = None if self.held is None else self.held.newest(part, x)
+        past = None if self.cache is None else self.cache.newest(part, x)
         known = x.shape[1] + (0 if past is None else past.shape[1])
         segments = None if self.segments is None else self.segments[:, -known:]
         return Tokens(took, past, segments)
 
 
-def begin_call(layer: Layer, visibility: Visibility | None, held: object) -> Call:
+def begin_call(layer: Layer, visibility: Visibility | None, cache: object) -> Call:
     """Begin the call of one attention module, which its projections run into; `end_call` ends it.
 
     Attention modules do not run inside each other, so that there is one call in each thread.
     """
     segments = visibility.segments() if layer.past_inputs and visibility is not None else None
-    _under_way.call = Call(segments, held if isinstance(held, LayerCache) else None)
+    _under_way.call = Call(segments, cache if isinstance(cache, LayerCache) else None)
     return _under_way.call
 
 
@@ -136,22 +136,22 @@ def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
         ValueError: the family does not project so that its queries, keys and values can be told
             apart, or cannot take as many of them as the layer gives it.
     """
-    shape, several = layer.shape, (layer.queries_per_head, layer.keys_per_head)
+    shape, several = layer.shape, layer.queries_per_head
     queries, keys = shape.heads * shape.dim, shape.key_heads * shape.dim
     widths = (queries, keys, keys)
     for names in _APART:
         if not all(isinstance(getattr(module, name, None), nn.Module) for name in names):
             continue
         for name, width in zip(names, widths, strict=True):
-            found = getattr(getattr(module, name), "out_features", width)
-            if found != width:
+            channels = getattr(getattr(module, name), "out_features", width)
+            if channels != width:
                 raise _refused(
                     module,
-                    f"its {name} gives {found} channels, and its queries, keys and values have "
+                    f"its {name} gives {channels} channels, and its queries, keys and values have "
                     f"{queries}, {keys} and {keys}: it makes something else of the others",
                 )
-        if several != (1, 1):
-            _check_widened(module, names, shape, *several)
+        if several > 1:
+            _check_widened(module, names, shape, several)
         each = zip(names, PARTS, widths, strict=True)
         return [
             ProjectionHook(name, ProjectionEdit(module, (part,), (width,)))
@@ -164,11 +164,11 @@ def projection_hooks(module: nn.Module, layer: Layer) -> list[ProjectionHook]:
             f"it has neither projections of queries, of keys and of values by known names "
             f"({', '.join(_APART[0])}) nor one of all three ({', '.join(_FUSED)})",
         )
-    if several != (1, 1):
+    if several > 1:
         raise _refused(
             module,
             f"its {fused[0]} gives queries, keys and values in one, cut at fixed places, and the "
-            f"mechanism gives it {several[0]} queries and {several[1]} keys per head",
+            f"mechanism gives it {several} queries per head",
         )
     order = _order(module, fused[0], shape, widths)
     back = None if order is None else order.argsort()
@@ -180,19 +180,19 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def _asked(
-    module: nn.Module, shape: HeadShape, given: dict[str, Tensor]
+def _operands(
+    module: nn.Module, shape: HeadShape, outputs: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a family makes of outputs of its projections, at a position where nothing rotates.
 
     Arguments:
-        given: by the projection's name, what it shall give, `[1, 1, C]`.
+        outputs: by the projection's name, what it shall give, `[1, 1, C]`.
     """
 
     def attend(module, query, key, value, *args, **kwargs):
         raise _Reached(query, key, value)
 
-    device = next(iter(given.values())).device
+    device = next(iter(outputs.values())).device
     weight = next(p for p in module.parameters() if p.is_floating_point())
     x = torch.zeros(1, 1, shape.hidden, device=weight.device, dtype=weight.dtype)
     options = {"attention_mask": None}
@@ -202,7 +202,7 @@ def _asked(
         options |= {name: source for name in SOURCES if name in takes}
     hooks = [
         getattr(module, name).register_forward_hook(lambda *_, output=output: output)
-        for name, output in given.items()
+        for name, output in outputs.items()
     ]
     reason = "it does not call its attention function"
     try:
@@ -230,10 +230,10 @@ def _order(
     channels = torch.arange(sum(widths), dtype=torch.float32)[None, None]
     device = next(getattr(module, name).parameters()).device
     channels = channels if device.type == "meta" else channels.to(device)
-    found = _asked(module, shape, {name: channels})
+    operands = _operands(module, shape, {name: channels})
     heads = (shape.heads, shape.key_heads, shape.key_heads)
-    fits = [x.shape == (1, n, 1, shape.dim) for x, n in zip(found, heads, strict=True)]
-    order = torch.cat([x.flatten() for x in found]).cpu()
+    fits = [x.shape == (1, n, 1, shape.dim) for x, n in zip(operands, heads, strict=True)]
+    order = torch.cat([x.flatten() for x in operands]).cpu()
     numbers = channels.flatten().cpu()
     if not all(fits) or not torch.equal(order.sort().values, numbers):
         raise _refused(
@@ -245,26 +245,21 @@ def _order(
 
 
 def _check_widened(
-    module: nn.Module,
-    names: tuple[str, ...],
-    shape: HeadShape,
-    queries_per_head: int,
-    keys_per_head: int,
+    module: nn.Module, names: tuple[str, ...], shape: HeadShape, queries_per_head: int
 ) -> None:
-    """Raise unless the family takes so many queries and keys per head."""
+    """Raise unless the family takes so many queries per head."""
     weight = next(p for p in module.parameters() if p.is_floating_point())
-    keys = shape.key_heads * keys_per_head
-    sizes = (shape.heads * queries_per_head, keys, keys)
-    given = {
+    sizes = (shape.heads * queries_per_head, shape.key_heads, shape.key_heads)
+    outputs = {
         name: torch.ones(1, 1, n * shape.dim, device=weight.device, dtype=weight.dtype)
         for name, n in zip(names, sizes, strict=True)
     }
-    for found, n in zip(_asked(module, shape, given), sizes, strict=True):
-        if found.shape != (1, n, 1, shape.dim):
+    for operand, n in zip(_operands(module, shape, outputs), sizes, strict=True):
+        if operand.shape != (1, n, 1, shape.dim):
             raise _refused(
                 module,
-                f"of {n} heads it makes {tuple(found.shape)}, and the mechanism gives it "
-                f"{queries_per_head} queries and {keys_per_head} keys per head",
+                f"of {n} heads it makes {tuple(operand.shape)}, and the mechanism gives it "
+                f"{queries_per_head} queries per head",
             )
 
 

@@ -75,27 +75,27 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
     apply = getattr(source, "apply_rotary_pos_emb", None)
     if apply is None:
         raise _refused(module, "it rotates by a function of its own")
-    found = [
+    candidates = [
         each
         for each in model.modules()
         if type(each).__name__.endswith("RotaryEmbedding")
         and inspect.getmodule(type(each)) is source
     ]
     reason = "no rotary embedding of its family was found"
-    for rotary in found:
-        made = _rotation(module, rotary, apply)
-        if made is None:
+    for rotary in candidates:
+        rotation = _rotation(module, rotary, apply)
+        if rotation is None:
             reason = f"its frequencies change with the length of the row ({', '.join(_ADAPTING)})"
             continue
         try:
-            rotates = _probe(module, made)
+            rotates = _probe(module, rotation)
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
             reason = f"its attention cannot be asked alone ({type(error).__name__}: {error})"
             continue
         if rotates is None:
             reason = "its keys at one position are not what its own functions make of another's"
             continue
-        return made if rotates else None
+        return rotation if rotates else None
     raise _refused(module, reason)
 
 
@@ -143,6 +143,6 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
 
 def _refused(module: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"model: {type(module).__name__} cannot be given summaries of groups, or pseudo-heads, "
+        f"model: {type(module).__name__} cannot be given summaries of groups, "
         f"which stand between tokens, because {reason}"
     )

@@ -158,12 +158,12 @@ def check_bias(bias: Tensor | None, q: Tensor, keys: int) -> None:
     if bias is None:
         return
     check_dense("bias", bias, "[1 or B, 1 or H, Tq, Tk]")
-    (batch, heads, queries, _), found = q.shape, tuple(bias.shape)
-    fits = bias.ndim == 4 and found[0] in (1, batch) and found[1] in (1, heads)
-    if not fits or found[2] != queries or found[3] != keys:
+    (batch, heads, queries, _), shape = q.shape, tuple(bias.shape)
+    fits = bias.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads)
+    if not fits or shape[2] != queries or shape[3] != keys:
         raise ValueError(
             f"bias must be [1 or {batch}, 1 or {heads}, {queries}, {keys}] (one number per query "
-            f"and key), got {found}"
+            f"and key), got {shape}"
         )
     if str(bias.dtype) not in _FLOATS or bias.device != q.device:
         raise ValueError(

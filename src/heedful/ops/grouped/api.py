@@ -193,8 +193,8 @@ def _group_bias(groups: Groups, bias: Float[Tensor, "#B #H Tq Tk"]) -> Float[Ten
     rows = max(len(bias), len(at))
     spread = bias.expand(rows, -1, -1, -1)
     index = at.expand(rows, -1, -1).flatten(1)[:, None, None].expand(*spread.shape[:3], -1)
-    held = spread.gather(3, index).unflatten(3, at.shape[1:])
-    return (held * mean.to(bias.dtype)[:, None, None]).sum(-1)
+    shares = spread.gather(3, index).unflatten(3, at.shape[1:])
+    return (shares * mean.to(bias.dtype)[:, None, None]).sum(-1)
 
 
 def _check_summaries(summaries: Summaries, groups: Groups, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -76,11 +76,16 @@ def blocks_of(x: Operands) -> Iterator[Block]:
     first, near, after, last, start, stop, _ = at.unbind(1)
     # A row that reaches nothing of a kind must not widen the block.
     none = x.log_size.shape[2] + x.k.shape[2]
-    one, two, some = near > first, last > after, stop > start
-    low = torch.minimum(first.where(one, none), after.where(two, none)).amin((0, 2))
-    high = torch.maximum(near.where(one, 0), last.where(two, 0)).amax((0, 2))
+    reaches_near, reaches_after, reaches_groups = near > first, last > after, stop > start
+    low = torch.minimum(first.where(reaches_near, none), after.where(reaches_after, none)).amin(
+        (0, 2)
+    )
+    high = torch.maximum(near.where(reaches_near, 0), last.where(reaches_after, 0)).amax((0, 2))
     shared = torch.where(first.amax((0, 2)) <= low, near.amin((0, 2)), 0)
-    begin, end = start.where(some, none).amin((0, 2)), stop.where(some, 0).amax((0, 2))
+    begin, end = (
+        start.where(reaches_groups, none).amin((0, 2)),
+        stop.where(reaches_groups, 0).amax((0, 2)),
+    )
     bounds = torch.stack([low, high, shared, begin, end]).tolist()
     unit = list(range(queries)) if x.unit is None else x.unit.tolist()
     for number in reversed(range(len(starts))):

@@ -57,16 +57,16 @@ def grouped_attention_fused(
     def left(weight: Tensor, b: Tensor, i: Tensor, token: Tensor) -> Tensor:
         """r_i(t); one where no summary that is seen holds any of the token."""
         near, after = bounds[b, 1, i], bounds[b, 2, i]
-        held = whole = None
+        covered = whole = None
         for s in range(shares):
             at = index[b, token, s]
             open_ = (at >= near) & (at < after)
             part = torch.where(open_, weight[b, token, s], 0.0)
-            held = part if held is None else held + part
+            covered = part if covered is None else covered + part
             whole = open_ | (at < 0) if whole is None else whole & (open_ | (at < 0))
-        return torch.where(whole, 1.0, held)
+        return torch.where(whole, 1.0, covered)
 
-    def seen(b: Tensor, h: Tensor, i: Tensor, column: Tensor) -> Tensor:
+    def visible(b: Tensor, h: Tensor, i: Tensor, column: Tensor) -> Tensor:
         first, near, after, last = (bounds[b, n, i] for n in range(4))
         summary = ((column >= first) & (column < near)) | ((column >= after) & (column < last))
         token = column - count
@@ -86,7 +86,7 @@ def grouped_attention_fused(
         return score + torch.where(column < count, size, torch.where(rest > 0, rest, 1.0).log())
 
     blocks = flex.BlockMask.from_kv_blocks(
-        *_blocks(bounds, count, keys), BLOCK_SIZE=_BLOCK, mask_mod=seen,
+        *_blocks(bounds, count, keys), BLOCK_SIZE=_BLOCK, mask_mod=visible,
         seq_lengths=(queries, count + keys),
     )  # fmt: skip
     columns = (torch.cat([group_k, token_k], dim=2), torch.cat([summaries.v, v], dim=2))

@@ -169,10 +169,10 @@ def slots_from(
     place = torch.arange(min(block, tokens), device=z.device)
     at = (start[..., None] + place).clamp(max=tokens - 1)
     inside = (start[..., None] + place <= end[..., None]) & (start < NEVER)[..., None]
-    held = z.gather(1, at.flatten(1)[..., None].expand(-1, -1, z.shape[2])).unflatten(
+    members = z.gather(1, at.flatten(1)[..., None].expand(-1, -1, z.shape[2])).unflatten(
         1, at.shape[1:]
     )
-    held = held.masked_fill(~inside[..., None], 0)
+    members = members.masked_fill(~inside[..., None], 0)
     slot = torch.arange(slots, device=z.device)
     # The token's place on the slots' scale: equal parts have their middle at whole numbers.
     prior = (place + 0.5) * slots / block - 0.5
@@ -180,8 +180,8 @@ def slots_from(
     share = prior.softmax(-1).expand(*at.shape, -1)
     for _ in range(rounds):
         kept = share * inside[..., None]
-        mean = kept.mT @ held / kept.sum(-2)[..., None].clamp(min=torch.finfo(z.dtype).tiny)
-        apart = (held[..., None, :] - mean[..., None, :, :]).square().sum(-1)
+        mean = kept.mT @ members / kept.sum(-2)[..., None].clamp(min=torch.finfo(z.dtype).tiny)
+        apart = (members[..., None, :] - mean[..., None, :, :]).square().sum(-1)
         share = (prior - apart / temperature).softmax(-1)
     inner = number.clamp(min=0) * share.shape[2] + (position % block).clamp(max=share.shape[2] - 1)
     weight = share.flatten(1, 2).gather(1, inner[..., None].expand(-1, -1, slots))

@@ -57,8 +57,8 @@ def neighbourhood_of(
         zero = torch.zeros_like(token)
         own = Visibility(padding=None if of_queries is None else of_queries >= 0)
         asks = _newest(asking, own, token, queries)
-        found = Neighbourhood(zero, count, count, count, zero, zero, asks)
-        return _without_padding(found, of_queries)
+        everything = Neighbourhood(zero, count, count, count, zero, zero, asks)
+        return _without_padding(everything, of_queries)
 
     token = groups.first + torch.arange(keys - queries, keys, device=device)[None]
     segments = visibility.segments()

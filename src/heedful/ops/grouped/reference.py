@@ -29,8 +29,8 @@ def grouped_attention_reference(
     heads, queries, keys = q.shape[1], q.shape[2], k.shape[2]
     shared = heads // k.shape[1]
     a = memberships(groups).to(log_size.dtype)
-    seen, published = visible_groups(groups, visibility, queries, keys, window)
-    seen, published = seen[:, None], published[:, None]
+    visible, published = visible_groups(groups, visibility, queries, keys, window)
+    visible, published = visible[:, None], published[:, None]
 
     asking = q
     if summaries.q is not None:
@@ -40,12 +40,12 @@ def grouped_attention_reference(
     spread_k, spread_v = (x.repeat_interleave(shared, dim=1) for x in (summaries.k, summaries.v))
     s = (asking @ spread_k.mT * scale).to(log_size.dtype) + log_size[:, :, None]
     s = s if group_bias is None else s + group_bias
-    s = s.masked_fill(~seen, float("-inf"))
+    s = s.masked_fill(~visible, float("-inf"))
 
     # r_i(t): what no visible summary holds of token i; one where none holds any of it.
-    held = published.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
+    covered = published.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
     left = torch.where(
-        held, (~published).to(a.dtype) @ a.mT[:, None], (a.sum(-1) > 0)[:, None, None]
+        covered, (~published).to(a.dtype) @ a.mT[:, None], (a.sum(-1) > 0)[:, None, None]
     )
     near = visibility.dense(queries, keys, q.device)[:, None] & (left > 0)
     if visibility.queries is not None:
@@ -85,8 +85,8 @@ def visible_groups(
     real = visibility.query_segments(queries)
     real = True if real is None else (real >= 0)[..., None]
     if visibility.queries is not None:
-        seen = (there & real).expand(-1, queries, -1)
-        return seen, seen
+        visible = (there & real).expand(-1, queries, -1)
+        return visible, visible
     token = groups.first + torch.arange(keys - queries, keys, device=device)[:, None]
     start, end = groups.start[:, None], groups.end[:, None]
     far = end <= token - window
@@ -100,10 +100,10 @@ def visible_groups(
     far = far & there & real
     if visibility.window is None:
         return far, far
-    held = start > token - visibility.window
+    inside = start > token - visibility.window
     if not visibility.causal:
-        held = held & (end < token + visibility.window)
-    return far & held, far
+        inside = inside & (end < token + visibility.window)
+    return far & inside, far
 
 
 def asking_group(

@@ -128,8 +128,8 @@ def _scores(
     q: Float[Tensor, "B H R D"], k: Float[Tensor, "B Hk C D"], scale: float
 ) -> Float[Tensor, "B H R C"]:
     """`scale q k^T`, widened."""
-    found = widen(_rows_by_key_head(q, k.shape[1]) @ k.mT).mul_(scale)
-    return found.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+    logits = widen(_rows_by_key_head(q, k.shape[1]) @ k.mT).mul_(scale)
+    return logits.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
 def _group_logits(x: Operands, block: Block) -> Float[Tensor, "B H U G"]:
@@ -146,8 +146,8 @@ def _group_logits(x: Operands, block: Block) -> Float[Tensor, "B H U G"]:
                                                        device=logits.device))  # fmt: skip
     first, near, after, last = (y[..., None] for y in x.reach[:, :4, rows].unbind(1))
     at = torch.arange(block.groups.start + block.clear, block.groups.stop, device=logits.device)
-    seen = ((at >= first) & (at < near)) | ((at >= after) & (at < last))
-    Hidden(block.clear, ~seen[:, None]).fill(logits, float("-inf"))
+    visible = ((at >= first) & (at < near)) | ((at >= after) & (at < last))
+    Hidden(block.clear, ~visible[:, None]).fill(logits, float("-inf"))
     return logits
 
 

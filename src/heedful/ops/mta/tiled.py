@@ -67,10 +67,10 @@ def multi_token_attention_tiled(
             sinks=sinks, two_sided=two_sided,
         )  # fmt: skip
         return out.to(output_dtype(q, wide))
-    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
+    sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
     return _tiled(
-        q, k, v, conv, post_conv, mix, post_mix, bias, sinks, drop, *seen,
+        q, k, v, conv, post_conv, mix, post_mix, bias, sinks, drop, *sight,
         visibility.documents is not None, visibility.causal, visibility.window, scale,
         softcap, p, two_sided, wide,
     )  # fmt: skip
@@ -111,9 +111,9 @@ def operands(
     """The call's tensors in the precisions in which these steps take them."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
-    given = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
+    wide = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
     sinks = None if sinks is None else sinks.to(accumulating)[:, None, None]
-    return Operands(*spread, given, scale, bias, softcap, sinks, dropout)
+    return Operands(*spread, wide, scale, bias, softcap, sinks, dropout)
 
 
 class RowBlock(NamedTuple):
@@ -252,21 +252,21 @@ def attend_backward(
     dbias = None if x.bias is None else x.bias.new_zeros(x.bias.shape)
     dsinks = None if x.sinks is None else x.sinks.new_zeros(len(x.sinks))
     for block in _row_blocks(x, steps):
-        made = _probabilities(x, steps, block, slopes=True)
-        d = _after_softmax_backward(grad, made.p, x, steps, block, dv, sums)
+        block_map = _probabilities(x, steps, block, slopes=True)
+        d = _after_softmax_backward(grad, block_map.p, x, steps, block, dv, sums)
         if dsinks is not None:
-            dsinks += sink_gradient(d, made.p, made.sunk)
+            dsinks += sink_gradient(d, block_map.p, block_map.sunk)
         # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
-        d = steps.softmax_backward(d, made.p)
+        d = steps.softmax_backward(d, block_map.p)
         if dbias is not None:
             block.own(dbias).copy_(d.sum_to_size(block.own(dbias).shape))
-        if made.slope is not None:
-            d.mul_(made.slope)
+        if block_map.slope is not None:
+            d.mul_(block_map.slope)
         if x.parameters.mix is not None:
-            d, dweights = steps.mix_backward(d, made.c, x.parameters.mix, last=True)
+            d, dweights = steps.mix_backward(d, block_map.c, x.parameters.mix, last=True)
             sums.mix.add_(dweights)
-        z = made.z
-        del made  # the gradient of a kernel takes more memory than any other step
+        z = block_map.z
+        del block_map  # the gradient of a kernel takes more memory than any other step
         if z is not None:
             d = _before_softmax_backward(d, z, x, steps, block, sums)
         read = _cut(block.read)
@@ -345,8 +345,8 @@ def _tiled(
     if out is None:
         steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
         dropout = None if drop is None else Dropout(dropout_p, drop)
-        given = (parameters, scale, steps, bias, sinks, softcap, dropout)
-        out = _by_blocks(operands(q, k, v, *given), steps)
+        parts = (parameters, scale, steps, bias, sinks, softcap, dropout)
+        out = _by_blocks(operands(q, k, v, *parts), steps)
     return out.to(output_dtype(q, wide))
 
 
@@ -398,10 +398,10 @@ def gradients(
     q, k, v, *parameters, bias, sinks = inputs
     x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, sinks, softcap, dropout)
     *grads, dbias, dsinks, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
-    found = [finished(grads, t) for t in (q, k, v)]
+    rounded = [finished(grads, t) for t in (q, k, v)]
     for g, t in zip((*sums, dbias, dsinks), (*parameters, bias, sinks), strict=True):
-        found.append(q.new_empty(0) if t is None else g.to(t.dtype))
-    return tuple(found)
+        rounded.append(q.new_empty(0) if t is None else g.to(t.dtype))
+    return tuple(rounded)
 
 
 def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
@@ -429,8 +429,8 @@ def _backward(ctx, grad):
 
 def where_given(tensors: tuple, grads: tuple, options: int) -> tuple:
     """One gradient per input of the operator, `None` for what was not given or has none."""
-    given = [None if x is None else g for x, g in zip(tensors, grads, strict=False)]
-    return *given, *[None] * (len(tensors) - len(grads) + options)
+    present = [None if x is None else g for x, g in zip(tensors, grads, strict=False)]
+    return *present, *[None] * (len(tensors) - len(grads) + options)
 
 
 _tiled.register_autograd(_backward, setup_context=save)

@@ -61,10 +61,10 @@ def selective_attention_tiled(
             visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
-    seen = visibility.tensors(q.shape[2], k.shape[2], q.device)
+    sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
     output, last, memory, _ = _tiled(
-        q, k, v, selector_q, selector_k, state, bias, sinks, drop, *seen, first,
+        q, k, v, selector_q, selector_k, state, bias, sinks, drop, *sight, first,
         visibility.window, tau, scale, softcap, p,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
@@ -381,8 +381,8 @@ def _tiled_backward(
 
 @_tiled_backward.register_fake
 def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, sinks, *_):
-    given = (pair.new_empty(0) if x is None else x for x in (bias, sinks))
-    inputs = (q, k, v, selector_q, selector_k, *given, grad_state)
+    optional = (pair.new_empty(0) if x is None else x for x in (bias, sinks))
+    inputs = (q, k, v, selector_q, selector_k, *optional, grad_state)
     return tuple(x.new_empty(x.shape) for x in inputs)
 
 
@@ -395,7 +395,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(pair)
     ctx.save_for_backward(pair, *tensors)
     ctx.options = (window, tau, scale, softcap, dropout_p)
-    ctx.given = tuple(x is not None for x in tensors[5:8])
+    ctx.present = tuple(x is not None for x in tensors[5:8])
 
 
 def _backward(ctx, grad, grad_state, grad_memory, _):
@@ -403,7 +403,7 @@ def _backward(ctx, grad, grad_state, grad_memory, _):
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
     last = (later, dbias, dsinks)
-    optional = (x if given else None for x, given in zip(last, ctx.given, strict=True))
+    optional = (x if present else None for x, present in zip(last, ctx.present, strict=True))
     return *grads, *optional, *(None,) * 10
 
 

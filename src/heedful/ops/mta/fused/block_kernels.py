@@ -130,9 +130,9 @@ def kernel_gradient_kernel(
         # equal distances are the gradient.
         total = tl.zeros((WIDTH, REACH), tl.float32)
         for start in range(begin, tl.minimum(begin + BN, columns), WIDTH):
-            given = tile_columns(grad, n, n < outputs, start, columns, WIDTH)
+            columns_of_grad = tile_columns(grad, n, n < outputs, start, columns, WIDTH)
             entries = tile_columns(x, row, valid, start - ASIDE, columns, REACH)
-            total = tl.dot(tl.trans(given), entries, total, input_precision="ieee")
+            total = tl.dot(tl.trans(columns_of_grad), entries, total, input_precision="ieee")
         for c in tl.static_range(C):
             tl.store(parts + r * C + c, tl.sum(tl.sum(tl.where(lag == c, total, 0.0), 1), 0))
 

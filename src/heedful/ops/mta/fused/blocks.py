@@ -235,8 +235,8 @@ def _fused_backward(
     sight = Sight(segments, documents, causal, window, mutual)
     steps = TritonSteps(Scope(sight, q.shape[2], k.shape[2], q.device), q.dtype)
     with torch.cuda.device_of(q):
-        found = gradients(grad, (q, k, v, conv, post_conv, mix, post_mix, None, None), scale, steps)
-    return found[:7]  # it takes no bias and no sinks
+        grads = gradients(grad, (q, k, v, conv, post_conv, mix, post_mix, None, None), scale, steps)
+    return grads[:7]  # it takes no bias and no sinks
 
 
 _fused_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:7]))

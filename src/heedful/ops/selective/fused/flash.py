@@ -271,14 +271,14 @@ def _fused(
         for n, (rows, keys) in enumerate(pieces):
             if n and keep:
                 states[n - 1] = f
-            given = state if n == 0 else f
-            found = _forward(x.piece(rows, keys), _until(given, keys), *options)
-            f[:, :, :keys] = found.last
-            whole.output[:, :, rows], whole.lse[:, :, rows] = found.output, found.lse
+            before = state if n == 0 else f
+            piece = _forward(x.piece(rows, keys), _until(before, keys), *options)
+            f[:, :, :keys] = piece.last
+            whole.output[:, :, rows], whole.lse[:, :, rows] = piece.output, piece.lse
             if tau is not None:
-                whole.memory[:, rows] = found.memory
+                whole.memory[:, rows] = piece.memory
             if whole.remainder.numel():
-                whole.remainder[:, :, rows] = found.remainder
+                whole.remainder[:, :, rows] = piece.remainder
     return whole.output, f, whole.memory, whole.remainder, whole.lse, states
 
 
@@ -310,17 +310,17 @@ def _fused_backward(
     df = grad_state.clone(memory_format=torch.contiguous_format)
     with torch.cuda.device_of(q):
         if len(pieces) == 1:
-            given = (grad, df, grad_memory, out, remainder, lse)
-            return _backward_of_piece(x.piece(*pieces[0]), state, *given, *options)
+            gradients = (grad, df, grad_memory, out, remainder, lse)
+            return _backward_of_piece(x.piece(*pieces[0]), state, *gradients, *options)
         # Keys belong to several pieces, whose shares are added up in fp32.
         sums = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
         for n, (rows, keys) in reversed(list(enumerate(pieces))):
             tokens = (slice(None), slice(None), rows)
-            given = (grad[tokens], _until(df, keys), grad_memory[:, rows], out[tokens])
-            given += (remainder[tokens] if remainder.numel() else remainder, lse[tokens])
+            gradients = (grad[tokens], _until(df, keys), grad_memory[:, rows], out[tokens])
+            gradients += (remainder[tokens] if remainder.numel() else remainder, lse[tokens])
             f = state if n == 0 else states[n - 1]
             *grads, dstate = _backward_of_piece(
-                x.piece(rows, keys), _until(f, keys), *(t.contiguous() for t in given), *options
+                x.piece(rows, keys), _until(f, keys), *(t.contiguous() for t in gradients), *options
             )
             df[:, :, :keys] = dstate
             for total, part, of_queries in zip(
@@ -341,8 +341,8 @@ def _backward_of_piece(
     _, by_query, by_key, selector = plan(q, k, v, selector_q, tile)
     call = SelectorCall(*x[3:], window, scale)
     batch, selectors, step = call.batch, call.selectors, by_key.rows
-    seen = call.tiles(selector.rows, selector.columns)
-    bases, _ = _accumulate(call, seen, state, selector, step)
+    selected = call.tiles(selector.rows, selector.columns)
+    bases, _ = _accumulate(call, selected, state, selector, step)
     limit = weight_limit(q, k, state, selectors, scale) if skip else None
 
     # The kernels with heads: dq, dk, dv, and the selector's share from within a block.
@@ -368,16 +368,18 @@ def _backward_of_piece(
         for x in (k, v)
     )
     dselector_k = _gradient_parts(selector_k, chunks_k)
-    g_sums = bases.new_zeros(*seen.shape[:3], call.keys)
+    g_sums = bases.new_zeros(*selected.shape[:3], call.keys)
     room = max(1, PROGRAMS // (tiles.shape[3] * selectors * batch))
     for begin in range(0, chunks_k, room):
-        held = g_sums.new_zeros(batch, selectors, min(room, chunks_k - begin), *g_sums.shape[2:])
-        key_gradients_kernel[tiles.shape[3], selectors * held.shape[2], batch](
+        partial_sums = g_sums.new_zeros(
+            batch, selectors, min(room, chunks_k - begin), *g_sums.shape[2:]
+        )
+        key_gradients_kernel[tiles.shape[3], selectors * partial_sums.shape[2], batch](
             *call.tensors, q, k, v, bases, *listed, lse, delta, grad,
-            dk, dv, dselector_k, held, begin, held.shape[2],
+            dk, dv, dselector_k, partial_sums, begin, partial_sums.shape[2],
             **call.sizes, **sizes, STEPS=selector.rows // step,
         )  # fmt: skip
-        for part in held.unbind(2):  # in this order, however many there is room for
+        for part in partial_sums.unbind(2):  # in this order, however many there is room for
             g_sums += part
     if not whole:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2).to(q.dtype) for x in (dk, dv))
@@ -387,13 +389,13 @@ def _backward_of_piece(
         grad_memory = (grad_memory / selectors).contiguous()
     later = torch.zeros_like(g_sums)
     dstate = bases.new_empty(batch, selectors, call.keys)
-    selector_key_gradients_kernel[seen.shape[3], selectors, batch](
-        *call.tensors, bases, g_sums, grad_state.contiguous(), grad_memory, *visits(seen.mT),
+    selector_key_gradients_kernel[selected.shape[3], selectors, batch](
+        *call.tensors, bases, g_sums, grad_state.contiguous(), grad_memory, *visits(selected.mT),
         later, dstate, dselector_k, tau, chunks_k,
         **call.sizes, **selector.tile, STEP=step,
     )  # fmt: skip
-    selector_query_gradients_kernel[seen.shape[2], selectors, batch](
-        *call.tensors, bases, later, grad_memory, *visits(seen), dselector_q, tau, chunks_q,
+    selector_query_gradients_kernel[selected.shape[2], selectors, batch](
+        *call.tensors, bases, later, grad_memory, *visits(selected), dselector_q, tau, chunks_q,
         **call.sizes, **selector.tile, STEP=step,
     )  # fmt: skip
     return [dq, dk, dv, *(t.sum(2).to(q.dtype) for t in (dselector_q, dselector_k)), dstate]

@@ -1,0 +1,60 @@
+"""The suite itself: its covers leave out nothing, and no test passes without asserting."""
+
+import ast
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import pytest
+
+from helpers import ROOT
+from helpers.crosses import cover, in_share
+
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_every_pair_of_values_is_covered():
+    axes = {"mechanism": range(9), "family": range(17), "dtype": range(2)}
+    cases = [
+        {f"{axis}={value}" for axis, value in zip(axes, values, strict=True)}
+        for values in product(*axes.values())
+    ]
+    kept = cover(cases)
+
+    def pairs(numbers) -> set:
+        return {pair for at in numbers for pair in combinations(sorted(cases[at]), 2)}
+
+    assert pairs(kept) == pairs(range(len(cases)))
+    assert len(kept) == 9 * 17  # of 306: as many as the two longest axes have pairs
+
+
+def test_what_fits_only_one_is_kept():
+    assert cover([{"a=1", "b=1"}, {"a=1", "b=2"}, {"a=1", "b=1"}]) == {0, 1}
+    assert cover([{"a=1"}, {"a=2"}, {"a=1"}]) == {0, 1}
+
+
+def test_every_test_is_in_one_share():
+    names = [f"tests/a.py::test_it[{n}]" for n in range(1400)]
+    shares = [[x for x in names if in_share(x, number, 14)] for number in range(1, 15)]
+    assert sorted(x for share in shares for x in share) == sorted(names)
+    assert all(60 < len(share) < 140 for share in shares)
+
+
+def own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions inside it."""
+    nodes = list(function.body)
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.ClassDef):
+            yield node
+            nodes += ast.iter_child_nodes(node)
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_no_test_returns_early_or_imports_from_a_test(path):
+    tree = ast.parse(path.read_text())
+    modules = {x.module for x in ast.walk(tree) if isinstance(x, ast.ImportFrom)}
+    assert not [name for name in modules if name.split(".")[-1].startswith("test_")]
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("test_"):
+            early = [x.lineno for x in own_nodes(function) if isinstance(x, ast.Return)]
+            assert not early, f"{function.name} returns in line {early}: it passes untested"
