@@ -2,9 +2,7 @@
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from heedful.commands.compare.figures import (
     Exhibit,
@@ -13,13 +11,15 @@ from heedful.commands.compare.figures import (
     MapExhibit,
     MixExhibit,
 )
-from heedful.hf.look import LayerLook
+
+if TYPE_CHECKING:
+    from heedful.hf.look import LayerLook
 
 _LONGEST = 600  # characters of a text that are shown
 
 
 def exhibits_of(
-    task: str, mechanism: str, tokens: Sequence[str], looks: Mapping[int, LayerLook]
+    task: str, mechanism: str, tokens: Sequence[str], looks: "Mapping[int, LayerLook]"
 ) -> Iterator[Exhibit]:
     """Pictures of one trained model: kernels and mixing, a map, and what hid what.
 
@@ -49,7 +49,9 @@ def exhibits_of(
         )
 
 
-def _parameters(task: str, mechanism: str, index: int, look: LayerLook) -> Iterator[Exhibit]:
+def _parameters(task: str, mechanism: str, index: int, look: "LayerLook") -> Iterator[Exhibit]:
+    import torch  # not above: pages are written without it
+
     for kind, kernel in (("pre", look.conv), ("post", look.post_conv)):
         if kernel is not None:
             yield KernelExhibit(task, mechanism, index, kind, kernel.numpy())
@@ -61,7 +63,7 @@ def _parameters(task: str, mechanism: str, index: int, look: LayerLook) -> Itera
             yield MixExhibit(task, mechanism, index, matrix, kind)
 
 
-def _sharpness(look: LayerLook, head: int) -> float:
+def _sharpness(look: "LayerLook", head: int) -> float:
     weights = look.weights[head][2:, 1:]
     others = weights.clone()
     others.diagonal(1).zero_()  # the token itself

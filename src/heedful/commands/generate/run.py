@@ -141,7 +141,7 @@ class _Streamer(BaseStreamer):
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.begun = False
-        self.start = self.end = 0  # text of tokens before `end` is written; decode from `start`
+        self.start = self.stop = 0  # text of tokens before `stop` is written; decode from `start`
 
     def put(self, value: Tensor) -> None:
         if not self.begun:  # the prompt
@@ -156,11 +156,11 @@ class _Streamer(BaseStreamer):
 
     def _hand_on(self, last: bool) -> None:
         # What a token spells can depend on the one before it, and take more than one token.
-        before = self._decode(self.tokens[self.start : self.end])
+        before = self._decode(self.tokens[self.start : self.stop])
         text = self._decode(self.tokens[self.start :])
         if len(text) > len(before) and (last or not text.endswith("\N{REPLACEMENT CHARACTER}")):
             self.write(text[len(before) :])
-            self.start, self.end = self.end, len(self.tokens)
+            self.start, self.stop = self.stop, len(self.tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

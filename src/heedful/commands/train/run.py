@@ -64,7 +64,7 @@ def train_text(
 
     Arguments:
         options: what to train on what, and how.
-        should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
+        should_stop: called after each step; once true, the state is saved and `Stopped` raised.
         show: bars on the terminal.
 
     Returns:
@@ -97,7 +97,7 @@ def train_text(
 
 @contextmanager
 def _gone_if_empty(folder: Path) -> Iterator[None]:
-    """A folder that was made for a run which never began goes again."""
+    """A folder that was made for a run which never began is removed."""
     try:
         yield
     finally:
