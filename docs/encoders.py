@@ -33,9 +33,9 @@ import heedful
 PAGE = Path(__file__).with_suffix(".md")
 INTRODUCTION = """# Encoder-decoder and encoder types
 
-What `heedful.convert` does with the encoder-decoders (for `AutoModelForSeq2SeqLM`) and encoders (for `AutoModelForMaskedLM`) of transformers {version}: {counts}.
+The results of `heedful.convert` for the encoder-decoders (for `AutoModelForSeq2SeqLM`) and encoders (for `AutoModelForMaskedLM`) of transformers {version}: {counts}.
 
-**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, where there is a decoder, to `Selective(selector="extra")`, the logits are those of the unconverted model without a mask, with padding of the source on either side, with padding of the target, and in training mode; `generate` writes the same with a cache and without. Where the note says that the mechanisms stand in less than the model has, its other attention does not go through transformers' interface, and stays as it is.
+**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, if there is a decoder, to `Selective(selector="extra")`, the model has the same logits as before without a mask, with padding of the source on either side, with padding of the target, and in training mode. `generate` writes the same text with a cache and without. Some notes name only part of a model's attention: the rest does not use transformers' interface and stays unchanged.
 
 ```sh
 python docs/encoders.py --check

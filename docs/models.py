@@ -47,16 +47,20 @@ LAYERS = 3
 OUTCOMES = ("served", "refused", "not tried", "wrong")
 INTRODUCTION = """# Model types
 
-What `heedful.convert` does with the {types} causal model types of transformers {version}: {counts}.
+The results of `heedful.convert` for the {types} causal model types of transformers {version}: {counts}.
 
-Every type is built with random weights from a small configuration, with short windows and chunks where it has any. **Served** means: converted to `standard`, its logits are those of the unconverted model without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`; packed documents have the logits of separate sequences, with and without a cache or a mask; converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. **Refused** means that `convert` (or the first call) raises a `ValueError` that says why, in the note. **Not tried** are those that no small configuration builds. Only text goes in, also where a model takes images.
+Every type is built with random weights from a small configuration, with short windows and chunks if it has any. Models get only text, also where they take images.
+
+- **Served**: converted to `standard`, the model has the same logits as before without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`. Packed documents have the logits of separate sequences, with and without a cache or a mask. Converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too.
+- **Refused**: `convert` (or the first call) raises a `ValueError` with the reason in the note.
+- **Not tried**: no small configuration builds the model.
 
 ```sh
 python docs/models.py --check
 python docs/models.py llama qwen3_next
 ```
 
-The first command tries all of them again and compares (about half an hour of one core); without `--check` it writes this page.
+The first command tries all types again and compares (about half an hour of one core); without `--check` it writes this page.
 """  # noqa: E501
 
 SMALL = {

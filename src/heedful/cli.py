@@ -408,7 +408,8 @@ def write_page(result: "ComparisonResult") -> None:
 
     It stands here because the modules that run and that show know nothing of each other.
     """
-    from heedful.commands.compare.exhibits import TextExhibit, exhibits_of
+    from heedful.commands.compare.exhibits import exhibits_of
+    from heedful.commands.compare.findings import TextExhibit
     from heedful.commands.compare.page import write_report
     from heedful.commands.compare.small_cache_tables import CacheExhibit
 

@@ -1,6 +1,6 @@
 """The layer contract: what a mechanism's layer declares, gets, and returns."""
 
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ Term = Literal["bias", "softcap", "sinks", "dropout"]
 TERMS: frozenset[Term] = frozenset(get_args(Term))
 
 
+@runtime_checkable
 class Rotation(Protocol):
     """A model's rotary embedding, at any positions, between tokens too; it keeps lengths."""
 

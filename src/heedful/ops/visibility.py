@@ -29,9 +29,9 @@ class Queries(NamedTuple):
     positions: of every query, `[B or 1, Tq]`; causal order and a window need them.
     """
 
-    documents: Int[Tensor, "B Tq"] | None = None
-    padding: Bool[Tensor, "B Tq"] | None = None
-    positions: Int[Tensor, "B Tq"] | None = None
+    documents: Int[Tensor, "#B Tq"] | None = None
+    padding: Bool[Tensor, "#B Tq"] | None = None
+    positions: Int[Tensor, "#B Tq"] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Visibility:
 
     causal: bool = True
     window: int | None = None
-    documents: Int[Tensor, "B Tk"] | None = None
-    padding: Bool[Tensor, "B Tk"] | None = None
-    mutual: Int[Tensor, "B Tk"] | None = None
-    positions: Int[Tensor, "B Tk"] | None = None
+    documents: Int[Tensor, "#B Tk"] | None = None
+    padding: Bool[Tensor, "#B Tk"] | None = None
+    mutual: Int[Tensor, "#B Tk"] | None = None
+    positions: Int[Tensor, "#B Tk"] | None = None
     queries: Queries | None = None
 
     def __post_init__(self) -> None:
@@ -207,11 +207,11 @@ class Visibility:
                     f"{tuple(ids.shape)}"
                 )
 
-    def segments(self) -> Int[Tensor, "B Tk"] | None:
+    def segments(self) -> Int[Tensor, "#B Tk"] | None:
         """Document number per key with -1 for padding; `None` if there is neither."""
         return _segments(self.documents, self.padding)
 
-    def query_segments(self, queries: int) -> Int[Tensor, "B Tq"] | None:
+    def query_segments(self, queries: int) -> Int[Tensor, "#B Tq"] | None:
         """The same for the queries; `None` if these have neither."""
         if self.queries is not None:
             return _segments(self.queries.documents, self.queries.padding)
@@ -227,7 +227,7 @@ class Visibility:
 
     def places(
         self, queries: int, keys: int, device: torch.device
-    ) -> Int[Tensor, "B 2 Tq+Tk"] | None:
+    ) -> Int[Tensor, "#B 2 Tq+Tk"] | None:
         """Segment and position of every query, then of every key; `None` if all are in place."""
         if self.in_place:
             return None
@@ -249,7 +249,7 @@ class Visibility:
         both = [torch.cat([x.expand(rows, -1) for x in pair], 1) for pair in (segments, positions)]
         return torch.stack(both, dim=1)
 
-    def first_tokens(self, keys: int, device: torch.device) -> Bool[Tensor, "B Tk"]:
+    def first_tokens(self, keys: int, device: torch.device) -> Bool[Tensor, "#B Tk"]:
         """The first real token of every document and of every padded row."""
         segments = self.segments()
         if self.positions is not None:
@@ -283,7 +283,7 @@ class Visibility:
             return (token < token[keys - queries :, None])[None]
         return places[:, 1, None, queries:] < places[:, 1, :queries, None]
 
-    def at(self, i: Int[Tensor, " R"], j: Int[Tensor, " K"]) -> Bool[Tensor, "B R K"]:
+    def at(self, i: Int[Tensor, " R"], j: Int[Tensor, " K"]) -> Bool[Tensor, "#B R K"]:
         """The part of the map with these query tokens and key tokens, in any order."""
         return see_at(self.segments(), self.causal, self.window, i, j, self.mutual)
 
@@ -307,8 +307,8 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
 
 
 def _segments(
-    documents: Int[Tensor, "B T"] | None, padding: Bool[Tensor, "B T"] | None
-) -> Int[Tensor, "B T"] | None:
+    documents: Int[Tensor, "#B T"] | None, padding: Bool[Tensor, "#B T"] | None
+) -> Int[Tensor, "#B T"] | None:
     # In a narrow or unsigned type -1 would be some document's number.
     documents = None if documents is None else documents.to(torch.int64)
     if padding is None:
@@ -319,8 +319,8 @@ def _segments(
 
 
 def _first_by_position(
-    segments: Int[Tensor, "B Tk"] | None, positions: Int[Tensor, "B Tk"]
-) -> Bool[Tensor, "B Tk"]:
+    segments: Int[Tensor, "#B Tk"] | None, positions: Int[Tensor, "#B Tk"]
+) -> Bool[Tensor, "#B Tk"]:
     """The real token of every document that stands first, wherever it lies."""
     if segments is None:
         return positions == positions.amin(1, keepdim=True)
@@ -337,14 +337,14 @@ def is_whole_number(x: object) -> bool:
 
 
 def see(
-    segments: Int[Tensor, "B Tk"] | None,
+    segments: Int[Tensor, "#B Tk"] | None,
     causal: bool,
     window: int | None,
     rows: range,
     columns: range,
     device: torch.device,
-    mutual: Int[Tensor, "B Tk"] | None = None,
-) -> Bool[Tensor, "B R K"]:
+    mutual: Int[Tensor, "#B Tk"] | None = None,
+) -> Bool[Tensor, "#B R K"]:
     """Visibility of key tokens `columns` from query tokens `rows`, in place."""
     i = torch.arange(rows.start, rows.stop, device=device)
     j = torch.arange(columns.start, columns.stop, device=device)
@@ -352,13 +352,13 @@ def see(
 
 
 def see_at(
-    segments: Int[Tensor, "B Tk"] | None,
+    segments: Int[Tensor, "#B Tk"] | None,
     causal: bool,
     window: int | None,
     i: Int[Tensor, " R"],
     j: Int[Tensor, " K"],
-    mutual: Int[Tensor, "B Tk"] | None = None,
-) -> Bool[Tensor, "B R K"]:
+    mutual: Int[Tensor, "#B Tk"] | None = None,
+) -> Bool[Tensor, "#B R K"]:
     """Visibility of tokens `j` from tokens `i`, in any order."""
     back = i[:, None] - j
     far = back if causal else back.abs()
@@ -375,12 +375,12 @@ def see_at(
 
 
 def see_placed(
-    places: Int[Tensor, "B 2 Tq+Tk"],
+    places: Int[Tensor, "#B 2 Tq+Tk"],
     queries: int,
     causal: bool,
     window: int | None,
     rows: range | None = None,
-) -> Bool[Tensor, "B R Tk"]:
+) -> Bool[Tensor, "#B R Tk"]:
     """Visibility of all keys from these queries, or from all, by their segments and positions."""
     of_queries, of_keys = places[..., :queries], places[..., queries:]
     if rows is not None:

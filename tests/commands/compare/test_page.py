@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 
 from heedful.commands.compare import figures
-from heedful.commands.compare.exhibits import TextExhibit, text_tables
 from heedful.commands.compare.figures import (
     KernelExhibit,
     MapExhibit,
     visible,
 )
-from heedful.commands.compare.findings import configurations, findings, summarise, table
+from heedful.commands.compare.findings import (
+    TextExhibit,
+    configurations,
+    findings,
+    summarise,
+    table,
+    text_tables,
+)
 from heedful.commands.compare.page import write_report
 from heedful.records import Record, append_record, read_records
 from helpers.invented_runs import exhibits, run, runs

@@ -209,7 +209,7 @@ def test_the_least_budget_is_that_of_the_policies():
         StreamingLLM(tokens=LEAST_TOKENS - 1)
     model = from_scratch(Recall(), Standard(), Size(16, 2, 2), 0)
     assert min(x.tokens for x in plans(model, Recall(), (0.001,))) == LEAST_TOKENS
-    assert "A layer holds\n    at least 13" in inspect.getsource(comparison)
+    assert "layer holds at least 13" in inspect.getsource(comparison)
 
 
 WRONG = {

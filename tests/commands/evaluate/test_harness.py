@@ -14,7 +14,7 @@ from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import WRITTEN, Evaluation
 from heedful.commands.evaluate.run import EvaluationPlan, evaluate, export
 from heedful.commands.models import open_model
-from helpers.evaluations import evaluation_of, folder, here
+from helpers.evaluations import evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
 

@@ -1,8 +1,8 @@
 """What a trained model shows: its kernels, and attention and hiding on one real sample."""
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from heedful.commands.compare.figures import (
     Exhibit,
@@ -11,15 +11,11 @@ from heedful.commands.compare.figures import (
     MapExhibit,
     MixExhibit,
 )
-
-if TYPE_CHECKING:
-    from heedful.hf.look import LayerLook
-
-_LONGEST = 600  # characters of a text that are shown
+from heedful.hf.look import LayerLook
 
 
 def exhibits_of(
-    task: str, mechanism: str, tokens: Sequence[str], looks: "Mapping[int, LayerLook]"
+    task: str, mechanism: str, tokens: Sequence[str], looks: Mapping[int, LayerLook]
 ) -> Iterator[Exhibit]:
     """Pictures of one trained model: kernels and mixing, a map, and what hid what.
 
@@ -49,9 +45,7 @@ def exhibits_of(
         )
 
 
-def _parameters(task: str, mechanism: str, index: int, look: "LayerLook") -> Iterator[Exhibit]:
-    import torch  # not above: pages are written without it
-
+def _parameters(task: str, mechanism: str, index: int, look: LayerLook) -> Iterator[Exhibit]:
     for kind, kernel in (("pre", look.conv), ("post", look.post_conv)):
         if kernel is not None:
             yield KernelExhibit(task, mechanism, index, kind, kernel.numpy())
@@ -63,41 +57,8 @@ def _parameters(task: str, mechanism: str, index: int, look: "LayerLook") -> Ite
             yield MixExhibit(task, mechanism, index, matrix, kind)
 
 
-def _sharpness(look: "LayerLook", head: int) -> float:
+def _sharpness(look: LayerLook, head: int) -> float:
     weights = look.weights[head][2:, 1:]
     others = weights.clone()
     others.diagonal(1).zero_()  # the token itself
     return others.amax(-1).mean().item()
-
-
-class TextExhibit(NamedTuple):
-    """What one trained model makes of some evaluation sources.
-
-    Arguments:
-        rows: of each the source, the target, and the model's text.
-    """
-
-    task: str
-    mechanism: str
-    rows: Sequence[tuple[str, str, str]]
-
-
-def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with its target and what every model wrote."""
-    parts = []
-    for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("target", reference)]
-        for exhibit in exhibits:
-            text = exhibit.rows[number][2]
-            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
-        body = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
-            for name, text in lines
-        )
-        parts.append(f"<table>{body}</table>")
-    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
-    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

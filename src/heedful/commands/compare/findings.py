@@ -1,5 +1,6 @@
 """Runs summed up over seeds: in numbers, as a table and in words."""
 
+import html
 import json
 import math
 import statistics
@@ -352,3 +353,39 @@ def _named(row: Row) -> str:
 def _all(rows: Sequence[Row]) -> str:
     *first, last = map(_named, rows)
     return f"{', '.join(first)} and {last}" if first else last
+
+
+_LONGEST = 600  # characters of a text that are shown
+
+
+class TextExhibit(NamedTuple):
+    """What one trained model makes of some evaluation sources.
+
+    Arguments:
+        rows: of each the source, the target, and the model's text.
+    """
+
+    task: str
+    mechanism: str
+    rows: Sequence[tuple[str, str, str]]
+
+
+def text_tables(exhibits: Sequence[TextExhibit]) -> str:
+    """One task's sources, each with its target and what every model wrote."""
+    parts = []
+    for number, (source, reference, _) in enumerate(exhibits[0].rows):
+        lines = [("source", source), ("target", reference)]
+        for exhibit in exhibits:
+            text = exhibit.rows[number][2]
+            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
+        body = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
+            for name, text in lines
+        )
+        parts.append(f"<table>{body}</table>")
+    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
+    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

@@ -11,7 +11,6 @@ import numpy as np
 
 from heedful.commands.compare import figures
 from heedful.commands.compare import small_cache_tables as budgets
-from heedful.commands.compare.exhibits import TextExhibit, text_tables
 from heedful.commands.compare.figures import (
     Exhibit,
     HidingExhibit,
@@ -25,6 +24,7 @@ from heedful.commands.compare.findings import (
     BASELINE,
     RULE,
     Row,
+    TextExhibit,
     better,
     configurations,
     findings,
@@ -34,6 +34,7 @@ from heedful.commands.compare.findings import (
     plain,
     summarise,
     table,
+    text_tables,
 )
 from heedful.commands.compare.small_cache_tables import CacheExhibit
 from heedful.commands.inspect.patterns import kernel_pattern
