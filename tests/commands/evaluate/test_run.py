@@ -22,7 +22,7 @@ from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
-from helpers.evaluations import BOOK, evaluation_of, folder, here
+from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
 NEEDLES = {
