@@ -4,7 +4,7 @@ Every mechanism is trained from scratch on the same sequences with the learning 
 best of three, tried on a seed of its own for a quarter of the steps; then with several seeds for
 equally many steps, and those whose step takes longer once more for as many steps as they take in
 the time of standard attention, with sequences of the same text. How much longer comes from a file
-of `benchmarks/training_overhead.py`, so that a noisy machine changes no run. `--long` trains one
+of `benchmarks/training/overhead.py`, so that a noisy machine changes no run. `--long` trains one
 seed of a few mechanisms for longer; `--continual` goes on from its standard model, converted and
 not. `--ablation` trains forms of multi-token attention with parts left out, all with its learning
 rate.
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", required=True)
     # What is set apart of the data would depend on the steps.
     parser.add_argument("--held-out", nargs="+", required=True)
-    parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
+    parser.add_argument("--speeds", type=Path, help="results of overhead.py")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--continual", type=int, help="steps from the standard model of --long")
