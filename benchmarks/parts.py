@@ -22,15 +22,15 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
-def spread(found: Sequence[float], share: bool = False, digits: int | None = None) -> str:
+def spread(results: Sequence[float], share: bool = False, digits: int | None = None) -> str:
     """Mean and standard deviation of the seeds; shares in percent."""
-    values, unit = [100 * x if share else x for x in found], " %" if share else ""
+    values, unit = [100 * x if share else x for x in results], " %" if share else ""
     digits = (1 if share else 2) if digits is None else digits
     more = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{more}{unit}"
 
 
-def made(records: Sequence[dict]) -> str:
+def provenance(records: Sequence[dict]) -> str:
     """Where records come from."""
     return origin([record["environment"] for record in records])
 
@@ -72,5 +72,5 @@ def read_partial(path: Path) -> list[dict]:
     Raises:
         ValueError: any other line is not JSON; names the file and the line.
     """
-    found = read_each(path, json.loads, "a result") if path.exists() else []
-    return [line for _, line in found]
+    entries = read_each(path, json.loads, "a result") if path.exists() else []
+    return [line for _, line in entries]

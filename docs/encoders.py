@@ -97,19 +97,19 @@ def ways(model: PreTrainedModel, ids: Tensor, target: Tensor) -> dict[str, Calla
         options = {"max_new_tokens": 5, "do_sample": False, "use_cache": cache}
         return model.generate(ids, attention_mask=right, **options)
 
-    found = {
+    calls = {
         "no mask": lambda: called(None),
         "left padding": lambda: called(left),
         "right padding": lambda: called(right),
         "training": trained,
     }
     if paired:
-        found |= {
+        calls |= {
             "padding of the target": lambda: called(right, ended),
             "generate": lambda: generated(True),
             "generate without a cache": lambda: generated(False),
         }
-    return found
+    return calls
 
 
 @torch.no_grad()
@@ -144,9 +144,9 @@ def attempt(kind: str) -> Row:
         where = where or next(iter(conversion.where.values()))
         try:
             for name, before in expected.items():
-                found = every[name]()
+                logits = every[name]()
                 least = EXACT[model.dtype]
-                if found.shape != before.shape or not (found - before).abs().max() < least:
+                if logits.shape != before.shape or not (logits - before).abs().max() < least:
                     raise Differs(f"{name}: other logits")
         except ValueError as error:
             return Row(kind, "refused", clause(error))

@@ -2,7 +2,7 @@
 
 Every type is built with random weights from a small configuration, with short windows and chunks
 where its configuration knows them. Converted to `standard`, its logits must be those of the
-unconverted model in every way of calling it; packed documents must be those of separate rows,
+unconverted model in every way of calling it; packed documents must be those of separate sequences,
 also where the unconverted model mixes them. Converted to `mta` or to selective attention with an
 extra selector, which start as the identity, the logits must be unchanged too.
 
@@ -230,7 +230,7 @@ def ways(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]
 
 
 def packed(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Logits of two documents of 7 and 10 tokens in one row, in each way of calling a model."""
+    """Logits of two documents of 7 and 10 tokens in one sequence, in each way of calling it."""
     positions = torch.cat([torch.arange(7), torch.arange(10)])[None]
 
     def called(**options: object) -> Tensor:
@@ -246,7 +246,7 @@ def packed(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor
 
 
 def apart(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits of the same documents, each as a row of its own."""
+    """Logits of the same documents, each as a sequence of its own."""
     parts = []
     for document in ids[:1].split([7, 10], dim=1):
         positions = torch.arange(document.shape[1])[None]  # some families do not start at 0
@@ -318,7 +318,7 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
         if name not in expected:
             continue
         try:
-            found = way()
+            logits = way()
         except ValueError as error:
             refused[name] = clause(error)
             continue
@@ -326,7 +326,7 @@ def compare(model: PreTrainedModel, ids: Tensor, expected: dict[str, Tensor]) ->
             name = "generate without a cache"  # for some families that is not the same
         before = expected[name]
         largest = EXACT[model.dtype]
-        error = (found - before).abs().max() if found.shape == before.shape else math.inf
+        error = (logits - before).abs().max() if logits.shape == before.shape else math.inf
         if not error < largest:
             raise Differs(f"{name}: the largest difference is {error:.2g}")
     return refused
@@ -375,8 +375,8 @@ def table(rows: list[Row]) -> list[str]:
 
 def rows_of(text: str) -> dict[str, Row]:
     """The rows of the page by type."""
-    found = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \| ?(.*) \|$", text, re.MULTILINE)
-    return {kind: Row(kind, outcome, note) for kind, outcome, note in found}
+    matches = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \| ?(.*) \|$", text, re.MULTILINE)
+    return {kind: Row(kind, outcome, note) for kind, outcome, note in matches}
 
 
 def run(

@@ -124,7 +124,7 @@ def courses() -> Figure:
         by_time.plot([step * slower for step in steps], values, **look)
     by_steps.set_xlabel("steps", fontsize=9)
     by_time.set_xlabel("time, in steps of standard attention", fontsize=9)
-    by_steps.set_ylabel("bits per byte, held-out books", fontsize=9)
+    by_steps.set_ylabel("bits per byte, evaluation books", fontsize=9)
     by_steps.legend(frameon=False, fontsize=9)
     for axes in (by_steps, by_time):
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -135,22 +135,22 @@ def courses() -> Figure:
 
 def learned() -> Figure:
     """The kernels and mixing matrices of a trained model."""
-    found: dict[tuple[int, str], list[dict]] = {}
+    lines: dict[tuple[int, str], list[dict]] = {}
     for line in _results("learned-cpu.jsonl"):
-        found.setdefault((line["layer"], line["kind"]), []).append(line)
-    layer = next(layer for layer, kind in found if kind == "conv")
-    mixing = [at for at in found if at[1] in ("mix", "post_mix")]
+        lines.setdefault((line["layer"], line["kind"]), []).append(line)
+    layer = next(layer for layer, kind in lines if kind == "conv")
+    mixing = [at for at in lines if at[1] in ("mix", "post_mix")]
     titles = {"conv": "kernels before", "post_conv": "kernels after", "mix": "before",
               "post_mix": "after"}  # fmt: skip
-    columns = max(len(mixing), 2 * len(found[layer, "conv"]))
+    columns = max(len(mixing), 2 * len(lines[layer, "conv"]))
     figure = Figure(figsize=(1.5 * columns, 3.2), layout="constrained", facecolor="white")
     top, bottom = figure.subplots(2, columns)
-    panels = [("conv", x) for x in found[layer, "conv"]]
-    panels += [("post_conv", x) for x in found[layer, "post_conv"]]
+    panels = [("conv", x) for x in lines[layer, "conv"]]
+    panels += [("post_conv", x) for x in lines[layer, "post_conv"]]
     for axes, (kind, line) in zip(top, panels, strict=True):
         _signed(axes, line["values"], f"{titles[kind]}, head {line['number']}")
     for axes, at in zip(bottom, mixing, strict=True):
-        _signed(axes, found[at][0]["values"], f"layer {at[0]}, mixing {titles[at[1]]}")
+        _signed(axes, lines[at][0]["values"], f"layer {at[0]}, mixing {titles[at[1]]}")
     return figure
 
 
@@ -162,16 +162,16 @@ def _signed(axes, values: list[list[float]], title: str) -> None:
 
 
 def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False) -> None:
-    """The best policy at every budget, against the peak bytes of a row's cache."""
+    """The best policy at every budget, against the peak bytes of the cache of one sequence."""
     for kind, (label, colour) in names.items():
         best, searched = {}, []
         for run in _results(file):
             if run["mechanism"] == kind and run["policy"] != "Random":
-                found = (run["final"][split] * (100 if share else 1), run["peak_bytes"] / 1024)
+                point = (run["final"][split] * (100 if share else 1), run["peak_bytes"] / 1024)
                 if "searched" in run["policy"]:
-                    searched.append(found)
+                    searched.append(point)
                 else:
-                    best[run["tokens"]] = min(best.get(run["tokens"], found), found)
+                    best[run["tokens"]] = min(best.get(run["tokens"], point), point)
         points = sorted((peak, value) for value, peak in best.values())
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label, ms=3.5, lw=1.4)
         if searched:
@@ -202,8 +202,8 @@ def multi_token() -> Figure:
     k[..., [i for i, word in enumerate(words) if word == "."], :] = 0
     conv = torch.zeros(1, 2, 3)
     conv[0, 1, 1] = conv[0, 0, 0] = 1
-    seen = Visibility().dense(len(words), len(words), q.device)[:, None]
-    logits = (q @ k.mT).masked_fill(~seen, 0)
+    visible_mask = Visibility().dense(len(words), len(words), q.device)[:, None]
+    logits = (q @ k.mT).masked_fill(~visible_mask, 0)
     steps = {
         "logits": logits,
         "after the convolution": correlate(logits, conv),
@@ -221,7 +221,7 @@ def multi_token() -> Figure:
     axes.set_aspect("equal")
     for number, (name, axes) in enumerate(grid.items()):
         shown = steps[name][0, 0, -2:]
-        visible = seen[0, 0, -2:]
+        visible = visible_mask[0, 0, -2:]
         _cells(axes, shown, 10 if number < 2 else 1.2, words[-2:], words, visible)
         axes.set_title(name, fontsize=10, loc="left", pad=3)
         if number < 3:
@@ -254,13 +254,13 @@ def selective() -> Figure:
     f = s.cumsum(0) - s
     figure = Figure(figsize=(7.6, 5.4), layout="constrained", facecolor="white")
     grid = figure.subplot_mosaic([["s", "f"], ["w", "w"]], height_ratios=[7, 1.6])
-    seen = torch.ones(count, count).tril().bool()
+    visible = torch.ones(count, count).tril().bool()
     for name, title, values_shown in (
         ("s", "S: what each token hides", s),
         ("f", "F: what is hidden from each token", f),
     ):
         axes = grid[name]
-        _cells(axes, values_shown, 6, tokens if name == "s" else None, tokens, seen, text=False)
+        _cells(axes, values_shown, 6, tokens if name == "s" else None, tokens, visible, text=False)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("key", fontsize=9)
         axes.set_ylabel("token" if name == "s" else "query", fontsize=9)
@@ -294,7 +294,7 @@ def differential() -> Figure:
     first = weights(0.0)
     second = first - weights(1.0)
     figure = Figure(figsize=(7.6, 2.9), layout="constrained", facecolor="white")
-    seen = torch.ones(count, count).tril().bool()
+    visible = torch.ones(count, count).tril().bool()
     for axes, (title, shown) in zip(
         figure.subplots(1, 3),
         {
@@ -304,7 +304,7 @@ def differential() -> Figure:
         }.items(),
         strict=True,
     ):
-        _cells(axes, shown, 1, None, None, seen, text=False, signed=True)
+        _cells(axes, shown, 1, None, None, visible, text=False, signed=True)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("key", fontsize=9)
         axes.set_ylabel("query" if title == "first map" else "", fontsize=9)
@@ -315,7 +315,7 @@ def differential() -> Figure:
 
 
 def groups() -> Figure:
-    """The shares of one row of tokens under the five groupings."""
+    """The shares of one sequence of tokens under the five groupings."""
     text = "the dog ran . it saw a cat on a wall . the cat hid ."
     words = text.split()
     count = len(words)
@@ -335,21 +335,21 @@ def groups() -> Figure:
     figure = Figure(figsize=(7.6, 4.1), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(hspace=0.06)
     all_axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=lanes)
-    for axes, (name, made), height in zip(all_axes, shown.items(), lanes, strict=True):
-        for number, shares in enumerate(memberships(made)[0].T):
+    for axes, (name, grouping), height in zip(all_axes, shown.items(), lanes, strict=True):
+        for number, shares in enumerate(memberships(grouping)[0].T):
             odd = number // height % 2
             colours, deepest = colormaps["Oranges" if odd else "Purples"], 0.4 if odd else 0.5
             lane = number % height
-            held = shares.nonzero()[:, 0].tolist()
-            for token in held:
+            members = shares.nonzero()[:, 0].tolist()
+            for token in members:
                 share = shares[token].item()
                 face = colours(deepest * share)
                 axes.add_patch(Rectangle((token - 0.5, lane), 1, 0.84, facecolor=face))
                 label = "1" if share > 0.995 else f"{share:.2f}"
                 axes.text(token, lane + 0.44, label, fontsize=8, ha="center", va="center")
-            line = "-" if made.complete[0, number] else (0, (2, 2))
+            line = "-" if grouping.complete[0, number] else (0, (2, 2))
             box = {"fill": False, "edgecolor": "#444444", "linewidth": 1, "linestyle": line}
-            start, end = held[0] - 0.47, held[-1] + 0.47
+            start, end = members[0] - 0.47, members[-1] + 0.47
             axes.add_patch(Rectangle((start, lane), end - start, 0.84, **box))
         axes.set_ylim(height - 0.06, -0.1)
         axes.set_xlim(-0.6, count - 0.4)
@@ -364,16 +364,16 @@ def groups() -> Figure:
 def grouped() -> Figure:
     """Which keys each query sees one by one, which in summaries, and which not at all."""
     count, size, window = 18, 4, 3
-    made = fixed_groups(size, count)
+    grouping = fixed_groups(size, count)
     # Values that tell which token or summary they are of.
-    every = torch.eye(count + made.count)[None, None]
-    alike = torch.zeros(1, 1, count, 1), torch.zeros(1, 1, made.count, 1)
+    every = torch.eye(count + grouping.count)[None, None]
+    alike = torch.zeros(1, 1, count, 1), torch.zeros(1, 1, grouping.count, 1)
     summaries = Summaries(alike[1], every[:, :, count:])
     figure = Figure(figsize=(7.6, 4.3), layout="constrained", facecolor="white")
     near, far = colormaps["Purples"](0.72), colormaps["Oranges"](0.42)
     for axes, causal in zip(figure.subplots(1, 2), (True, False), strict=True):
         weights = grouped_attention(
-            alike[0], alike[0], every[:, :, :count], groups=made, summaries=summaries,
+            alike[0], alike[0], every[:, :, :count], groups=grouping, summaries=summaries,
             window=window, visibility=Visibility(causal=causal),
         )[0, 0]  # fmt: skip
         for query, row in enumerate(weights > 0):
@@ -381,8 +381,8 @@ def grouped() -> Figure:
                 if thing < count:
                     start, tokens, face = thing, 1, near
                 else:
-                    start = made.start[0, thing - count].item()
-                    tokens, face = made.end[0, thing - count].item() - start + 1, far
+                    start = grouping.start[0, thing - count].item()
+                    tokens, face = grouping.end[0, thing - count].item() - start + 1, far
                 place = (start - 0.44, query - 0.4)
                 axes.add_patch(Rectangle(place, tokens - 0.12, 0.8, facecolor=face))
         axes.set_facecolor("#f2f2f2")

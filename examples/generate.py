@@ -21,9 +21,9 @@ mask = (ids != 0).long()
 
 new = model.generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False)[:, width:]
 for prompt, row in zip(prompts, new, strict=True):
-    one = prompt[None]
+    ids = prompt[None]
     alone = model.generate(
-        one, attention_mask=torch.ones_like(one), max_new_tokens=10, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False
     )[0, len(prompt) :]
     print(f"{len(prompt)} tokens -> {row.tolist()}")
     assert torch.equal(row, alone)

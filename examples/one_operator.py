@@ -21,8 +21,8 @@ conv[0, -1, 1] = conv[0, 0, 0] = 1
 
 for name, kernel in (("standard", None), ("multi-token", conv)):
     weights = multi_token_attention(q, k, v, conv=kernel, scale=1.0)[0, 0, -1]
-    kernels = [f"{words[i - 1]} {words[i]} ({weights[i]:.2f})" for i in weights.topk(2).indices]
-    print(f"{name:<12} {', '.join(kernels)}")
+    matches = [f"{words[i - 1]} {words[i]} ({weights[i]:.2f})" for i in weights.topk(2).indices]
+    print(f"{name:<12} {', '.join(matches)}")
 
 # Who sees whom is one object for every operator; the same call on two packed documents:
 documents = Visibility.packed(torch.tensor([0, 4, 10]))

@@ -5,7 +5,7 @@
 Without MODEL a small model is trained first, which then stands for the stock checkpoint.
 """
 
-# %% What is asked for
+# %% Options
 import argparse
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ text = tuple(args.data) or (str(Path(json.__file__).parent),)
 result = search(BudgetSearch("selective", text, loss=1.0, rows=4, length=args.length))
 print(format_result(result))
 
-# %% Generate: `load` finds the budgets, and the cache lets go of the rest
+# %% Generate: `load` finds the budgets, and the cache evicts the rest
 prompt = Path(json.__file__).read_text()[:2000]
 ids = torch.tensor([tokenizer(prompt)["input_ids"][: args.length]])
 for name, model in (("stock", stock(args.model)), ("selective", heedful.load("selective"))):

@@ -144,12 +144,12 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point buffers hold NaN: forgetting an entry shows."""
 
     def poison(make):
-        def made(*args, **kwargs):
+        def poisoned(*args, **kwargs):
             x = make(*args, **kwargs)
             plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type != "meta"
             return x.fill_(float("nan")) if plain and x.is_floating_point() else x
 
-        return made
+        return poisoned
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))

@@ -145,7 +145,7 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
     options = shlex.split(options)
     assert answer("train", "tiny.json", *options) == 0
     printed = capsys.readouterr().out
-    assert "2 steps, 64 tokens in" in printed and "bits per byte of held-out text" in printed
+    assert "2 steps, 64 tokens in" in printed and "bits per byte of the evaluation set" in printed
     assert answer("train", "tiny.json", *options, "--seed", "1") == 1
     assert "folder of another run: seed was 0 and is 1 now" in capsys.readouterr().err
     assert answer("train", "tiny.json", "--recipe", "mat") == 1

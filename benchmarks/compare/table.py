@@ -14,13 +14,15 @@ def compare() -> str:
     """The comparison: table, findings, and where it was made."""
     records = read_records(COMPARE)
     rows = summarise(records)
-    said = "\n".join(f"- {sentence}" for sentence in [*findings(rows), *configurations(records)])
+    sentences = "\n".join(
+        f"- {sentence}" for sentence in [*findings(rows), *configurations(records)]
+    )
     when = origin([record.environment for record in records])
-    return f"{table(rows, format='markdown')}\n\n{said}\n\n{RULE}\n\n{when}"
+    return f"{table(rows, format='markdown')}\n\n{sentences}\n\n{RULE}\n\n{when}"
 
 
 def by_split(path: Path) -> str:
-    """The share of wrong answers on rows as in training and on others."""
+    """The share of wrong answers on sequences as in training and on others."""
     records = read_records(path)
     splits = list(records[0].final)
     runs: dict[tuple[int, str], list[dict[str, float]]] = {}
@@ -59,20 +61,22 @@ def longer() -> str:
 
 
 def corpora() -> str:
-    """Perplexity per byte on texts given with `--data`, with what can be told apart."""
+    """Perplexity per byte on texts given with `--data`, with the differences that show."""
     records = read_records(RESULTS / "text-cpu.jsonl")
     names = list(dict.fromkeys(record.config["task"]["paths"][0] for record in records))
-    lines, said = [], []
+    lines, sentences = [], []
     for name in names:
         rows = summarise([r for r in records if r.config["task"]["paths"] == [name]])
-        said += [f"- `{name}`: {sentence.removeprefix('text: ')}" for sentence in findings(rows)]
+        sentences += [
+            f"- `{name}`: {sentence.removeprefix('text: ')}" for sentence in findings(rows)
+        ]
         lines.append([f"`{name}`", *(f"{row.mean:.2f} ± {row.std:.2f}" for row in rows)])
         mechanisms = [row.mechanism for row in rows]
     seeds = len({record.seed for record in records})
     about = f"Perplexity per byte, mean and standard deviation of {seeds} seeds."
     when = origin([record.environment for record in records])
     table = markdown(["text", *mechanisms], lines)
-    return "\n\n".join([table, about, "\n".join(said), RULE, when])
+    return "\n\n".join([table, about, "\n".join(sentences), RULE, when])
 
 
 def pairs() -> str:

@@ -1,4 +1,4 @@
-"""Time per decoded token and bytes held, at several lengths of what came before.
+"""Time per decoded token and bytes of the cache, at several context lengths.
 
 A small Llama of random weights decodes one token after another: unconverted with transformers' own
 cache, converted to every mechanism, and selective attention under budgets. All stand beside each
@@ -42,8 +42,8 @@ def main() -> None:
         raise SystemExit(f"{args.out} is there already; name another file")
     records = [record for context in args.contexts for record in measure(args, context)]
     if args.out is not None:
-        made = environment()
-        write_lines(args.out, [record | {"environment": made} for record in records])
+        about = environment()
+        write_lines(args.out, [record | {"environment": about} for record in records])
 
 
 @torch.no_grad()
@@ -80,16 +80,16 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     records, first = [], None
     for name, (_, cache, _) in ways.items():
         ms = statistics.median(times[name][1:])  # the first round makes room
-        held, peak = bytes_of(cache)
-        first = first or (ms, held, peak)
+        nbytes, peak = bytes_of(cache)
+        first = first or (ms, nbytes, peak)
         print(
-            f"{context:6} {name:32} {ms:8.2f} ms/token {ms / first[0]:5.2f}x {held / 2**20:7.2f} "
-            f"MiB {held / first[1]:5.2f}x peak {peak / 2**20:7.2f} MiB {peak / first[2]:5.2f}x",
+            f"{context:6} {name:32} {ms:8.2f} ms/token {ms / first[0]:5.2f}x {nbytes / 2**20:7.2f} "
+            f"MiB {nbytes / first[1]:5.2f}x peak {peak / 2**20:7.2f} MiB {peak / first[2]:5.2f}x",
             flush=True,
         )
         records.append({
             "context": context, "way": name, "ms_per_token": ms, "ratio": ms / first[0],
-            "bytes": held, "peak_bytes": peak, "hidden": args.hidden, "layers": args.layers,
+            "bytes": nbytes, "peak_bytes": peak, "hidden": args.hidden, "layers": args.layers,
             "heads": args.heads, "rounds": args.rounds, "threads": torch.get_num_threads(),
         })  # fmt: skip
     return records

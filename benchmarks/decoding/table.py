@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, read
+from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def decoding(only: int | None = None, path: Path = RESULTS / "decoding-cpu.jsonl") -> str:
-    """Milliseconds per decoded token and bytes held, beside the unconverted model's."""
+    """Milliseconds per decoded token and bytes of the cache, beside the unconverted model's."""
     records = read(path)
-    head = ["model and cache", "context", "ms / token", "× unconverted", "MiB held", "MiB peak"]
+    head = ["model and cache", "context", "ms / token", "× unconverted", "MiB cached", "MiB peak"]
     lines = [
         [
             r["way"], f"{r['context']:,}", f"{r['ms_per_token']:.1f}", f"{r['ratio']:.2f} ×",
@@ -19,12 +19,13 @@ def decoding(only: int | None = None, path: Path = RESULTS / "decoding-cpu.jsonl
         for r in records
         if only in (None, r["context"])
     ]  # fmt: skip
-    one = records[0]
+    first = records[0]
     about = (
-        f"A Llama of random weights with {one['layers']} layers, width {one['hidden']}, "
-        f"{one['heads']} heads, fp32, one row; medians of {one['rounds']} rounds taken in turn."
+        f"A Llama of random weights with {first['layers']} layers, width {first['hidden']}, "
+        f"{first['heads']} heads, fp32, one sequence; medians of {first['rounds']} rounds taken "
+        "in turn."
     )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 BLOCKS = {

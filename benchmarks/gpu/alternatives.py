@@ -54,8 +54,8 @@ def every_launch(**fields: object) -> tuple[tuple[str, Callable]]:
 
     def change(original: Callable) -> Callable:
         def plan(*inputs):
-            made = original(*inputs)
-            return type(made)(*(launch._replace(**fields) for launch in made))
+            launches = original(*inputs)
+            return type(launches)(*(launch._replace(**fields) for launch in launches))
 
         return plan
 
@@ -105,7 +105,7 @@ def brief(alternatives: tuple[Alternative, ...]) -> list[Alternative]:
 
 
 def measure(sizes: Sizes, x: Alternative, tokens: int, left: float) -> dict:
-    """Its times, after its results at a small size were held against fp64."""
+    """Its times, after its results at a small size were compared with fp64."""
     if x.way == "graph" and not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need a GPU")
     function = call

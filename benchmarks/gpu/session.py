@@ -127,12 +127,12 @@ def versions(left: float) -> dict:
 
     names = ("torch", "triton", "numpy", "transformers", "jaxtyping", "beartype", "pytest",
              "pytest-xdist", "peft", "accelerate")  # fmt: skip
-    found = {"packages": {name: installed(name) for name in names}}
-    found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    facts = {"packages": {name: installed(name) for name in names}}
+    facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(0)
-        found |= {"capability": list(torch.cuda.get_device_capability()), "gpu": str(about)}
-    return found
+        facts |= {"capability": list(torch.cuda.get_device_capability()), "gpu": str(about)}
+    return facts
 
 
 def copied(size: int, left: float) -> dict:
@@ -144,8 +144,8 @@ def copied(size: int, left: float) -> dict:
 
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
-    found = steady(lambda: target.copy_(source))
-    return found | {"gb_per_second": 2 * size / found["ms"] / 1e6}
+    times = steady(lambda: target.copy_(source))
+    return times | {"gb_per_second": 2 * size / times["ms"] / 1e6}
 
 
 def product(a: tuple[int, ...], b: tuple[int, ...], dtype: str, left: float) -> dict:
@@ -157,8 +157,8 @@ def product(a: tuple[int, ...], b: tuple[int, ...], dtype: str, left: float) -> 
 
     x, y = (torch.randn(s, dtype=getattr(torch, dtype), device=device()) for s in (a, b))
     out = x @ y
-    found = steady(lambda: torch.matmul(x, y, out=out))
-    return found | {"tflops": 2 * out.numel() * x.shape[-1] / found["ms"] / 1e9}
+    times = steady(lambda: torch.matmul(x, y, out=out))
+    return times | {"tflops": 2 * out.numel() * x.shape[-1] / times["ms"] / 1e9}
 
 
 def laws(tests: tuple[str, ...], left: float) -> dict:
@@ -181,19 +181,19 @@ def laws(tests: tuple[str, ...], left: float) -> dict:
         except subprocess.TimeoutExpired:
             code = None  # what ended in time is counted
         written.seek(0)
-        said = written.read()
-    ended = outcomes(said)
+        output = written.read()
+    ended = outcomes(output)
     failures = sorted(name for name, how in ended.items() if how in ("FAILED", "ERROR"))
     passed = sum(how == "PASSED" for how in ended.values())
-    found = {"exit_code": code, "seconds": time.time() - started, "passed": passed}
-    return found | {"failed": len(failures), "failures": failures, "end": said[-1500:]}
+    result = {"exit_code": code, "seconds": time.time() - started, "passed": passed}
+    return result | {"failed": len(failures), "failures": failures, "end": output[-1500:]}
 
 
-def outcomes(said: str) -> dict[str, str]:
-    """How each test ended, from what pytest says, with and without workers, also if cut off."""
+def outcomes(output: str) -> dict[str, str]:
+    """How each test ended, from pytest's output, with and without workers, also if cut off."""
     words = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
-    alone = re.findall(rf"^(tests/\S+::.*?) ({words})\b", said, re.MULTILINE)
-    by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({words}) (.*?) *$", said, re.MULTILINE)
+    alone = re.findall(rf"^(tests/\S+::.*?) ({words})\b", output, re.MULTILINE)
+    by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({words}) (.*?) *$", output, re.MULTILINE)
     return dict(alone) | {name: how for how, name in by_workers}
 
 
@@ -206,7 +206,7 @@ def forms(mechanism: str) -> tuple[str, ...]:
 
 
 def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
-    """Every operator by its kernels and by plain torch, shortest rows first."""
+    """Every operator by its kernels and by plain torch, shortest sequences first."""
     for tokens in sizes.lengths:
         for passed in ("forward", "forward+backward"):
             yield from sdpa_cases(sizes, passed, tokens)
@@ -227,8 +227,8 @@ def winners(out: Path, sizes: Sizes) -> Iterator[SessionCase]:
 
 
 def fastest(records: list[dict], bench: dict) -> dict[str, tuple[str]]:
-    """The implementation with the least time of forward and backward, at the longest rows."""
-    found: dict[str, tuple] = {}
+    """The implementation with the least time of forward and backward, at the longest sequences."""
+    ranks: dict[str, tuple] = {}
     for record in records:
         config = record["config"]
         of_stage = record["stage"] == 2 and record["status"] == "measured"
@@ -236,8 +236,8 @@ def fastest(records: list[dict], bench: dict) -> dict[str, tuple[str]]:
             continue
         if config["bench"] == plain(bench):
             rank = (-config["tokens"], record["numbers"]["ms"], config["impl"])
-            found[config["mechanism"]] = min(rank, found.get(config["mechanism"], rank))
-    return {mechanism: (rank[-1],) for mechanism, rank in found.items()}
+            ranks[config["mechanism"]] = min(rank, ranks.get(config["mechanism"], rank))
+    return {mechanism: (rank[-1],) for mechanism, rank in ranks.items()}
 
 
 def decoding(sizes: Sizes) -> Iterator[SessionCase]:
@@ -262,7 +262,7 @@ def plain(bench: dict) -> dict:
 
 
 def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> SessionCase:
-    """One of our operators, held against fp64 first."""
+    """One of our operators, compared with fp64 first."""
 
     def measure(left: float) -> dict:
         from heedful.commands.bench.clock import steady
@@ -279,7 +279,7 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
 
 @cache
 def checked(sizes: Sizes, case: tuple[str, str, str]) -> None:
-    """Raise unless the case is right at a small size; asked once per process."""
+    """Raise unless the case is right at a small size; checked once per process."""
     from heedful.commands.bench.measure import check
 
     check(sizes.bench, [case], tokens=sizes.checked)
@@ -328,9 +328,9 @@ def where_it_goes(bench: Bench, mechanism: str, tokens: int, left: float) -> dic
     """The kernels of one call with its backward, by share of its time."""
     from benchmarks.gpu.where_time_goes import SHOWN, measure
 
-    one = {"mechanisms": (mechanism,), "impls": ("fused",), "lengths": (tokens,)}
-    found = measure(replace(bench, **one))
-    return found | {"parts": found["parts"][:SHOWN]}
+    choice = {"mechanisms": (mechanism,), "impls": ("fused",), "lengths": (tokens,)}
+    profile = measure(replace(bench, **choice))
+    return profile | {"parts": profile["parts"][:SHOWN]}
 
 
 # Stage 5

@@ -14,7 +14,7 @@ class Sizes:
         comes before a measurement.
     sdpa: torch's kernels by name, since its own choice between them varies.
     milliseconds: what the calls of one case may take together, about.
-    copied, product: bytes and rows of stage 1; tests: what it tells pytest.
+    copied, product: bytes and rows of stage 1; tests: arguments of pytest.
     step: of the model of stage 5, where it is not the 880M model.
     compiler: of `torch.compile`.
     brief: of alternatives that differ in numbers only, the first.

@@ -78,11 +78,11 @@ def measure(sizes: Step, mechanism: str, impl: str, device: str) -> dict:
         loss.item()  # waits for the device
         if step >= 2:
             times.append(1e3 * (time.perf_counter() - started))
-    found = {f"step_{name}": value for name, value in spread(times).items()}
+    step_times = {f"step_{name}": value for name, value in spread(times).items()}
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        **found,
-        "tokens_per_second": 1e3 * sizes.batch * sizes.tokens / found["step_ms"],
+        **step_times,
+        "tokens_per_second": 1e3 * sizes.batch * sizes.tokens / step_times["step_ms"],
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if cuda else process_peak_mib(),
     }
 
@@ -102,9 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
     sizes = Step(**{field.name: getattr(options, field.name) for field in numbers})
     records = []
     for mechanism in options.mechanisms:
-        found = measure(sizes, mechanism, options.impl, options.device)
+        result = measure(sizes, mechanism, options.impl, options.device)
         config = asdict(sizes) | {"impl": options.impl}
-        records.append({"mechanism": mechanism} | found | {"config": config})
+        records.append({"mechanism": mechanism} | result | {"config": config})
         r, first = records[-1], records[0]
         print(
             f"{mechanism:<16} {r['parameters']:>13,} parameters {r['tokens_per_second']:>9,.0f} "

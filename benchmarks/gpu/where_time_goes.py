@@ -63,10 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
             batch=options.batch, heads=options.heads, dim=options.dim, dtype=options.dtype,
         )  # fmt: skip
         sizes = {name: getattr(config, name) for name in ("batch", "heads", "dim", "dtype")}
-        records.append(found := measure(config) | {"config": sizes})
-        print(f"{mechanism}: {found['total_ms']:.1f} ms in {found['calls']:,} calls")
-        for part in found["parts"][:SHOWN]:
-            share = part["ms"] / found["total_ms"]
+        records.append(profile := measure(config) | {"config": sizes})
+        print(f"{mechanism}: {profile['total_ms']:.1f} ms in {profile['calls']:,} calls")
+        for part in profile["parts"][:SHOWN]:
+            share = part["ms"] / profile["total_ms"]
             print(f"  {share:6.1%} {part['ms']:9.2f} ms {part['calls']:7,} x {part['name'][:60]}")
     if options.out:
         about = environment(

@@ -35,8 +35,8 @@ def main() -> None:
         raise SystemExit(f"{args.out} is there already; name another file")
     records = [record for tokens in args.tokens for record in measure(tokens, args.rounds)]
     if args.out is not None:
-        made = environment()
-        write_lines(args.out, [record | {"environment": made} for record in records])
+        about = environment()
+        write_lines(args.out, [record | {"environment": about} for record in records])
 
 
 def ways(tokens: int) -> dict[str, Callable[[torch.Tensor, ...], torch.Tensor]]:
@@ -85,7 +85,7 @@ def measure(tokens: int, rounds: int) -> list[dict]:
         forward, both = (statistics.median(x[i] for x in measured[1:]) for i in (0, 1))
         first = first or (forward, both)
         near = min(tokens, WINDOW + SIZE)
-        held = tokens if name == "sdpa" else tokens // SIZE + near
+        cached = tokens if name == "sdpa" else tokens // SIZE + near
         peak = peak_memory_mib(program(name, tokens))
         print(
             f"{tokens:6} {name:20} forward {forward:8.3f} s {first[0] / forward:5.2f}x  with "
@@ -96,8 +96,8 @@ def measure(tokens: int, rounds: int) -> list[dict]:
         records.append({
             "tokens": tokens, "way": name, "forward_s": forward, "backward_s": both,
             "forward_gain": first[0] / forward, "backward_gain": first[1] / both,
-            "pairs": pairs[name], "peak_mib": peak, "cache_tokens": held,
-            "cache_bytes": held * per_token, "rounds": rounds, "heads": HEADS, "dim": DIM,
+            "pairs": pairs[name], "peak_mib": peak, "cache_tokens": cached,
+            "cache_bytes": cached * per_token, "rounds": rounds, "heads": HEADS, "dim": DIM,
             "size": SIZE, "window": WINDOW, "threads": torch.get_num_threads(),
         })  # fmt: skip
     return records

@@ -1,8 +1,8 @@
 """What one step of training takes with every grouping: peak memory and seconds of a processor.
 
-The models and rows are those of `benchmarks/grouped.py`, each measured in a process of its own with
-one thread: the growth of its peak over a forward and a backward pass, and the least processor time
-of three of them, which other work on the machine disturbs little.
+The models and sequences are those of `benchmarks/grouped/run.py`, each measured in a process of its
+own with one thread: the growth of its peak over a forward and a backward pass, and the least
+processor time of three of them, which other work on the machine disturbs little.
 
     python -m benchmarks.grouped.memory text recall translate --out runs/grouped-memory.jsonl
 
@@ -57,7 +57,7 @@ def names_of(kind: str) -> dict:
 
 
 class Step:
-    """A forward and a backward pass of a new model on the rows of a step."""
+    """A forward and a backward pass of a new model on the sequences of a step."""
 
     def __init__(self, kind: str, name: str) -> None:
         task = TASKS[kind].default()

@@ -1,10 +1,10 @@
 """What grouping costs in quality: every grouping with every refinement beside its controls.
 
-Small models are trained, all with the same rows and the same number of summaries: one for every
-eight tokens, measured. Beside them stand full attention, a window of as many tokens as a grouped
-query sees one by one, and groups that are plain means and weigh as much as one token. Tasks with a
-source and a target have encoder-decoders and fewer mechanisms. What is not learnt from scratch at
-this size can begin with the weights of a model that has learnt it (`--start`).
+Small models are trained, all with the same sequences and the same number of summaries: one for
+every eight tokens, measured. Beside them stand full attention, a window of as many tokens as a
+grouped query sees one by one, and groups that are plain means and weigh as much as one token. Tasks
+with a source and a target have encoder-decoders and fewer mechanisms. What is not learnt from
+scratch at this size can begin with the weights of a model that has learnt it (`--start`).
 
     python -m benchmarks.grouped.run text --seeds 3 --out runs/grouped-text.jsonl
     python -m benchmarks.grouped.run recall --start runs/recall-standard --steps 400 --seeds 3 \
@@ -42,7 +42,7 @@ REFINES = ("mean", "weighted", "channel", "attention")
 
 
 def mechanisms(task: Task) -> dict[str, Mechanism]:
-    """By name, for a task of rows; sentences have four to sixteen tokens."""
+    """By name, for a task of sequences; sentences have four to sixteen tokens."""
     sentence = {"closing": closing_of(task), "shortest": 5, "longest": 2 * SIZE}
     shapes = {
         "fixed": {},
@@ -50,7 +50,7 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
         "sentence": sentence,
         "slots": {"stride": 4},
     }
-    found: dict[str, Mechanism] = {
+    by_name: dict[str, Mechanism] = {
         "full attention": Standard(),
         # As many tokens as the mean query of fixed groups sees one by one.
         "window alone": Standard(window=WINDOW + SIZE // 2),
@@ -61,12 +61,12 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
     for name, options in shapes.items():
         for refine in REFINES:
             options = {"size": SIZE, "window": WINDOW} | options
-            found[f"{name}, {refine}"] = Grouped(name, refine=refine, **options)
-    return found
+            by_name[f"{name}, {refine}"] = Grouped(name, refine=refine, **options)
+    return by_name
 
 
 def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
-    """By name, for a source and a target; groups in every role, windows where a row asks itself."""
+    """By name, for a source and a target; groups in every role, windows in self-attention."""
     if kind == "spans":
         return {"full attention": Standard(), "selective in the decoder": Selective()}
     recipe = task.recipe.changes["grouped"]
@@ -93,8 +93,8 @@ def main() -> None:
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data))
     hyperparameters = replace(hyperparameters_of(task), steps=args.steps or task.recipe.steps)
-    found = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
-    found = {name: found[name] for name in args.only or found}
+    by_name = mechanisms(task) if args.task in ROWS else paired_mechanisms(task, args.task)
+    by_name = {name: by_name[name] for name in args.only or by_name}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     start = args.start and args.start.name
     known = {
@@ -102,11 +102,11 @@ def main() -> None:
         for x in read_partial(args.out)
     }
     for seed in range(args.seeds):
-        for name, mechanism in tqdm(found.items(), desc=f"seed {seed}"):
+        for name, mechanism in tqdm(by_name.items(), desc=f"seed {seed}"):
             if (args.task, name, seed, hyperparameters.steps, start) not in known:
                 print(name, flush=True)
                 line = {"task": args.task, "name": name, "seed": seed, "start": start}
-                line |= one(task, mechanism, hyperparameters, line, args)
+                line |= run_of(task, mechanism, hyperparameters, line, args)
                 append_line(args.out, json.dumps(line))
 
 
@@ -117,7 +117,7 @@ def hyperparameters_of(task: Task) -> Hyperparameters:
     )
 
 
-def one(
+def run_of(
     task: Task, mechanism: Mechanism, hyperparameters: Hyperparameters, key: dict, args
 ) -> dict:
     """Train one model; what it scored, and what its attention took."""
@@ -135,12 +135,12 @@ def one(
 
 @torch.no_grad()
 def taken(model: torch.nn.Module, task: Task) -> dict:
-    """Groups, score pairs per head and row by role, bytes of a cache, and the loss by position.
+    """Groups, score pairs per head and sequence by role, bytes of a cache, and loss by position.
 
-    Numbers of groups and pairs are those of each layer, means over the rows.
+    Numbers of groups and pairs are those of each layer, means over the sequences.
     """
     samples = task.held_out(16)
-    given = samples.inputs() if task.paired else {"input_ids": samples.input_ids}
+    inputs = samples.inputs() if task.paired else {"input_ids": samples.input_ids}
     layers = [m.heedful for m in model.modules() if hasattr(m, "heedful")]
     called = []
     hooks = [
@@ -149,7 +149,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
         )
         for layer in layers
     ]
-    logits = model(**given, use_cache=False).logits.float()
+    logits = model(**inputs, use_cache=False).logits.float()
     for hook in hooks:
         hook.remove()
     rows = len(samples.input_ids)
@@ -157,10 +157,10 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
     for layer, (q, k, *_), options in called:
         role, visibility = layer.shape.role, options.get("visibility")
         if isinstance(layer.config, Grouped):
-            made, _, _ = layer._grouped(q, k, visibility, options["inputs"])
-            groups.setdefault(role, []).append(made.there.expand(rows, -1).sum().item() / rows)
+            grouping, _, _ = layer._grouped(q, k, visibility, options["inputs"])
+            groups.setdefault(role, []).append(grouping.there.expand(rows, -1).sum().item() / rows)
             scored = score_pairs(
-                made, window=layer.config.window, visibility=layer._seen(visibility),
+                grouping, window=layer.config.window, visibility=layer._seen(visibility),
                 queries=q.shape[2], asking=layer.config.queries == "groups",
             )  # fmt: skip
         else:
@@ -170,7 +170,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
             scored = visibility.dense(q.shape[2], k.shape[2], q.device).flatten(1).sum(1)
         pairs.setdefault(role, []).append(scored.expand(rows).sum().item() / rows)
     cache = heedful.new_cache(model)
-    model(**given, cache=cache, use_cache=True)
+    model(**inputs, cache=cache, use_cache=True)
     if not task.paired:
         model(input_ids=samples.input_ids[:, :1], cache=cache, use_cache=True)
     return {
@@ -181,22 +181,22 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
 
 
 def by_position(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """The mean loss in each eighth of a row, in nats; nan where nothing is asked."""
-    losses, asked = token_losses(logits, labels)[:, :-1], labels[:, 1:] != IGNORE
+    """The mean loss in each eighth of a sequence, in nats; nan where there is no target."""
+    losses, mask = token_losses(logits, labels)[:, :-1], labels[:, 1:] != IGNORE
     return [
-        (losses[:, at].sum() / asked[:, at].sum()).item()
+        (losses[:, at].sum() / mask[:, at].sum()).item()
         for at in torch.arange(losses.shape[1]).chunk(8)
     ]
 
 
 def closing_of(task: Task) -> tuple[int, ...]:
     """The tokens after which a group may end: of text a space and a line's end."""
-    found = []
+    closing = []
     for token in range(task.vocab_size):
         shown = task.decode([token])
         if (shown and not shown.strip()) or shown in (".", ",", ";", "!", "?"):
-            found.append(token)
-    return tuple(found) or (0,)
+            closing.append(token)
+    return tuple(closing) or (0,)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, read, spread
+from benchmarks.parts import markdown, provenance, read, spread
 
 RESULTS = Path(__file__).parent / "results"
 TEXT, RECALL = RESULTS / "grouped-text-cpu.jsonl", RESULTS / "grouped-recall-cpu.jsonl"
@@ -19,12 +19,12 @@ def text() -> str:
     """Perplexity per byte of every grouping and refinement, with what its attention takes."""
     columns = {
         "perplexity per byte": lambda rows: spread([r["final"]["held-out"] for r in rows]),
-        "first eighth of the row": lambda rows: (
+        "first eighth of the sequence": lambda rows: (
             f"{mean(r['loss_by_position'][0] for r in rows):.3f}"
         ),
         "last eighth": lambda rows: f"{mean(r['loss_by_position'][-1] for r in rows):.3f}",
     }
-    about = "Rows of 256 bytes, {steps} steps. The columns by position are nats per byte."
+    about = "Sequences of 256 bytes, {steps} steps. The columns by position are nats per byte."
     return grid(TEXT, columns, about)
 
 
@@ -36,7 +36,7 @@ def recall() -> str:
         for split, title in splits.items()
     }
     about = (
-        "Rows of 256 tokens, {steps} steps on from the weights of standard attention that has "
+        "Sequences of 256 tokens, {steps} steps on from the weights of standard attention that has "
         "learnt the task."
     )
     return grid(RECALL, columns, about)
@@ -46,7 +46,7 @@ def grid(path: Path, columns: dict[str, Callable], about: str) -> str:
     """A row for every kind of attention: what it scored, then what it takes."""
     records = read(path)
     head = [
-        "attention", "seeds", *columns, "groups of a row", "score pairs per query",
+        "attention", "seeds", *columns, "groups of a sequence", "score pairs per query",
         "cache bytes", *STEP,
     ]  # fmt: skip
     whole = next(r for r in records if r["name"] == "full attention")["whole_nbytes"]
@@ -61,17 +61,17 @@ def grid(path: Path, columns: dict[str, Callable], about: str) -> str:
             f"{mean(r['cache_nbytes'] for r in rows) / whole:.2f} ×", *step_of(rows[0]),
         ])  # fmt: skip
     notes = (
-        f"{about.format(**records[0])} Bytes of a cache, with its room for later tokens, are held "
-        f"against the keys and values of all tokens.{STEP_NOTE}"
+        f"{about.format(**records[0])} Bytes of a cache, with its room for later tokens, are "
+        f"compared with the keys and values of all tokens.{STEP_NOTE}"
     )
-    return f"{markdown(head, body)}\n\n{notes}\n\n{made(records)}"
+    return f"{markdown(head, body)}\n\n{notes}\n\n{provenance(records)}"
 
 
 def pairs() -> str:
     """Encoder-decoders on tasks with a source and a target."""
     records = read(PAIRS)
     head = [
-        "task", "attention", "seeds", "score", "pairs of a row: encoder", "decoder", "cross",
+        "task", "attention", "seeds", "score", "pairs of a sequence: encoder", "decoder", "cross",
         "cache bytes", *STEP,
     ]  # fmt: skip
     body = []
@@ -79,20 +79,20 @@ def pairs() -> str:
         rows = [r for r in records if (r["task"], r["name"]) == (task, name)]
         full = next(r for r in records if r["task"] == task and r["name"] == "full attention")
         share = rows[0]["metric"] != "perplexity"
-        found = spread([next(iter(r["final"].values())) for r in rows], share)
+        score = spread([next(iter(r["final"].values())) for r in rows], share)
         roles = (mean(mean(r["pairs"][x]) for r in rows) for x in ("encoder", "decoder", "cross"))
         body.append([
-            task, name, str(len(rows)), f"{found} {WRONG.get(task, 'perplexity')}",
+            task, name, str(len(rows)), f"{score} {WRONG.get(task, 'perplexity')}",
             *(f"{x:.0f}" for x in roles),
             f"{mean(r['cache_nbytes'] for r in rows) / full['whole_nbytes']:.2f} ×",
             *step_of(rows[0]),
         ])  # fmt: skip
     notes = (
         "A sentence with any wrong token is wrong; the perplexity is that of missing spans. Pairs "
-        "are means over 16 held-out rows and the layers."
+        "are means over 16 evaluation sequences and the layers."
         f"{STEP_NOTE}"
     )
-    return f"{markdown(head, body)}\n\n{notes}\n\n{made(records)}"
+    return f"{markdown(head, body)}\n\n{notes}\n\n{provenance(records)}"
 
 
 def cost() -> str:
@@ -110,13 +110,13 @@ def cost() -> str:
         ]
         for r in records
     ]  # fmt: skip
-    one = records[0]
+    first = records[0]
     about = (
-        f"One operator, {one['heads']} heads of {one['dim']}, fp32, one row, groups of "
-        f"{one['size']}, window {one['window']}; medians of rounds taken in turn. Gains are SDPA's "
-        "time over ours; bytes of a cache are counted, not measured, here."
+        f"One operator, {first['heads']} heads of {first['dim']}, fp32, one sequence, groups of "
+        f"{first['size']}, window {first['window']}; medians of rounds taken in turn. Gains are "
+        "SDPA's time over ours; bytes of a cache are counted, not measured, here."
     )
-    return f"{markdown(head, body)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, body)}\n\n{about}\n\n{provenance(records)}"
 
 
 def step_of(record: dict) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, read
+from benchmarks.parts import markdown, provenance, read
 from heedful.commands.bench.cases import PEERS
 from heedful.commands.bench.options import sizes
 
@@ -45,12 +45,12 @@ def bench(passed: str) -> str:
     if measured and len(lengths) > 1:
         parts.append(_growth(cases, names, lengths[0], lengths[-1]))
     memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
-    parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", made(records)]
+    parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", provenance(records)]
     return "\n\n".join(parts)
 
 
 def tiled() -> str:
-    """The tiled forms alone beside SDPA, one row of long inputs and four rows in both layouts."""
+    """The tiled forms alone beside SDPA, one long sequence and four sequences in both layouts."""
     records = read(RESULTS / "operators-tiled-cpu.jsonl")
     kinds = list(dict.fromkeys(map(_kind, records)))
     cases = {(r["mechanism"], *_kind(r)): r for r in records}
@@ -61,7 +61,7 @@ def tiled() -> str:
         for name in names
     ]
     about = "Forward and backward, × SDPA on the same inputs in the same run."
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def _kind(record: dict) -> tuple[int, int, str]:
@@ -81,7 +81,7 @@ def half() -> str:
                 name, passed, f"{tokens:,}", _number(wide, "ms"), _number(narrow, "ms"),
                 f"{wide['ms'] / narrow['ms']:.2f} ×", _number(narrow, "sdpa_ratio", " ×"),
             ])  # fmt: skip
-    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{provenance(records)}"
 
 
 def peers() -> str:
@@ -98,19 +98,19 @@ def peers() -> str:
         ]
         for r in shown
     ]  # fmt: skip
-    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{provenance(records)}"
 
 
 def _sizes(records: Sequence[dict]) -> str:
-    said = sizes(records[0]["config"])
+    text = sizes(records[0]["config"])
     if len({record["config"]["dtype"] for record in records}) > 1:  # the table names each
-        said = said.replace(f", {records[0]['config']['dtype']}", "")
+        text = text.replace(f", {records[0]['config']['dtype']}", "")
     rounds = records[0]["config"]["rounds"]
-    return f"{said[0].upper()}{said[1:]}; median of {rounds} rounds taken in turn"
+    return f"{text[0].upper()}{text[1:]}; median of {rounds} rounds taken in turn"
 
 
 def _growth(cases: dict, names: Sequence[str], short: int, long: int) -> str:
-    """In words: by what factor peak memory grows from the shortest to the longest rows."""
+    """In words: by what factor peak memory grows from the shortest to the longest sequences."""
     parts = []
     for name in names:
         factors = []

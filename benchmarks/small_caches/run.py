@@ -1,9 +1,9 @@
 """Score trained models under small KV caches: every policy, uniform budgets and searched ones.
 
-The held-out rows are those of `heedful compare --budgets`, all that `--rows` asks for. With
+The evaluation set is that of `heedful compare --budgets`, of `--rows` sequences. With
 `--by-layer` budgets per layer are searched greedily under MostHidden, as `heedful budget` does for
-text: on other rows than those that are scored, until no layer can give up a token without losing
-more than that.
+text: on other sequences than those that are scored, until no layer can give up a token without
+losing more than that.
 
     python -m benchmarks.small_caches.run selective=runs/recall-selective --task recall \
         --budgets 0.5 0.25 --by-layer 0.01 --out runs/small-caches.jsonl
@@ -33,7 +33,7 @@ from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task
 
-SEARCHED_ON = 2**20  # a training step that no run comes to: rows for the search
+SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the search
 
 
 def main() -> None:
@@ -45,15 +45,15 @@ def main() -> None:
     parser.add_argument("--length", type=int)
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--policies", nargs="+", help="names of policies; default all")
-    parser.add_argument("--rows", type=int, default=256, help="of held-out rows")
-    parser.add_argument("--batch", type=int, default=32, help="rows that are scored at once")
+    parser.add_argument("--rows", type=int, default=256, help="evaluation sequences")
+    parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
     parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for given in args.models:
-        name, _, folder = given.partition("=")
+    for word in args.models:
+        name, _, folder = word.partition("=")
         model = heedful.load(folder, budgets=False).eval()
         for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
             policy = named(eviction, task.length)
@@ -64,9 +64,9 @@ def main() -> None:
                 continue
             line = scored_as(key[:3], task, eviction, scored(model, task, eviction, args))
             note(args.out, line)
-        found = {(x[1], x[5]) for x in known(args.out) if x[3].startswith("searched")}
+        done = {(x[1], x[5]) for x in known(args.out) if x[3].startswith("searched")}
         hides = all(m.heedful.keeps for m in attention_modules(model))
-        if args.by_layer is not None and hides and (name, task.length) not in found:
+        if args.by_layer is not None and hides and (name, task.length) not in done:
             searched(model, task, name, args)
 
 
@@ -83,7 +83,7 @@ def note(path: Path, line: UnderBudget) -> None:
 def scored(
     model: PreTrainedModel, task: Task, eviction: Eviction, args: argparse.Namespace
 ) -> tuple[dict[str, float], float, int]:
-    """Scores by split, peak bytes of one row, and how many rows were scored."""
+    """Scores by split, peak bytes of one sequence, and how many were scored."""
     hyperparameters, final, rows = Hyperparameters(batch=args.batch, held_out=args.rows), {}, 0
     with torch.no_grad(), evicting(model, eviction) as peaks:
         for split, other in task.under_budgets().items():
@@ -93,7 +93,7 @@ def scored(
 
 
 def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Namespace) -> None:
-    """Budgets per layer under MostHidden on rows of their own, and what they are worth."""
+    """Budgets per layer under MostHidden on sequences of their own, and what they are worth."""
     start = (task.length,) * model.config.num_hidden_layers
     splits, begun, tried = task.under_budgets(), time.perf_counter(), {}
     rows = {split: other.batch(args.batch, 1, SEARCHED_ON) for split, other in splits.items()}
@@ -107,10 +107,10 @@ def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Names
                     for split, other in splits.items()
                 }
         whole = tried[start] if start in tried else tried[budgets]
-        found = tried[budgets]
+        losses = tried[budgets]
         if task.metric == "perplexity":
-            return max(found[split] / whole[split] - 1 for split in found)
-        return max(found[split] - whole[split] for split in found)
+            return max(losses[split] / whole[split] - 1 for split in losses)
+        return max(losses[split] - whole[split] for split in losses)
 
     loss(start, start)
     budgets = greedy(start, LEAST_TOKENS, task.length // 8, args.by_layer, loss)

@@ -1,7 +1,7 @@
-"""Score a trained model on held-out rows under the budgets that `heedful budget` found for it.
+"""Score a trained model on the evaluation set under the budgets that `heedful budget` found for it.
 
-The search reads rows of the training part; what its budgets are worth is said by rows that neither
-training nor search has seen. One line more for the tables of `heedful compare --budgets`.
+The search reads training sequences; its budgets are scored on sequences that neither training nor
+search has read. One line more for the tables of `heedful compare --budgets`.
 
     python -m benchmarks.small_caches.searched runs/study-text/models/text-selective-memory-loss-0 \
         --data books --tokenizer bpe --length 768 --out runs/searched.jsonl

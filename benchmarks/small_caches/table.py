@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, origin, read
+from benchmarks.parts import markdown, origin, provenance, read
 from heedful.commands.compare.small_cache_tables import tables as budget_tables
 from heedful.records.budgeted import WHOLE, read_budgeted
 
@@ -13,33 +13,41 @@ TEXT = RESULTS / "caches-text-cpu.jsonl"
 def caches(path: Path) -> str:
     """Trained models under small caches: every policy at every budget."""
     scored = read_budgeted(path)
-    rows = dict.fromkeys(f"{x.rows} of {x.length} tokens" for x in scored)
+    rows = dict.fromkeys(f"{x.rows} sequences of {x.length} tokens" for x in scored)
     return (
-        f"{budget_tables(scored, markdown=True)}\n\nBy held-out rows ({', '.join(rows)}), token by "
-        "token; lower is better. In brackets: how many times less its caches took at their peak "
-        "than the whole cache.\n\n"
+        f"{budget_tables(scored, markdown=True)}\n\nOn the evaluation set "
+        f"({', '.join(rows)}), token by token; lower is better. In brackets: how many times less "
+        "its caches took at their peak than the whole cache.\n\n"
         f"{origin([x.environment for x in scored])}"
     )
 
 
 def taught() -> str:
-    """What models were taught after their training, and from what."""
+    """Models that were fine-tuned after their training, and from what."""
     records = read(RESULTS / "taught-cpu.jsonl")
-    head = ["begun with", "becomes", "rows", "rate × its own", "memory loss", "before", "after"]
+    head = [
+        "begun with",
+        "becomes",
+        "sequences",
+        "rate × its own",
+        "memory loss",
+        "before",
+        "after",
+    ]
     lines = []
     for r in records:
         command = r["environment"]["command"].split()
         metric = "answer_error" if r["task"] == "recall" else "perplexity"
         scores = [r[when][metric] for when in ("before", "after")]
-        said = [f"{100 * x:.1f} %" if r["task"] == "recall" else f"{x:.2f}" for x in scores]
+        cells = [f"{100 * x:.1f} %" if r["task"] == "recall" else f"{x:.2f}" for x in scores]
         loss = f"{r['memory_loss']:g}" if r["mechanism"] == "selective" else "–"
         lines.append([
             f"`{r['from']}`", f"`{command[command.index('--to') + 1]}`",
             f"{r['steps']:,} × {r['batch']} of {r['length']:,}",
-            f"{r['rate']:g} × {r['mechanism_rate']:g}", loss, *said,
+            f"{r['rate']:g} × {r['mechanism_rate']:g}", loss, *cells,
         ])  # fmt: skip
-    about = "Held-out rows: wrong answers, or perplexity per token, with the whole cache."
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    about = "Evaluation set: wrong answers, or perplexity per token, with the whole cache."
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def caches_short() -> str:
@@ -52,11 +60,11 @@ def caches_short() -> str:
         small = min((x for x in own if x.tokens == least), key=lambda x: x.value)
         searched = [x for x in own if x.policy.startswith("searched")]
         for x in [*(x for x in own if x.policy == WHOLE), small, *searched]:
-            held = (
+            cache = (
                 f"all {x.length} tokens" if x.policy == WHOLE else f"{x.policy}, {x.tokens} tokens"
             )
-            held = held.replace(f", {x.tokens} tokens", " tokens") if x in searched else held
-            lines.append([name, held, f"{x.value:.2f}", f"{x.peak_bytes / 1024:,.0f}"])
+            cache = cache.replace(f", {x.tokens} tokens", " tokens") if x in searched else cache
+            lines.append([name, cache, f"{x.value:.2f}", f"{x.peak_bytes / 1024:,.0f}"])
     return markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
 
 

@@ -1,4 +1,4 @@
-"""Teach a trained model another attention for some steps, in a plain loop.
+"""Fine-tune a trained model with another attention for some steps, in a plain loop.
 
 A standard model gets an extra selector, which changes nothing at first, and learns to hide tokens
 under the memory loss; a selective one keeps its own and learns to hide more. The other way round,
@@ -43,7 +43,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--mechanism-rate", type=float, default=1.0, help="factor on --rate")
     parser.add_argument("--memory-loss", type=float, default=0.1, help="of selective attention")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the taught model, new")
+    parser.add_argument(
+        "--to", type=Path, required=True, help="folder of the fine-tuned model, new"
+    )
     args = parser.parse_args()
     if args.to.exists():
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")

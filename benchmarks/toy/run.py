@@ -65,11 +65,11 @@ def main() -> None:
     for key in tqdm(wanted):
         steps = args.steps or STEPS[key[:2]]
         if (*key, steps, args.blocks, RATES[key[1]]) not in done:
-            record = one(*key, steps, args) | {"environment": environment()}
+            record = run_of(*key, steps, args) | {"environment": environment()}
             append_line(args.out, json.dumps(record))
 
 
-def one(
+def run_of(
     letters: int, answer: str, name: str, seed: int, steps: int, args: argparse.Namespace
 ) -> dict:
     """Train one model, and score it with dropout off and on."""

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, read, spread
+from benchmarks.parts import markdown, provenance, read, spread
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = [(letters, answer) for letters in (5, 8) for answer in ("all", "first", "last")]
@@ -26,18 +26,18 @@ def toy(path: Path = RESULTS / "toy-cpu.jsonl") -> str:
         ]
         counts = [len(those) for those in rows if those]
         seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
-        for said, value in (
+        for label, value in (
             (name, lambda r: r["final"]["in-distribution"]),
             (f"{name}, dropout left on", lambda r: r["with_dropout"]),
         ):
-            found = [spread([*map(value, those)], share=True) if those else "–" for those in rows]
-            body.append([said, seeds, *found])
+            cells = [spread([*map(value, those)], share=True) if those else "–" for those in rows]
+            body.append([label, seeds, *cells])
     body += [
-        [f"published: {name}", "3", *(f"{x} %" for x in found)]
-        for name, found in PUBLISHED.items()
+        [f"published: {name}", "3", *(f"{x} %" for x in cells)]
+        for name, cells in PUBLISHED.items()
     ]  # fmt: skip
-    one = records[0]
-    size = one["size"]
+    first = records[0]
+    size = first["size"]
     steps = {(r["letters"], r["answer"]): r["steps"] for r in records}
     least = min(steps.values())
     longer = "".join(
@@ -45,11 +45,12 @@ def toy(path: Path = RESULTS / "toy-cpu.jsonl") -> str:
     )
     about = (
         f"Models {size['hidden']} wide with {size['layers']} layers and {size['heads']} heads, "
-        f"rows of {one['blocks']} blocks, {least:,} steps of {one['budget']['batch']} rows"
-        f"{longer}; published (arXiv 2504.00927, table 1): 256 wide with 4 layers and 2 heads, "
-        "about 50 blocks, 100,000 steps of 64 rows."
+        f"sequences of {first['blocks']} blocks, {least:,} steps of "
+        f"{first['budget']['batch']} sequences{longer}; published (arXiv 2504.00927, "
+        "table 1): 256 wide with 4 layers and 2 heads, about 50 blocks, 100,000 steps of 64 "
+        "sequences."
     )
-    return f"{markdown(head, body)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, body)}\n\n{about}\n\n{provenance(records)}"
 
 
 BLOCKS = {"toy": toy}

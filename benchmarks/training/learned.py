@@ -26,19 +26,19 @@ def main() -> None:
     args = parser.parse_args()
     model = heedful.load(args.model)
     parameters = dict(model.named_parameters())
-    where, found = environment(), []
+    where, records = environment(), []
     for layer in range(model.config.num_hidden_layers):
         for kind, pattern in NAMES.items():
             ending = f".{layer}.self_attn.heedful.{kind}"
             for name in (name for name in parameters if name.endswith(ending)):
                 for number, values in enumerate(parameters[name].detach().double().numpy()):
-                    found.append(
+                    records.append(
                         {"layer": layer, "kind": kind, "number": number}
                         | {"pattern": pattern(values), "values": values.round(4).tolist()}
                         | {"environment": where}
                     )
-    write_whole(args.out, "".join(json.dumps(line) + "\n" for line in found))
-    for line in found:
+    write_whole(args.out, "".join(json.dumps(line) + "\n" for line in records))
+    for line in records:
         print(line["layer"], line["kind"], line["number"], line["pattern"])
 
 

@@ -1,8 +1,8 @@
 """What `heedful train` costs beside a plain Trainer loop on the stock model, and each mechanism.
 
-The same rows, model, optimiser and dtype in fresh processes, one after the other in turn; medians
-of the steps' times on one thread, as the processor counts them, so that other work on the machine
-does not. The plain loop is transformers' Trainer with nothing of heedful but the rows.
+The same sequences, model, optimiser and dtype in fresh processes, one after the other in turn;
+medians of the steps' times on one thread, as the processor counts them, so that other work on the
+machine does not. The plain loop is transformers' Trainer with nothing of heedful but the sequences.
 
     python -m benchmarks.training.overhead --rounds 3 --out runs/training-overhead.jsonl
     python -m benchmarks.training.overhead --pairs 150 --out runs/trainer-overhead.jsonl
@@ -57,7 +57,7 @@ class Clock(TrainerCallback):
         self.turn, self.others, self.since = turn, others, None
 
     def __call__(self) -> bool:
-        """A step has ended and the next begins, with its rows and what is told of it."""
+        """A step has ended and the next begins, with its sequences and its report."""
         now = time.thread_time()
         if self.since is not None:
             self.seconds.append(now - self.since)
@@ -71,36 +71,36 @@ class Clock(TrainerCallback):
         self()
 
 
-def one(kind: str, steps: int, folder: Path, clock: Clock) -> None:
+def run_of(kind: str, steps: int, folder: Path, clock: Clock) -> None:
     """Train a small model, as the command does or as the plain loop."""
     torch.set_num_threads(1)
     folder.mkdir()
     config = folder / "config.json"
     config.write_text(json.dumps(CONFIG | NARROWER.get(kind, {})))
     mechanism = () if kind in ("plain", "standard") else MECHANISMS[kind]
-    asked = Training(
+    options = Training(
         str(config), out=f"{folder}/run", mechanism=mechanism, steps=steps, batch=BATCH,
         length=LENGTH, evaluations=1, held_out=(__file__,), device="cpu", dtype="float32",
         data=(str(Path(json.__file__).parent),),
     )  # fmt: skip
     if kind == "plain":
-        _plain(asked, folder, clock)
+        _plain(options, folder, clock)
     else:
-        train_text(asked, clock, show=False)
+        train_text(options, clock, show=False)
 
 
-def _plain(asked: Training, folder: Path, clock: Clock) -> None:
-    converted, tokenizer = model_and_tokenizer(asked, LENGTH, folder / "tokenizer")
-    text = encode(asked.data, asked.held_out, tokenizer, folder / "text", length=LENGTH,
-                  most_tokens=asked.steps * BATCH * LENGTH)  # fmt: skip
+def _plain(options: Training, folder: Path, clock: Clock) -> None:
+    converted, tokenizer = model_and_tokenizer(options, LENGTH, folder / "tokenizer")
+    text = encode(options.data, options.held_out, tokenizer, folder / "text", length=LENGTH,
+                  most_tokens=options.steps * BATCH * LENGTH)  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(converted.config, attn_implementation="sdpa")
     arguments = TrainingArguments(
-        str(folder / "plain"), max_steps=asked.steps, per_device_train_batch_size=BATCH,
+        str(folder / "plain"), max_steps=options.steps, per_device_train_batch_size=BATCH,
         report_to="none", save_strategy="no", logging_strategy="no", use_cpu=True,
         disable_tqdm=True,
     )  # fmt: skip
-    rows = TrainingSequences(text.train, LENGTH, asked.steps * BATCH, 0)
+    rows = TrainingSequences(text.train, LENGTH, options.steps * BATCH, 0)
     Trainer(model, arguments, train_dataset=rows, callbacks=[clock]).train()
 
 
@@ -115,7 +115,7 @@ def in_turn(kinds: tuple[str, str], steps: int, folder: Path) -> list[float]:
     def go(place: int) -> None:
         turns[place].acquire()
         try:
-            one(kinds[place], steps, folder / str(place), clocks[place])
+            run_of(kinds[place], steps, folder / str(place), clocks[place])
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # the other loop waits for a turn that never comes
@@ -189,14 +189,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=MECHANISMS, help="default all")
     parser.add_argument("--pairs", type=int, help="steps in turn, of the command alone")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", dest="kind", help=argparse.SUPPRESS)
     parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if args.one:
+        if args.kind:
             clock = Clock()
-            one(args.one, STEPS, Path(folder) / "run", clock)
+            run_of(args.kind, STEPS, Path(folder) / "run", clock)
             print(json.dumps(clock.seconds[SKIPPED:]))
         elif args.in_turn:
             print(json.dumps(in_turn(tuple(args.in_turn), args.pairs, Path(folder))))

@@ -1,12 +1,13 @@
 """Language models side by side as `heedful train` trains them: equal steps, and equal time.
 
-Every mechanism is trained from scratch on the same rows with the learning rate that served it best
-of three, tried on a seed of its own for a quarter of the steps; then with several seeds for equally
-many steps, and those whose step takes longer once more for as many steps as they take in the time
-of standard attention, with rows of the same text. How much longer comes from a file of
-`benchmarks/training_overhead.py`, so that a noisy machine changes no run. `--long` trains one seed
-of a few mechanisms for longer; `--continual` goes on from its standard model, converted and not.
-`--ablation` trains forms of multi-token attention with parts left out, all with its learning rate.
+Every mechanism is trained from scratch on the same sequences with the learning rate that served it
+best of three, tried on a seed of its own for a quarter of the steps; then with several seeds for
+equally many steps, and those whose step takes longer once more for as many steps as they take in
+the time of standard attention, with sequences of the same text. How much longer comes from a file
+of `benchmarks/training/overhead.py`, so that a noisy machine changes no run. `--long` trains one
+seed of a few mechanisms for longer; `--continual` goes on from its standard model, converted and
+not. `--ablation` trains forms of multi-token attention with parts left out, all with its learning
+rate.
 
     python -m benchmarks.training.run --data books-read --held-out books-held-out \\
         --speeds benchmarks/training/results/training-overhead-cpu.jsonl --out runs/training.jsonl
@@ -54,8 +55,8 @@ MECHANISMS = {
 }
 # Twice the query heads of Differential V2 cost 7 % more parameters, which a narrower MLP evens out.
 NARROWER = {"differential-v2, narrower": {"intermediate_size": 447}}
-# Of `heedful.nn.ablations()`, those that tell the rows of the paper's table apart; the last one is
-# what its worst row has beside attention.
+# Of `heedful.nn.ablations()`, those that distinguish the rows of the paper's table; the last
+# one is what its worst row has beside attention.
 FORMS = {
     "pre+post conv, pre+post mix, scalar gate": ("mta:norm=plain,gate=scalar",),
     "pre conv, pre+post mix, scalar gate": ("mta:post_conv=null,norm=plain,gate=scalar",),
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--data", nargs="+", required=True)
     # What is set apart of the data would depend on the steps.
     parser.add_argument("--held-out", nargs="+", required=True)
-    parser.add_argument("--speeds", type=Path, help="results of training_overhead.py")
+    parser.add_argument("--speeds", type=Path, help="results of overhead.py")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=480)
     parser.add_argument("--continual", type=int, help="steps from the standard model of --long")
@@ -104,11 +105,11 @@ def compare(args: argparse.Namespace, slower: dict[str, float]) -> None:
         if wanted.rate is None:
             wanted = wanted._replace(rate=best_rate(args, wanted.tried))
         if not any(is_of(line, wanted, args) for line in read_partial(args.out)):
-            found = one(args, wanted)
+            result = run_of(args, wanted)
             line = wanted._asdict() | {"batch": args.batch, "length": args.length}
-            line |= {"config": wanted.config, "mechanism": wanted.mechanism} | found
+            line |= {"config": wanted.config, "mechanism": wanted.mechanism} | result
             append_line(args.out, json.dumps(line | {"environment": environment()}))
-            print(*wanted[:5], f"{found['bits_per_byte']:.4f}", flush=True)
+            print(*wanted[:5], f"{result['bits_per_byte']:.4f}", flush=True)
 
 
 class Wanted(NamedTuple):
@@ -182,20 +183,20 @@ def best_rate(args: argparse.Namespace, name: str) -> float:
 
 
 def is_of(line: dict, wanted: Wanted, args: argparse.Namespace) -> bool:
-    asked = wanted._asdict() | {"batch": args.batch, "length": args.length}
-    return all(line.get(name, 0) == value for name, value in asked.items())
+    fields = wanted._asdict() | {"batch": args.batch, "length": args.length}
+    return all(line.get(name, 0) == value for name, value in fields.items())
 
 
-def one(args: argparse.Namespace, wanted: Wanted) -> dict:
+def run_of(args: argparse.Namespace, wanted: Wanted) -> dict:
     """Train one model; its scores on the way, and what it ended with.
 
     Models of long runs are kept beside the file of results.
     """
     folder = args.out.parent / args.out.stem
     folder.mkdir(exist_ok=True)
-    asked = training(args, wanted, folder)
-    trained = train_text(asked)
-    run = Path(asked.out)
+    options = training(args, wanted, folder)
+    trained = train_text(options)
+    run = Path(options.out)
     scored = [line for line in read_partial(run / "log.jsonl") if "eval_bits_per_byte" in line]
     curve = [(line["step"], line["eval_bits_per_byte"]) for line in scored]
     if wanted.kind != "long":

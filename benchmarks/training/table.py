@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.parts import made, markdown, origin, read, spread
+from benchmarks.parts import markdown, origin, provenance, read, spread
 from benchmarks.training.run import SLOWER
 from heedful.commands.evaluate.numbers import RULE, evaluated_table, summed_up
 from heedful.records.samples import read_samples
@@ -44,16 +44,16 @@ def side_by_side() -> str:
         faster = [r for r in records if (r["name"], r["kind"]) == (name, "time")]
         cells = [name, f"{equal[0]['parameters']:,}", f"{equal[0]['rate']:g}", scores(equal)]
         lines.append([*cells, scores(faster), str(faster[0]["steps"]) if faster else "–"])
-    one = trained[0]
+    first = trained[0]
     about = (
-        f"Bits per byte of held-out books, seeds in brackets; {one['steps']} steps of "
-        f"{one['batch']} rows of {one['length']} byte pairs; the rate is the best of "
+        f"Bits per byte of the evaluation books, seeds in brackets; {first['steps']} steps of "
+        f"{first['batch']} sequences of {first['length']} byte pairs; the rate is the best of "
         f"{len({r['rate'] for r in records if r['kind'] == 'rate'})} on a seed of its own. Equal "
-        "time: as many steps of rows of the same text as a mechanism takes in the time of standard "
-        "attention's, by the tables of overheads; left out where a step takes less than "
+        "time: as many steps of sequences of the same text as a mechanism takes in the time of "
+        "standard attention's, by the tables of overheads; left out where a step takes less than "
         f"{100 * (SLOWER - 1):.0f} % longer."
     )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def longer(kind: str) -> str:
@@ -64,8 +64,8 @@ def longer(kind: str) -> str:
     steps = [step for step, _ in records[0]["curve"] if step == last or step < 0.99 * last]
     head = ["mechanism", *(f"{step:,} steps" for step in steps)]
     lines = [[r["name"], *(f"{dict(r['curve'])[x]:.3f}" for x in steps)] for r in records]
-    about = "Bits per byte of held-out books, one seed."
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    about = "Bits per byte of the evaluation books, one seed."
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def ablation() -> str:
@@ -81,10 +81,10 @@ def ablation() -> str:
         if rows:
             lines.append([name, scores(rows), f"{rows[0]['parameters']:,}", perplexity])
     about = (
-        "Bits per byte of held-out books, seeds in brackets. The published ones are those of 880M "
-        "parameters on SlimPajama (arXiv 2504.00927, tables 2 and 5)."
+        "Bits per byte of the evaluation books, seeds in brackets. The published ones are those of "
+        "880M parameters on SlimPajama (arXiv 2504.00927, tables 2 and 5)."
     )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def overhead(path: Path = OVERHEAD) -> str:
@@ -97,13 +97,13 @@ def overhead(path: Path = OVERHEAD) -> str:
          f"{r['times_plain']:.2f} ×"]
         for r in records
     ]  # fmt: skip
-    one = records[0]
+    first = records[0]
     about = (
-        f"A Llama of 4 layers, width {one['config']['hidden_size']}, {one['batch']} rows of "
-        f"{one['length']} tokens packed with documents; medians of {one['rounds']} rounds taken in "
-        "turn, ratios within a round."
+        f"A Llama of 4 layers, width {first['config']['hidden_size']}, {first['batch']} "
+        f"sequences of {first['length']} tokens packed with documents; medians of "
+        f"{first['rounds']} rounds taken in turn, ratios within a round."
     )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def command_alone() -> str:
@@ -123,13 +123,13 @@ def command_alone() -> str:
             f"{np.sqrt(values[0] / values[1]):.3f} ×", f"{low:.3f} to {high:.3f}",
         ])  # fmt: skip
     head = ["beside the plain loop", "plain began", "it began", "both", "95 %"]
-    one = records[0]
+    first = records[0]
     about = (
-        f"The same model and rows; {one['pairs']} steps of each loop in turn, twice. The time of a "
-        "step is divided by the mean of the other's steps before and after it; medians, of both "
-        "orders the geometric mean, and a bootstrap of the steps."
+        f"The same model and sequences; {first['pairs']} steps of each loop in turn, twice. The "
+        "time of a step is divided by the mean of the other's steps before and after it; medians, "
+        "of both orders the geometric mean, and a bootstrap of the steps."
     )
-    return f"{markdown(head, lines)}\n\n{about}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def last_words(folder: Path = RESULTS / "last-words-cpu") -> str:

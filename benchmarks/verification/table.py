@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.parts import made, markdown, read
+from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -16,7 +16,7 @@ def verification() -> str:
         [f"{r['parameters'] / 1e6:,.0f} M", *(f"{r['seconds'][way]:.2f}" for way in ways)]
         for r in records
     ]
-    return f"{markdown(head, lines)}\n\n{made(records)}"
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
 BLOCKS = {"verification": verification}

@@ -43,7 +43,7 @@ def check_literals(config: object) -> None:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise ValueError(f"{name} must be a tuple, got {value!r}; write ({value!r},)")
         if get_origin(get_args(kind)[0]) is Literal:
-            for one in value:
-                check_choice(name, one, get_args(get_args(kind)[0]))
+            for item in value:
+                check_choice(name, item, get_args(get_args(kind)[0]))
             if len(set(value)) < len(value):
                 raise ValueError(f"{name} must be different, got {value}")

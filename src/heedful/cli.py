@@ -1,4 +1,4 @@
-"""The command line; every command imports its room when it is called."""
+"""The command line; every command imports its folder when it is called."""
 
 import os
 import signal
@@ -142,7 +142,7 @@ _Command = (
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `heedful`.
 
-    Exits with 0, 1 (cannot be done), 2 (usage), 130 (Ctrl-C), 143 (told to end) or 141 (nobody
+    Exits with 0, 1 (cannot be done), 2 (usage), 130 (Ctrl-C), 143 (terminated) or 141 (nobody
     reads the output any more).
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -352,7 +352,7 @@ def _bench(command: BenchCommand) -> int:
 
 
 def _as(kind: type, command: object) -> object:
-    """The room's configuration in a command."""
+    """The configuration in a command."""
     return kind(**{field.name: getattr(command, field.name) for field in fields(kind)})
 
 
@@ -406,7 +406,7 @@ def _stopping() -> Iterator[list[int]]:
 def write_page(result: "ComparisonResult") -> None:
     """Write `report.html` about what a comparison has finished: the `show` of `compare`.
 
-    It stands here because the rooms that run and that show know nothing of each other.
+    It stands here because the modules that run and that show know nothing of each other.
     """
     from heedful.commands.compare.exhibits import exhibits_of
     from heedful.commands.compare.findings import TextExhibit

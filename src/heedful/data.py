@@ -36,7 +36,7 @@ class Document(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a document that is small enough to be held.
+    """A part of a document that is small enough for memory.
 
     Arguments:
         name: of the document.
@@ -89,8 +89,9 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
 
     Raises:
         ValueError: if a path is missing, names no text, is not UTF-8, cannot be read or
-            decompressed, or is read twice (one text could be trained on and held out at once).
-        ImportError: if `hf:` is asked for and `datasets` is not installed.
+            decompressed, or is read twice (one text could be in the training and the evaluation
+            set).
+        ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
         raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
@@ -144,7 +145,7 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
     Raises:
         ValueError: if a path is missing, is not UTF-8, cannot be read or decompressed, is read
             twice, holds no pair, or holds a line without a source or a target, which is named.
-        ImportError: if `hf:` is asked for and `datasets` is not installed.
+        ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
         raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
@@ -166,7 +167,7 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
 def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Iterator[Piece]:
     """The documents of `corpus` a piece at a time, so that memory does not grow with the text.
 
-    Only one line of a JSON-lines file and one row of a dataset is held at a time. A document
+    Only one line of a JSON-lines file and one row of a dataset is in memory at a time. A document
     longer than a piece comes in several, whose texts joined are the document's.
 
     Arguments:
@@ -175,7 +176,7 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
 
     Raises:
         ValueError: as `corpus` does, when what is wrong is met.
-        ImportError: if `hf:` is asked for and `datasets` is not installed.
+        ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
         raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")

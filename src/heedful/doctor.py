@@ -27,7 +27,7 @@ def examine(write: Callable[[str], None] = print) -> int:
     if torch.cuda.is_available():
         write(f"device       cuda ({torch.cuda.get_device_name()}); compare uses it")
     else:
-        write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is seen")
+        write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is visible")
     write(f"triton       {_triton()}")
     for name, check in (("operators", _operators), ("conversion", _conversion)):
         try:
@@ -100,7 +100,7 @@ def _operators() -> str:
 
 
 def _fused() -> str:
-    """Whether the Triton kernels can be asked for here, and what runs otherwise."""
+    """Whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
     from heedful.ops.impl import UNTRIED, no_triton
@@ -109,7 +109,7 @@ def _fused() -> str:
     reason = no_triton(torch.empty(0, device=device))
     if reason is not None:
         return f"no: {reason.split(', and q')[0]}; impl='auto' runs tiled"
-    return f"can be asked for, impl='auto' runs tiled: {UNTRIED}"
+    return f"can be requested, impl='auto' runs tiled: {UNTRIED}"
 
 
 def _conversion() -> str:
@@ -141,7 +141,7 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
 
     Arguments:
         name: a folder, a name on the Hugging Face hub, or a configuration (FILE.json).
-        write: told each line.
+        write: gets each line.
 
     Returns:
         0 if any mechanism fits, else 1.

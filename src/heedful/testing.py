@@ -82,10 +82,10 @@ def peak_memory_mib(code: str) -> float:
     """Growth of the resident-set peak while `code` runs `run()`, in MiB, in a fresh process.
 
     Importing torch leaves a peak far above what it keeps, in which a small computation would hide;
-    so memory is held until the process stands at its peak, and only then `run()` is measured.
+    so memory is occupied until the process stands at its peak, and only then `run()` is measured.
     Every tensor above 128 KiB is mapped for itself and unmapped when it goes (glibc): the peak is
-    what the computation held, to about 1 %. With glibc's own changing threshold it depends on where
-    freed tensors left holes, by up to a half from run to run.
+    what the computation allocated, to about 1 %. With glibc's own changing threshold it depends on
+    where freed tensors left holes, by up to a half from run to run.
 
     Arguments:
         code: Python source that imports torch, prepares its inputs and defines `run()`.
@@ -112,7 +112,7 @@ print(process_peak_mib() - before)
 
 
 def process_peak_mib() -> float:
-    """The resident-set peak of this process so far, in MiB; NaN where the system tells none."""
+    """The resident-set peak of this process so far, in MiB; NaN where the system gives none."""
     try:
         import resource
     except ImportError:  # Windows

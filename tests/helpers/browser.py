@@ -37,7 +37,7 @@ class Browser:
     """One page of a browser that ends with the `with` block.
 
     problems: what the page said to the console as an error, and what it threw.
-    requests: every address that it asked for.
+    requests: every address that it requested.
     """
 
     def __init__(self, folder: Path, width: int = 1280, height: int = 900) -> None:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 import heedful
 from heedful.commands.generate.options import Generation
-from heedful.commands.generate.run import Generated, generate
+from heedful.commands.generate.run import GenerationResult, generate
 
 PROMPT = "the red bus and the red car: a bus is "
 
@@ -25,7 +25,7 @@ def small(layers: int = 2, vocabulary: int = 260, positions: int = 256, seed: in
 
 
 def tokenizer_of_words(chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte, BOS in front, and a chat template if asked for."""
+    """One token per byte, BOS in front, and a chat template on request."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate(letters)} | {"<bos>": 256, "<user>": 257, "<bot>": 258}
     words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -46,8 +46,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def generation_of(model: Path, **changes) -> tuple[Generated, str]:
-    """What was generated, and the pieces in which it was told."""
+def generation_of(model: Path, **changes) -> tuple[GenerationResult, str]:
+    """What was generated, and the pieces in which it came."""
     defaults = {"prompt": PROMPT, "max_new_tokens": 12, "tokenizer": "bytes"}
     if (model / "tokenizer.json").exists():
         del defaults["tokenizer"]

@@ -1,4 +1,4 @@
-"""The scripts in `benchmarks/` that train and score models, on rows that take them seconds."""
+"""The scripts in `benchmarks/` that train and score models, on sequences that take them seconds."""
 
 import argparse
 import importlib
@@ -20,7 +20,7 @@ from heedful.tasks.samples import Recipe
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Call a script's `main` as its command would, in an empty folder and with small rows."""
+    """Call a script's `main` as its command would, in an empty folder and with short sequences."""
     monkeypatch.chdir(tmp_path)
     small = Recall(length=96, names=4, pool=4, references=2, instructions=1, questions=2)
     monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 3, 2, 2e-3, (), held_out=4))
@@ -168,7 +168,7 @@ def test_what_a_model_learned_is_told_by_layer_and_kind(run):
 
 @pytest.fixture
 def trained(run) -> Path:
-    """A selective model of the small rows, as `heedful compare` leaves one."""
+    """A selective model of the short sequences, as `heedful compare` leaves one."""
     from heedful.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()
@@ -181,7 +181,7 @@ def trained(run) -> Path:
 
 
 @pytest.mark.slow
-def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
+def test_a_model_is_fine_tuned_and_scored_under_small_caches(run, trained):
     """Standard attention begins with a selective model's weights, and learns to hide after it."""
     training = ("--task", "recall", "--steps", 2, "--batch", 2)
     run("small_caches.teach", trained, *training, "--mechanism", "standard", "--to", "standard")
@@ -205,7 +205,7 @@ def test_a_model_is_taught_and_scored_under_small_caches(run, trained):
     assert len(read_budgeted(Path("scored.jsonl"))) == len(records)
 
 
-def test_a_grid_goes_on_from_a_model_that_was_taught(run, trained):
+def test_a_grid_goes_on_from_a_fine_tuned_model(run, trained):
     """The weights are those of the start: nothing is learnt in a step of no size."""
     grid = ("--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")
     run("grouped.run", "recall", "--start", trained, "--steps", 1, *grid)
@@ -232,13 +232,13 @@ def test_the_toy_table_goes_on_and_scores_with_dropout_left_on(run, monkeypatch)
     assert all(0 <= x["with_dropout"] <= 1 and x["dropout"] == 0.1 for x in records)
     run("toy.run", *options[:-1], "other.jsonl", "--only", "standard", "--letters", 5)
     other = ("--seeds", 1, "--blocks", 2, "--out", "other.jsonl", "--only", "standard")
-    run("toy.run", *other, "--letters", 5)  # what has other rows is not done yet
+    run("toy.run", *other, "--letters", 5)  # what has other sequences is not done yet
     assert [x["blocks"] for x in lines("other.jsonl")] == [3, 3, 3, 2, 2, 2]
     from benchmarks.toy import table as reproductions
 
     assert [x["steps"] for x in records[:6]] == [2, 2, 2, 3, 2, 2]
     table = reproductions.toy(Path("toy.jsonl"))
-    assert "rows of 3 blocks, 2 steps of 32 rows (3 where N = 8, all); published" in table
+    assert "sequences of 3 blocks, 2 steps of 32 sequences (3 where N = 8, all); published" in table
     rows = [line.split(" | ") for line in table.splitlines()[2:8]]
     error = 100 * records[11]["final"]["in-distribution"]  # mta, N = 8, last
     assert rows[2][0] == "| mta" and rows[2][-1] == f"{error:.1f} % |" and rows[2][1] == "1"

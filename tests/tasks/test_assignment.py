@@ -99,7 +99,7 @@ def test_queries_do_not_prefer_recent_names():
     task = Assignment(variables=3, assignments=3)
     rows = [latest(task.decode(ids)) for ids in task.sample(9000, seed=4).input_ids]
     twice = [times == 2 for *_, times, lines in rows if len({line[0] for line in lines}) == 2]
-    # Of two assigned names one was set twice; each is asked for equally often.
+    # Of two assigned names one was set twice; each is queried equally often.
     assert abs(sum(twice) / len(twice) - 0.5) < 0.03
 
 

@@ -168,14 +168,14 @@ def test_bad_calls():
         (lambda: task.sample(0, 0), "count must be a whole number of at least 1, got 0"),
         (lambda: task.sample(1, -1), "seed must be a whole number of at least 0, got -1"),
         (lambda: task.decode([0, -100]), "ids must lie in 0..29, got -100"),
-        (lambda: task.decode(labels), "ids must be one row, got a batch"),
+        (lambda: task.decode(labels), "ids must be one sequence, got a batch"),
         (lambda: task.score(labels[:, 1:], labels), "predictions must have labels' shape [2, 57]"),
         (
             lambda: task.score(torch.zeros(2, 57, 32), labels),
             "got [2, 57, 32]; take logits.argmax(-1)",
         ),
         (lambda: task.score(labels.float(), labels), "predictions must be token ids, got torch.fl"),
-        (lambda: task.score(labels, labels * 0 - 100), "labels must ask for at least one token"),
+        (lambda: task.score(labels, labels * 0 - 100), "labels must have at least one target"),
         (lambda: task.score(labels[0], labels[0]), "labels must be [N, T], got shape [57]"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -141,7 +141,7 @@ def decoded(task, rows) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("options", [{}, {"tokenizer": "bpe", "vocab_size": 300}], ids=str)
 def test_given_pairs_are_split_by_source(pairs, options):
-    """40 sources in 100 pairs: 4 are held out, with all their targets."""
+    """40 sources in 100 pairs: 4 are for evaluation, with all their targets."""
     task = Translate(pairs, length=40, **options)
     rows = task.held_out()
     held_out = decoded(task, rows)
@@ -172,7 +172,9 @@ def test_given_pairs_are_judged_by_their_own_measures(pairs):
 
 
 def test_a_pair_that_is_too_long_is_named(pairs):
-    message = rf"{pairs[0]}:1: its source has 13 tokens with the end, and rows have room for 12"
+    message = (
+        rf"{pairs[0]}:1: its source has 13 tokens with the end, and sequences have room for 12"
+    )
     with pytest.raises(ValueError, match=message):
         Translate(pairs, length=12).sample(1, 0)
     with pytest.raises(ValueError, match=r"its target has .* tokens with the end"):

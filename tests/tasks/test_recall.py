@@ -10,10 +10,10 @@ TOKEN = re.compile(r"\[[.!]\]|[a-z]=|[A-Z0-9]|[;.!]|[bdklm][aeiou] ")
 
 
 def read(text: str) -> tuple[list[dict], dict[str, int]]:
-    """What stands in a row, read from its text alone; also where each name was told at first.
+    """What stands in a sequence, read from its text alone; also where each name came first.
 
     Each answer: its name, what it is, what it should be, the token at which its question stands,
-    and how often the name had been told and asked for before.
+    and how often the name had been stated and queried before.
     """
     tokens = TOKEN.findall(text)
     assert "".join(tokens) == text
@@ -142,7 +142,9 @@ def test_an_answer_is_right_if_all_its_tokens_are():
     right = labels.roll(-1, 1)
     assert task.score(right, labels) == {"answer_error": 0.0, "token_error": 0.0}
     mask, wrong = labels.ne(-100), right.clone()
-    ends = (mask & ~mask.roll(-1, 1)).nonzero()  # the marks; no row ends in the next one's name
+    ends = (
+        mask & ~mask.roll(-1, 1)
+    ).nonzero()  # the marks; no sequence ends in the next one's name
     assert len(ends) == 50 * task.questions
     for row, at in ends[:3].tolist():
         wrong[row, at - 1] = 0

@@ -180,7 +180,10 @@ def test_bad_calls(tmp_path):
     task = Text(paths=(str(file),), length=10)
     assert task.sample(1, 0).input_ids.shape == (1, 10)
     for call, message in [
-        (task.held_out, f"{file}: too short for rows of length=10, as the held-out part has 2 tok"),
+        (
+            task.held_out,
+            f"{file}: too short for sequences of length=10, as the held-out part has 2 tok",
+        ),
         (lambda: task.sample(0, 0), "count must be a whole number of at least 1, got 0"),
         (lambda: task.decode([-100]), "ids must lie in 0..256, got -100"),
         (lambda: task.score(labels, labels), "losses must be floats in nats, got torch.int64"),

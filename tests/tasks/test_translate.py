@@ -175,6 +175,8 @@ def test_wrong_fields_are_refused(message):
 
 
 def test_rows_of_a_generated_language_have_their_own_length():
-    with pytest.raises(ValueError, match="length: rows of Translate are as long as what they hold"):
+    with pytest.raises(
+        ValueError, match="length: sequences of Translate are as long as what they hold"
+    ):
         Translate().cut(64, "byte")
     assert Translate(paths=("x",)).cut(64, "bpe").target_length == 64

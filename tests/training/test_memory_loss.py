@@ -29,7 +29,7 @@ def padding(left: bool) -> torch.Tensor:
 
 
 WAYS = {
-    "whole rows": {},
+    "whole sequences": {},
     "left padding": {"attention_mask": padding(left=True)},
     "right padding": {"attention_mask": padding(left=False)},
     "packed": {"position_ids": PACKED},
@@ -41,7 +41,7 @@ WAYS = {
 
 
 def documents(way: dict) -> list[list[list[int]]]:
-    """For each row the places of each document's tokens."""
+    """For each sequence the places of each document's tokens."""
     places = way.get("position_ids", torch.arange(11).expand(2, -1)).tolist()
     mask = way.get("attention_mask", torch.ones(2, 11)).tolist()
     parts_by_row = []
@@ -117,7 +117,7 @@ def test_tau_is_the_cap(tau):
     assert abs(term - by_loops(recorded, {}, 1.0)) > 1e-3
 
 
-@pytest.mark.parametrize("way", ["whole rows", "packed", "left padding"])
+@pytest.mark.parametrize("way", ["whole sequences", "packed", "left padding"])
 def test_a_key_out_of_the_window_is_not_needed(way):
     model = selective("mistral")  # its window is 4
     memory, recorded = heedful.MemoryLoss(model), Recorded(model)
@@ -129,7 +129,7 @@ def test_a_key_out_of_the_window_is_not_needed(way):
 
 
 def test_the_wrong_factors_of_others_are_told_apart():
-    """Nearly all of a row is needed, so the term is near 1: not L times it, nor a tenth of it."""
+    """Nearly everything is needed, so the term is near 1: not L times it, nor a tenth of it."""
     model = selective()
     memory, recorded = heedful.MemoryLoss(model), Recorded(model)
     model(input_ids=tokens())
@@ -138,11 +138,11 @@ def test_the_wrong_factors_of_others_are_told_apart():
     assert layers == 3 and 0.1 < term < 1
     assert term == pytest.approx(expected, rel=1e-10)
     assert term != pytest.approx(expected * layers, rel=0.1)  # without the division by L
-    assert term != pytest.approx(expected * 2, rel=0.1)  # rows added up instead of their mean
+    assert term != pytest.approx(expected * 2, rel=0.1)  # sequences added up instead of their mean
 
 
 def test_packed_rows_are_the_mean_of_documents_by_tokens():
-    """What a packed row gives is what its documents give apart, each counted by its tokens."""
+    """What a packed sequence gives is what its documents give apart, each counted by its tokens."""
     model = selective()
     ids = tokens(1)
     memory = heedful.MemoryLoss(model)
@@ -210,7 +210,7 @@ def test_one_position_of_each_document_has_the_gradient(tied, monkeypatch):
     memory().backward()
     assert len(memories) == 3
     for noted in memories:
-        assert (noted.grad != 0).sum() == 4  # two rows of two documents
+        assert (noted.grad != 0).sum() == 4  # two sequences of two documents
         for row, length in enumerate((4, 8)):
             for part in (noted.grad[row, :length], noted.grad[row, length:]):
                 assert (part != 0).sum() == 1
@@ -246,7 +246,7 @@ def test_reentrant_checkpointing_is_refused():
 
 
 def test_it_trains_and_forgets_nothing_between_passes():
-    """Gradients of two passes add up; a pass that nobody asked about is forgotten."""
+    """Gradients of two passes add up; a pass that nobody queried is forgotten."""
     model = selective()
     first, second = tokens(), tokens()
     memory = heedful.MemoryLoss(model)
@@ -259,7 +259,7 @@ def test_it_trains_and_forgets_nothing_between_passes():
     model.zero_grad()
     for batch in (first, second):
         with torch.no_grad():
-            model(input_ids=tokens(3))  # a look at other rows
+            model(input_ids=tokens(3))  # a look at other sequences
         model(input_ids=batch)
         memory().backward()
     gradient = model.model.layers[0].self_attn.q_proj.weight.grad
@@ -319,7 +319,7 @@ def test_models_with_it_can_be_copied_and_saved(tmp_path):
     model = selective()
     ids = tokens()
     memory = heedful.MemoryLoss(model)
-    model(input_ids=ids)  # a pass that nobody asked about
+    model(input_ids=ids)  # a pass that nobody queried
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
     assert memory() > 0
@@ -339,14 +339,16 @@ def test_hybrids_count_the_layers_that_report():
 
 
 def test_a_pass_from_a_cache_is_refused():
-    """Rows of which a cache holds the beginning are not whole."""
+    """Sequences of which a cache holds the beginning are not whole."""
     model = selective()
     memory = heedful.MemoryLoss(model)
     layer = memory._layers[0]
     q, k = torch.randn(1, 4, 2, 8).double(), torch.randn(1, 2, 7, 8).double()
     memory._begin(model, ())
     layer(q, k, k)
-    with pytest.raises(ValueError, match=r"needs whole rows, .* from a cache \(2 new of 7 tokens"):
+    with pytest.raises(
+        ValueError, match=r"needs whole sequences, .* from a cache \(2 new of 7 tokens"
+    ):
         memory()
 
 
@@ -404,7 +406,7 @@ class WithMemoryLoss(Trainer):
 
 
 def test_accumulated_batches_of_the_trainer_are_one(tmp_path):
-    """Four rows at once, or two and two: the same parameters after a step; evaluation works."""
+    """Four at once, or two and two: the same parameters after a step; evaluation works."""
     rows, ends = [{"input_ids": x, "labels": x} for x in tokens(4)], []
     start = selective()
     for size in (4, 2):

@@ -1,4 +1,4 @@
-"""Text as rows of tokens: nothing lost, nothing twice, documents apart."""
+"""Text as sequences of tokens: nothing lost, nothing twice, documents apart."""
 
 import json
 
@@ -56,7 +56,9 @@ def test_an_epoch_predicts_every_token_of_the_text_once(tmp_path):
         row["input_ids"].tolist() for row in epoch
     )
     again = [rows[rows.in_epoch + i]["input_ids"].tolist() for i in range(rows.in_epoch)]
-    assert again != [row["input_ids"].tolist() for row in epoch]  # another order, the same rows
+    assert again != [
+        row["input_ids"].tolist() for row in epoch
+    ]  # another order, the same sequences
     assert sorted(again) == sorted(row["input_ids"].tolist() for row in epoch)
 
 
@@ -118,7 +120,7 @@ def test_of_one_text_the_end_is_held_out(tmp_path, kind):
     decoded = tokenizer.decode(ids[1:].tolist(), skip_special_tokens=True)
     assert text.endswith(decoded.lstrip("\N{REPLACEMENT CHARACTER}"))
     assert encoding.held_out.text_bytes == len(decoded.encode())
-    # What is predicted in both parts: all bytes but the first of the held-out part, and, where no
+    # What is predicted in both parts: all bytes but the first of the evaluation part, and, where no
     # BOS stands before it, the first of the text.
     first = len(tokenizer.decode(ids[:1].tolist()).encode())
     unpredicted = first + (kind == "bytes")
@@ -151,12 +153,12 @@ def test_no_more_is_read_than_the_run_needs(tmp_path):
 
 def test_too_little_text_is_refused_and_nothing_is_left(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ValueError, match=r"data has 5 tokens, too few for rows of 64"):
+    with pytest.raises(ValueError, match=r"data has 5 tokens, too few for sequences of 64"):
         encode([tmp_path / "a.txt"], (), ByteTokenizer(), tmp_path / "made", length=64,
                most_tokens=100)  # fmt: skip
     assert not list((tmp_path / "made").iterdir())
     (tmp_path / "b.txt").write_text("long " * 100)
-    with pytest.raises(ValueError, match=r"held_out has 5 tokens, too few for rows of 64"):
+    with pytest.raises(ValueError, match=r"held_out has 5 tokens, too few for sequences of 64"):
         encode([tmp_path / "b.txt"], [tmp_path / "a.txt"], ByteTokenizer(), tmp_path / "made",
                length=64, most_tokens=100)  # fmt: skip
     assert not list((tmp_path / "made").iterdir())

@@ -1,1 +1,1 @@
-"""The commands, a room each: options, run, and the page, figures and numbers of their own."""
+"""The commands, a folder each: options, run, and the page, figures and numbers of their own."""

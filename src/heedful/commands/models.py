@@ -1,4 +1,4 @@
-"""Models and tokenizers by the names that the command line is given."""
+"""Models and tokenizers by their names on the command line."""
 
 import dataclasses
 import json
@@ -132,7 +132,7 @@ def opening(what: str, name: str) -> Iterator[None]:
 
 
 def _problem(name: str, error: Exception) -> str:
-    """What an error says in one line; of a name that may be a misspelt folder, that it is none."""
+    """An error's message in one line; of a name that may be a misspelt folder, that it is none."""
     message = " ".join(str(error).split())[:600].rstrip(".")
     if Path(name).exists() or name.endswith(".json"):
         return message
@@ -252,7 +252,7 @@ def _indices(word: str, text: str) -> tuple[int, ...]:
 
 
 def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.Tensor:
-    """The first rows of a text, `[rows, length]`; documents stand one behind the other.
+    """The first sequences of a text, `[rows, length]`; documents stand one behind the other.
 
     Raises:
         ValueError: the text is too short, or cannot be read.
@@ -264,8 +264,8 @@ def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.T
             break
     if len(ids) < rows * length:
         raise ValueError(
-            f"data has {len(ids)} tokens, and {rows} rows of {length} are asked for; give more "
-            "text, or fewer or shorter rows"
+            f"data has {len(ids)} tokens, and {rows} sequences of {length} are requested; give "
+            "more text, or fewer or shorter sequences"
         )
     return torch.tensor(ids[: rows * length]).view(rows, length)
 

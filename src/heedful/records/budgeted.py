@@ -19,11 +19,11 @@ class UnderBudget:
         task, mechanism, seed: which run's model.
         policy: name of the policy, or `WHOLE`.
         tokens: how many each layer may hold.
-        length: tokens of a row.
+        length: tokens of a sequence.
         metric: what `final` measures, lower is better.
         final: value by evaluation split, the judged one first.
-        peak_bytes: the most that the caches of one row held, measured from their tensors.
-        rows: how many rows were scored.
+        peak_bytes: the most that the caches of one sequence held, measured from their tensors.
+        rows: how many sequences were scored.
         environment: commit, machine, versions, date and command.
     """
 

@@ -44,11 +44,11 @@ class Record:
         mechanism: name of the mechanism, such as `"standard"`.
         seed: the seed of this run.
         metric: what `curve` and `final` measure, a key of `METRICS`; errors lie in 0..1.
-        steps: optimiser steps; `batch`: rows in each.
+        steps: optimiser steps; `batch`: sequences in each.
         parameters: trained parameters of the model.
         final: value at the end by evaluation split (`"in-distribution"`, `"4x-bits"`) or, for a
             further measure of the same run, by metric name (`"bits_per_byte"`).
-        curve: `(step, metric on the held-out set)` in the order of training.
+        curve: `(step, metric on the evaluation set)` in the order of training.
         loss_curve: `(step, training loss)` likewise.
         tokens_per_second: training throughput; `seconds`: wall time of training.
         peak_memory_mib: highest memory in use while training, in MiB: what torch had allocated on

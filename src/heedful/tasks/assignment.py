@@ -20,11 +20,11 @@ _NAME = 2
 class Assignment(SymbolTask):
     """Variable assignment: many assignments, then a query for the latest value of one variable.
 
-    A row reads `y=7;x=1;x=3;z=5;x=3;` after BOS; its last value is asked for. A token is a name
-    with its `=`, or a value with its `;`. Names and values are drawn uniformly and
+    A sequence reads `y=7;x=1;x=3;z=5;x=3;` after BOS; its last value is the target. A token is a
+    name with its `=`, or a value with its `;`. Names and values are drawn uniformly and
     independently; the queried name is drawn uniformly from those that have been assigned. Every
-    value is one token, also 177, so all rows of a configuration have the same length. Loss lies on
-    the answers alone.
+    value is one token, also 177, so all sequences of a configuration have the same length. Loss
+    lies on the answers alone.
 
     The paper gives no numbers; sizes and the longer evaluations here are ours. Its remark that
     selective attention, unlike standard attention, still answers for a variable that was assigned
@@ -32,12 +32,14 @@ class Assignment(SymbolTask):
 
     Arguments:
         variables: number of names, 1 to 26 (a, b, ...).
-        values: number of values, 2 or more (0, 1, ...); guessing errs in 1 - 1/values of the rows.
+        values: number of values, 2 or more (0, 1, ...); guessing errs in 1 - 1/values of the
+            sequences.
         assignments: assignments before the query.
         query: `"any"` assigned variable, or the one that the `"first"` assignment sets and no
             other sets again.
-        queries: queries at the end of a row, each drawn anew: `x=3;y=7`. The paper has one, and
-            so have the evaluations; more of them give a row of training more to learn from.
+        queries: queries at the end of a sequence, each drawn anew: `x=3;y=7`. The paper has one,
+            and so have the evaluations; more of them give a training sequence more to learn
+            from.
 
     Raises:
         ValueError: if a field is out of range.
@@ -73,11 +75,11 @@ class Assignment(SymbolTask):
 
     @property
     def length(self) -> int:
-        """Tokens of a row: BOS, and two for each assignment and each query."""
+        """Tokens of a sequence: BOS, and two for each assignment and each query."""
         return 1 + 2 * (self.assignments + self.queries)
 
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
         n, each = self.assignments, np.arange(count)
         names = rng.integers(self.variables, size=(count, n))
         values = rng.integers(self.values, size=(count, n))
@@ -105,11 +107,11 @@ class Assignment(SymbolTask):
 
     @classmethod
     def default(cls, data: Sequence[str] = ()) -> Self:
-        """Eight queries a row: with one, a row teaches too little."""
+        """Eight queries a sequence: one gives too little to learn from."""
         return cls(queries=8)
 
     def shown(self) -> Int[Tensor, " T"]:
-        """A row of at most 16 assignments and three queries."""
+        """A sequence of at most 16 assignments and three queries."""
         assignments, queries = min(self.assignments, 16), min(self.queries, 3)
         short = replace(self, assignments=assignments, queries=queries)
         return short.sample(1, 0).input_ids[0]

@@ -36,7 +36,7 @@ _EXAMPLES = {
 class BabiLong:
     """Stories with a question, their sentences in order at random places of a long text.
 
-    A prompt says what is asked, shows one example, then context and question between marks, as the
+    A prompt states the question, shows one example, then context and question between marks, as the
     published prompts do; its words are ours. It ends with "Answer:", for models without instruction
     tuning.
 

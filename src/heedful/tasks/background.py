@@ -1,4 +1,4 @@
-"""Long text that a question lies in: sentences, and as many of them as tokens are asked for."""
+"""Long text that a question lies in: sentences, and as many of them as the length allows."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ Count = Callable[[str], int]
 """How many tokens a text has."""
 
 _WORDS = 40  # of a sentence at most; longer ones are cut
-_BYTES = 8  # per token asked for: more than any text in an alphabet has
+_BYTES = 8  # per requested token: more than any text in an alphabet has
 
 
 class Question(NamedTuple):
@@ -26,7 +26,7 @@ class Question(NamedTuple):
         cell: what the sample is one of several of, such as `{"length": 1024, "depth": 0.5}`.
         prompt: the whole text that a model reads.
         answers: what is right.
-        question: the part of the prompt that asks.
+        question: the part of the prompt with the question.
         labels: the answers among which it chooses, where there are such.
     """
 

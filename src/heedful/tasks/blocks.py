@@ -15,8 +15,8 @@ from heedful.tasks.samples import BOS, EOS, Recipe, Samples, SymbolTask, rows
 
 _DOT, _HASH, _LETTER = 2, 3, 4
 
-# Rows are drawn in chunks of about this many blocks, so that a million rows need no more scratch
-# memory than a thousand.
+# Sequences are drawn in chunks of about this many blocks, so that a million sequences need no more
+# scratch memory than a thousand.
 _CHUNK_BLOCKS = 1 << 19
 
 
@@ -24,7 +24,7 @@ _CHUNK_BLOCKS = 1 << 19
 class Blocks(SymbolTask):
     """The block task: blocks of random letters, question letters, and the block that holds them.
 
-    A row reads `BOS hjnvt.qfjgt.bjtpq#pb bjtpq EOS` (without the spaces): blocks of distinct
+    A sequence reads `BOS hjnvt.qfjgt.bjtpq#pb bjtpq EOS` (without the spaces): blocks of distinct
     lowercase letters joined by ".", then "#" and letters sampled from one block in random order,
     then the answer. Exactly one block holds all question letters, wherever and in whatever order;
     no two blocks are equal; every block is whole. Loss lies on the answer and EOS alone.
@@ -33,9 +33,9 @@ class Blocks(SymbolTask):
     letters of a block in one token before it can compare; multi-token attention need not.
 
     Arguments:
-        blocks: number of blocks; the paper has 52 of 5 letters in its rows of 321 tokens.
+        blocks: number of blocks; the paper has 52 of 5 letters in its sequences of 321 tokens.
         letters: letters in a block, 2 to 26; the paper has 5 and 8.
-        answer: what is asked of the block: `"all"` letters, its `"first"` or its `"last"`.
+        answer: what of the block is the target: `"all"` letters, its `"first"` or its `"last"`.
         question: number of question letters, 1 to `letters`; the paper has 2.
 
     Raises:
@@ -92,7 +92,7 @@ class Blocks(SymbolTask):
 
     @property
     def length(self) -> int:
-        """Tokens of a row, BOS and EOS included."""
+        """Tokens of a sequence, BOS and EOS included."""
         return self._answer_start + self._answer_length + 1
 
     @property
@@ -104,7 +104,7 @@ class Blocks(SymbolTask):
         return self.letters if self.answer == "all" else 1
 
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
         ids = np.empty((count, self.length), dtype=np.int64)
         step = max(1, _CHUNK_BLOCKS // self.blocks)
         for start in range(0, count, step):
@@ -134,7 +134,7 @@ class Blocks(SymbolTask):
         ids[:, -1] = EOS
 
     def shown(self) -> Int[Tensor, " T"]:
-        """A row of at most six blocks."""
+        """A sequence of at most six blocks."""
         return replace(self, blocks=min(self.blocks, 6)).sample(1, 0).input_ids[0]
 
     def evaluations(self) -> dict[str, Self]:
@@ -179,7 +179,7 @@ def _redraw_distractors(
 
 
 def _repeats(blocks: np.ndarray) -> np.ndarray:
-    """Which blocks `[n, B, N]` equal an earlier one of their row."""
+    """Which blocks `[n, B, N]` equal an earlier one of their sequence."""
     # Five bits a letter: twelve letters fill an int64. Longer blocks that agree in twelve letters
     # count as equal, which is stricter and, with 26!/14! beginnings, never leaves too few.
     code = np.zeros(blocks.shape[:2], dtype=np.int64)

@@ -17,7 +17,7 @@ _HASH, _LETTER = 2, 3
 class Copy(SymbolTask):
     """Copy: a random string, a separator, and the string once more.
 
-    A row reads `BOS bacab # bacab EOS` (without the spaces); letters are drawn uniformly and
+    A sequence reads `BOS bacab # bacab EOS` (without the spaces); letters are drawn uniformly and
     independently. Loss lies on the second string and EOS. Every letter has to be kept until it has
     been written, so this is one extreme of the memory a task needs; `Parity` is the other.
 
@@ -49,11 +49,11 @@ class Copy(SymbolTask):
 
     @property
     def length(self) -> int:
-        """Tokens of a row, BOS and EOS included."""
+        """Tokens of a sequence, BOS and EOS included."""
         return 2 * self.symbols + 3
 
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
         text = rng.integers(self.alphabet, size=(count, self.symbols)) + _LETTER
         ids = np.empty((count, self.length), dtype=np.int64)
         ids[:, 0], ids[:, self.symbols + 1], ids[:, -1] = BOS, _HASH, EOS

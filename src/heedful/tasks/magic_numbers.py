@@ -1,4 +1,4 @@
-"""Needles for models from scratch: numbers of cities told among words, and asked for at the end."""
+"""Needles for models from scratch: numbers of cities among words, queried at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,28 +43,28 @@ _TOLD, _ASKED = 7, 6  # tokens of a needle, and of a question with its answer
 
 @dataclass(frozen=True)
 class MagicNumbers(Task):
-    """Multi-needle retrieval in words: numbers of cities among filler, all asked for at the end.
+    """Multi-needle retrieval in words: numbers of cities among filler, all queried at the end.
 
-    A row reads, after BOS (shortened):
+    A sequence reads, after BOS (shortened):
 
         bade gora magic number of Oslo is 37 . bade seko magic number of Lima is 5 . kumi dabe
         magic number of Lima is 5 magic number of Oslo is 37
 
     A word, a city and a number are a token each. *Needles* stand at random places, each with a city
-    and a number of its own; every city is asked for once, in random order. *Filler* is drawn from
+    and a number of its own; every city is queried once, in random order. *Filler* is drawn from
     400 words as often as words are in text (Zipf's law). Loss lies on the numbers in the answers.
 
     The token that an answer follows, "is", says nothing about which number is meant: that is one
     token back, and in the needle two before the number. A model has to gather both before it can
-    compare. Whoever knows which numbers are in the row and not whose errs in 1 - 1 / `needles` of
-    the answers.
+    compare. Whoever knows which numbers are in the sequence and not whose errs in 1 - 1 / `needles`
+    of the answers.
 
     Arguments:
-        length: tokens of a row.
+        length: tokens of a sequence.
         needles: how many there are, at most 40.
 
     Raises:
-        ValueError: a field is out of range, or a row may not hold it all.
+        ValueError: a field is out of range, or a sequence may not hold it all.
 
     Source: the multi-needle task of arXiv 2504.00927, section 4.4, for models that cannot read yet;
         words, numbers and sizes are ours.
@@ -95,11 +95,11 @@ class MagicNumbers(Task):
         return len(_NAMES)
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """Rows of so many tokens; longer ones have more filler."""
+        """Sequences of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 
     def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         rng = np.random.default_rng(seed)
         ids = torch.from_numpy(np.stack([self._row(rng) for _ in range(count)]))
@@ -131,7 +131,7 @@ class MagicNumbers(Task):
         return _WORD + rng.choice(len(_WORDS), size=length, p=often / often.sum())
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS."""
+        """The text of one sequence, without BOS."""
         return render(ids, ("", "", *(f"{name} " for name in _NAMES[2:])))
 
     def saved_tokenizer(self) -> "Tokenizer":
@@ -151,11 +151,11 @@ class MagicNumbers(Task):
         return {"bos_token": BOS, "unk_token": EOS}
 
     def shown(self) -> Int[Tensor, " T"]:
-        """A short row with two needles."""
+        """A short sequence with two needles."""
         return replace(self, length=48, needles=2).sample(1, 0).input_ids[0]
 
     def evaluations(self) -> dict[str, Self]:
-        """As many needles, and two, six and eight where they fit; both in rows twice as long."""
+        """As many needles, and two, six and eight where they fit; also twice as long."""
         tasks = {"in-distribution": self}
         for needles in (2, 6, 8):
             if needles != self.needles and 1 + needles * (_TOLD + _ASKED) <= self.length:
@@ -169,5 +169,5 @@ class MagicNumbers(Task):
     def score(
         self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
     ) -> dict[str, float]:
-        """`answer_error`: numbers that are wrong, of all that are asked for."""
+        """`answer_error`: the share of queried numbers that are wrong."""
         return {"answer_error": token_error(predictions, labels)}

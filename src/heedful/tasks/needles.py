@@ -1,4 +1,4 @@
-"""Several facts in a long text, some of which are asked for."""
+"""Several facts in a long text, some of which are queried."""
 
 import re
 from dataclasses import dataclass
@@ -23,16 +23,15 @@ class Needles:
     """Multi-needle retrieval: numbers of cities in a long text, and the question for some of them.
 
     "The magic number of Oslo is 4805236." stands between sentences of a background, `needles` times
-    with different cities and numbers. The first city that is asked for stands at `depth`, the
-    nearest gap between sentences to that share of the background's tokens, the others at random
-    gaps. A prompt ends with the beginning of its answer, so that models without instruction tuning
-    can go on.
+    with different cities and numbers. The first queried city stands at `depth`, the nearest gap
+    between sentences to that share of the background's tokens, the others at random gaps. A prompt
+    ends with the beginning of its answer, so that models without instruction tuning can go on.
 
     Arguments:
         length: tokens of a prompt at most; it is less by at most a sentence.
         needles: how many there are.
         depth: from 0, before the first sentence, to 1, behind the last.
-        queries: how many cities are asked for.
+        queries: how many cities the question names.
         digits: of a number.
 
     Raises:
@@ -51,9 +50,7 @@ class Needles:
     def __post_init__(self) -> None:
         check_whole("length", self.length, 1)
         check_whole("needles", self.needles, 1, len(CITIES), way_out="each has a city of its own")
-        check_whole(
-            "queries", self.queries, 1, self.needles, way_out="only needles can be asked for"
-        )
+        check_whole("queries", self.queries, 1, self.needles, way_out="only needles can be queried")
         check_whole("digits", self.digits, 1, 18)
         if not 0 <= self.depth <= 1:
             raise ValueError(f"depth must lie between 0 and 1, got {self.depth!r}")

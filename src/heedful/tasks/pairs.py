@@ -1,4 +1,4 @@
-"""Tasks with a source and a target, as encoder-decoders learn them: rows, texts, their vocabulary.
+"""Tasks with a source and a target for encoder-decoders: sequences, texts, their vocabulary.
 
 The texts come from files or data sets of the user, or from a generator of the task.
 """
@@ -23,13 +23,13 @@ from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_HELD_OUT = 10  # one pair in so many is held out
-_VOCABULARY = 2048  # ids of a byte-pair vocabulary unless told otherwise
+_HELD_OUT = 10  # one pair in so many is for evaluation
+_VOCABULARY = 2048  # ids of a byte-pair vocabulary by default
 _SPECIAL = ("<pad>", "</s>")  # the last two ids of a pair task, as a saved tokenizer spells them
 
 
 class Pairs(NamedTuple):
-    """Rows of a pair task, named as the forward of a transformers encoder-decoder names them.
+    """Sequences of a pair task, named as the forward of a transformers encoder-decoder names them.
 
     Arguments:
         input_ids: `[N, S]` the sources, each with an end, then padding.
@@ -70,13 +70,13 @@ class PairTask(Task):
 
     @cached_property
     def row_tokens(self) -> float:
-        """Tokens of a source and its target, ends included, mean of some hundred rows."""
+        """Tokens of a source and its target, ends included, mean of some hundred sequences."""
         rows = self.sample(256, 1)
         real = rows.attention_mask.sum() + rows.decoder_attention_mask.sum()
         return real.item() / len(rows.labels)
 
     def padded(self, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Pairs:
-        """Rows of the longest source and target among these, which are ids without their ends."""
+        """Ids without their ends, padded to the longest source and target among these."""
         inputs, mask = self._filled(sources, self.pad)
         labels, target_mask = self._filled(targets, IGNORE)
         return Pairs(inputs, mask, labels, target_mask)
@@ -91,12 +91,12 @@ class PairTask(Task):
         return torch.from_numpy(ids), torch.from_numpy(real)
 
     def written(self, ids: Int[Tensor, " T"] | Sequence[int]) -> list[int]:
-        """The ids of a row before its end, without padding."""
+        """The ids of a sequence before its end, without padding."""
         ids = [int(i) for i in ids if int(i) not in (IGNORE, self.pad)]
         return ids[: ids.index(self.eos)] if self.eos in ids else ids
 
     def references(self, labels: Int[Tensor, "N T"]) -> list[str]:
-        """The texts that are asked for."""
+        """The target texts."""
         return [self.decode(row) for row in labels.tolist()]
 
     def with_end(self, tokenizer: "Tokenizer", more: Sequence[str] = ()) -> "Tokenizer":
@@ -125,8 +125,8 @@ class PairTask(Task):
 class TextPairTask(PairTask):
     """Texts and what is to be made of them: generated ones, or pairs that the user gives.
 
-    A tenth of the given pairs is held out; pairs of one source are all in the same part. Of what is
-    generated a sentence's checksum says in which part it is, so that no source is in both.
+    A tenth of the given pairs is for evaluation; pairs of one source are all in the same part. Of
+    what is generated a sentence's checksum says in which part it is, so that no source is in both.
 
     Arguments:
         paths: what `heedful.data.text_pairs` takes; empty for generated pairs.
@@ -163,7 +163,7 @@ class TextPairTask(PairTask):
         for name, value in zip(("length", "target_length"), self._lengths(), strict=True):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-            check_whole(name, getattr(self, name), 2, way_out="a row is a token and its end")
+            check_whole(name, getattr(self, name), 2, way_out="a sequence is a token and its end")
         if not self.paths:
             size = self._words.get_vocab_size() + 2
         elif self.tokenizer == "byte":
@@ -196,7 +196,7 @@ class TextPairTask(PairTask):
         if len(sources) < 2:
             raise ValueError(
                 f"{', '.join(self.paths)}: there must be at least 2 different sources, one to "
-                f"train on and one to hold out, got {len(sources)}"
+                f"train on and one to evaluate on, got {len(sources)}"
             )
         order = np.random.default_rng(0).permutation(len(sources))
         apart = {sources[i] for i in order[: max(1, len(sources) // _HELD_OUT)]}
@@ -233,8 +233,8 @@ class TextPairTask(PairTask):
         ):
             if len(ids) >= most:
                 raise ValueError(
-                    f"{name}: its {what} has {len(ids) + 1} tokens with the end, and rows have "
-                    f"room for {most}; shorten it, take longer rows (length), or "
+                    f"{name}: its {what} has {len(ids) + 1} tokens with the end, and sequences "
+                    f"have room for {most}; shorten it, take longer sequences (length), or "
                     'tokenizer="bpe", which makes fewer tokens'
                 )
 
@@ -254,7 +254,7 @@ class TextPairTask(PairTask):
         return pairs
 
     def sample(self, count: int, seed: int) -> Pairs:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         if self.paths:
             there = self._checked[self.part]
@@ -267,7 +267,7 @@ class TextPairTask(PairTask):
         return self.padded(sources, targets)
 
     def held_out(self, count: int | None = None) -> Pairs:
-        """Rows that are never trained on, the same at every call.
+        """Sequences that are never trained on, the same at every call.
 
         Of given pairs all, or `count` evenly spread ones; where fewer are there, these few.
         """
@@ -281,12 +281,12 @@ class TextPairTask(PairTask):
         return self.padded(*zip(*there, strict=True))
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row before its end."""
+        """The text of one sequence before its end."""
         known = self._tokens.get_vocab_size()
         return self._tokens.decode([i for i in self.written(ids) if i < known]).strip()
 
     def evaluations(self) -> dict[str, Self]:
-        """The held-out part; of given pairs it shares what was read."""
+        """The evaluation part; of given pairs it shares what was read."""
         held_out = replace(self, part="held-out")
         if self.paths:
             held_out.__dict__.update(_given=self._given, _tokens=self._tokens)
@@ -294,7 +294,7 @@ class TextPairTask(PairTask):
         return {"held-out": held_out}
 
     def saved_tokenizer(self) -> "Tokenizer":
-        """The tokens of a row: the text's, and an end behind them."""
+        """The tokens of a sequence: the text's, and an end behind them."""
         return self.with_end(self._tokens)
 
     @classmethod

@@ -16,11 +16,11 @@ _BIT, _PARITY = 2, 4
 class Parity(SymbolTask):
     """Running parity: after each random bit, whether the ones so far are even or odd.
 
-    A row reads `1o0o1e0e` after BOS: a bit, then "e" (even) or "o" (odd) for all bits up to it, and
-    so on. Loss lies on every parity token and on no bit. With the last parity in view a bit and its
-    predecessor are all one needs to keep, so this is one extreme of the memory a task needs; `Copy`
-    is the other. (Asked only at the end, parity would mean counting the whole row, which is
-    another, much harder question to a transformer of fixed depth.)
+    A sequence reads `1o0o1e0e` after BOS: a bit, then "e" (even) or "o" (odd) for all bits up to
+    it, and so on. Loss lies on every parity token and on no bit. With the last parity in view a bit
+    and its predecessor are all one needs to keep, so this is one extreme of the memory a task
+    needs; `Copy` is the other. (With a target only at the end, parity would mean counting the whole
+    sequence, which is another, much harder question to a transformer of fixed depth.)
 
     The paper gives neither form nor lengths; those here are ours.
 
@@ -43,11 +43,11 @@ class Parity(SymbolTask):
 
     @property
     def length(self) -> int:
-        """Tokens of a row: BOS, and two for each bit."""
+        """Tokens of a sequence: BOS, and two for each bit."""
         return 2 * self.bits + 1
 
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
         bits = rng.integers(2, size=(count, self.bits))
         ids = torch.full((count, self.length), BOS)
         ids[:, 1::2] = torch.from_numpy(bits + _BIT)
@@ -57,7 +57,7 @@ class Parity(SymbolTask):
         return Samples(ids, labels, torch.ones_like(ids))
 
     def evaluations(self) -> dict[str, Self]:
-        """The task itself, and rows with two and four times as many bits."""
+        """The task itself, and sequences with two and four times as many bits."""
         return {
             "in-distribution": self,
             "2x-bits": replace(self, bits=2 * self.bits),

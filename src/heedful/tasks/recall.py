@@ -1,4 +1,4 @@
-"""Facts told early and asked for at the end: attention that must keep what nothing refers to."""
+"""Facts stated early and queried at the end: attention that must keep what nothing refers to."""
 
 import string
 from collections.abc import Sequence
@@ -43,45 +43,45 @@ class _Piece(NamedTuple):
 class Recall(Task):
     """Recall: facts, a long stretch of distractors, an instruction, questions.
 
-    A row reads, after BOS (shortened):
+    A sequence reads, after BOS (shortened):
 
         le mi ba le mi ba j=MN5;do mu do mu c=HGJ;e=0;[!]e=0!ko da lu ko da lu e=R4;
         be la be la e=R4![.]do bo do bo c=HGJ.e=R4.
 
-    *Facts* are told in the early part, the first third of the row: a name with its "=", a value of
-    one to three symbols, and ";". No symbol is in two values of a row. Half of the names (rounded
-    down) are *dormant*: nothing refers to them before the last questions. The others are told anew
-    in the middle part, `retold` times, where the newest value counts, and are asked for there
-    (`references`). An *instruction* says with which mark answers end from there on, "." or "!". The
-    first begins the middle part and the last comes among the last quarter of what happens there, so
-    that it alone matters in the end. At the end stand the *questions*, of different names, each
-    followed by its answer: the newest value and the mark. What is left is *filler*: phrases of
-    words, each said twice, so that the second time follows from the first.
+    *Facts* are stated in the early part, the first third of the sequence: a name with its "=", a
+    value of one to three symbols, and ";". No symbol is in two values of a sequence. Half of the
+    names (rounded down) are *dormant*: nothing refers to them before the last questions. The others
+    are stated anew in the middle part, `retold` times, where the newest value counts, and are
+    queried there (`references`). An *instruction* says with which mark answers end from there on,
+    "." or "!". The first begins the middle part and the last comes among the last quarter of what
+    happens there, so that it alone matters in the end. At the end stand the *questions*, of
+    different names, each followed by its answer: the newest value and the mark. What is left is
+    *filler*: phrases of words, each stated twice, so that the second time follows from the first.
 
     So a model may forget filler, retold values, references and old instructions, and must keep the
     dormant facts and the last instruction. The last `distance` tokens before a question hold no
-    dormant fact, nor do the first 8 tokens of a row: a smaller window, with or without sinks, has
-    lost them, and guesses. Whoever guesses among the symbols that are in no value in sight errs in
-    more than 0.97 of the dormant answers; whoever mistakes the last instruction, in half.
+    dormant fact, nor do the first 8 tokens of a sequence: a smaller window, with or without sinks,
+    has lost them, and guesses. Whoever guesses among the symbols that are in no value in sight errs
+    in more than 0.97 of the dormant answers; whoever mistakes the last instruction, in half.
 
     Loss lies on the questions' answers and, with `taught`, also on those of the references and on
-    what is said the second time: a row of training then has more to learn from. The measure counts
-    answers; one is wrong if any of its tokens is.
+    what is stated the second time: a training sequence then has more to learn from. The measure
+    counts answers; one is wrong if any of its tokens is.
 
     Arguments:
-        length: tokens of a row.
-        names: names of a row, of which `names // 2` are dormant.
-        pool: names that rows draw theirs from, 2 to 26.
-        retold: how often each name that is not dormant is told anew.
+        length: tokens of a sequence.
+        names: names of a sequence, of which `names // 2` are dormant.
+        pool: names that sequences draw theirs from, 2 to 26.
+        retold: how often each name that is not dormant is stated anew.
         references: questions in the middle part, of names that are not dormant.
         instructions: how many there are.
         questions: questions at the end, at most `names // 2`.
-        asked: what they ask for: `"dormant"` names, `"recent"` ones (told anew in the middle
+        asked: what they query: `"dormant"` names, `"recent"` ones (stated anew in the middle
             part), or `"any"`, all names alike.
         taught: whether references and filler carry loss as well.
 
     Raises:
-        ValueError: a field is out of range, or a row may not hold it all.
+        ValueError: a field is out of range, or a sequence may not hold it all.
 
     Source: ours, for the claims on context pruning of arXiv 2410.02703, section 4.
     """
@@ -112,7 +112,7 @@ class Recall(Task):
         if self.questions > self.names // 2:
             raise ValueError(
                 f"questions must be at most names // 2 = {self.names // 2}, as they ask for "
-                f"different names, dormant ones alone in some rows; got {self.questions}"
+                f"different names, dormant ones alone in some sequences; got {self.questions}"
             )
         active = self.names - self.names // 2
         pieces = active * self.retold + self.references + self.questions
@@ -159,11 +159,11 @@ class Recall(Task):
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """Rows of so many tokens; longer ones have more filler."""
+        """Sequences of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 
     def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         rng = np.random.default_rng(seed)
         pairs = [self._row(rng) for _ in range(count)]
@@ -174,7 +174,7 @@ class Recall(Task):
         names = rng.permutation(self.pool)[: self.names]
         dormant, active = np.split(names, [self.names // 2])
         values: dict[int, list[int]] = {}
-        fresh = (self._symbol + rng.permutation(len(_SYMBOLS))).tolist()  # a row uses each once
+        fresh = (self._symbol + rng.permutation(len(_SYMBOLS))).tolist()  # each is used once
 
         def tell(name: int) -> _Piece:
             values[name] = [fresh.pop() for _ in range(rng.integers(1, _LONGEST + 1))]
@@ -201,7 +201,7 @@ class Recall(Task):
         return self._laid(rng, early, middle, [ask(name) for name in question_names])
 
     def _laid(self, rng, early, middle, last) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels of a row: its pieces in order, with filler between them."""
+        """Ids and labels of a sequence: its pieces in order, with filler between them."""
         tail = sum(len(piece.ids) for piece in last)
         pieces = [_Piece([BOS]), *self._filler(rng, _LEAD - 1)]
         pieces += self._spread(rng, early, self.early - _LEAD)
@@ -236,7 +236,7 @@ class Recall(Task):
         return phrases
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS."""
+        """The text of one sequence, without BOS."""
         names = string.ascii_lowercase[: self.pool]
         return render(
             ids,
@@ -251,13 +251,13 @@ class Recall(Task):
         )
 
     def shown(self) -> Int[Tensor, " T"]:
-        """A row with two names and one question."""
+        """A sequence with two names and one question."""
         few = {"names": 2, "retold": 1, "references": 1, "instructions": 2, "questions": 1}
         short = replace(self, length=87, **few)
         return short.sample(1, 0).input_ids[0]
 
     def evaluations(self) -> dict[str, Self]:
-        """Questions of both kinds, dormant and recent ones alone, and rows twice as long."""
+        """Questions of both kinds, dormant and recent ones alone, and sequences twice as long."""
         plain = replace(self, taught=False)
         return {
             "in-distribution": plain,
@@ -267,7 +267,7 @@ class Recall(Task):
         }
 
     def under_budgets(self) -> dict[str, Self]:
-        """Rows of this length, both kinds of questions alone as well."""
+        """Sequences of this length, both kinds of questions alone as well."""
         return {name: x for name, x in self.evaluations().items() if x.length == self.length}
 
     def score(

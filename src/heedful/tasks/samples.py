@@ -19,11 +19,11 @@ IGNORE = -100
 """The label of a position without loss, as in transformers and `torch.nn.CrossEntropyLoss`."""
 
 BOS, EOS = 0, 1
-"""The first two ids of every synthetic task: begin and end of a row."""
+"""The first two ids of every synthetic task: begin and end of a sequence."""
 
 
 class Samples(NamedTuple):
-    """Rows of a task, named as the forward of a transformers model names them.
+    """Sequences of a task, named as the forward of a transformers model names them.
 
     Arguments:
         input_ids: `[N, T]` token ids.
@@ -37,7 +37,7 @@ class Samples(NamedTuple):
     attention_mask: Int[Tensor, "N T"]
 
     def inputs(self) -> dict[str, Tensor]:
-        """What a model is called with; without the mask, as no row of these tasks is padded."""
+        """What a model is called with; without the mask, as nothing is padded here."""
         return {"input_ids": self.input_ids, "labels": self.labels}
 
 
@@ -46,12 +46,12 @@ class Recipe(NamedTuple):
 
     Arguments:
         hidden, layers, heads: width, depth and heads of the model.
-        steps, batch: optimiser steps, and rows in each.
+        steps, batch: optimiser steps, and sequences in each.
         learning_rate: peak of the schedule.
         mechanisms: names of those that are compared by default: where the papers claim a
             difference.
         mechanism_rate: factor on the learning rate of a mechanism's own parameters.
-        held_out: how many rows are held out.
+        held_out: how many sequences the evaluation set has.
         changes: fields in which a named mechanism differs on this task.
     """
 
@@ -68,15 +68,15 @@ class Recipe(NamedTuple):
 
 
 class Task(ABC):
-    """What every task is: a frozen configuration that samples, shows and scores its own rows.
+    """What every task is: a frozen configuration that samples, shows and scores its own sequences.
 
     metric: what a run is judged by, a key of what `score` returns.
     also: further keys of it that are recorded.
     scored_by: what `score` takes beside the labels: `"predictions"`, the argmax of the logits at
         each position, `"losses"`, what `token_losses` returns, or `"texts"`, what the model writes.
-    paired: whether rows are `heedful.tasks.pairs.Pairs`, for encoder-decoders.
+    paired: whether sequences are `heedful.tasks.pairs.Pairs`, for encoder-decoders.
     recipe: the small model that learns it, and the training.
-    end: how the end of a row is shown, which decodes to nothing.
+    end: how the end of a sequence is shown, which decodes to nothing.
     """
 
     metric: ClassVar[str] = "error"
@@ -92,11 +92,11 @@ class Task(ABC):
         return cls()
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """The same with rows of so many tokens, and text in tokens of this kind."""
+        """The same with sequences of so many tokens, and text in tokens of this kind."""
         if length is not None:
             raise ValueError(
-                f"length: rows of {type(self).__name__} are as long as what they hold; leave it "
-                "out, or take a task whose rows can be longer, such as text or recall"
+                f"length: sequences of {type(self).__name__} are as long as what they hold; "
+                "leave it out, or take a task whose sequences can be longer, such as text or recall"
             )
         return self
 
@@ -108,23 +108,23 @@ class Task(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens of a row."""
+        """Tokens of a sequence."""
 
     @property
     def row_tokens(self) -> float:
-        """Tokens of a row that are no padding, on average."""
+        """Tokens of a sequence that are no padding, on average."""
         return self.length
 
     @abstractmethod
     def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
 
     def batch(self, count: int, seed: int, step: int) -> Samples:
-        """The training rows of one step: drawn when they are needed, and never kept."""
-        return self.sample(count, 1 + (seed << 32) + step)  # 0 draws the held-out rows
+        """The training sequences of one step: drawn when they are needed, and never kept."""
+        return self.sample(count, 1 + (seed << 32) + step)  # 0 draws the evaluation set
 
     def held_out(self, count: int) -> Samples:
-        """Rows that are never trained on, the same at every call."""
+        """Sequences that are never trained on, the same at every call."""
         return self.sample(count, 0)
 
     @abstractmethod
@@ -149,19 +149,19 @@ class Task(ABC):
 
     @abstractmethod
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row."""
+        """The text of one sequence."""
 
     def shown(self) -> Int[Tensor, " T"] | None:
-        """A held-out row short enough to be read; `None` where attention is not pictured."""
+        """A short evaluation sequence to be read; `None` where attention is not pictured."""
         return self.sample(1, 0).input_ids[0]
 
     def tokens(self, ids: Int[Tensor, " T"]) -> list[str]:
-        """The tokens of one row as text, one by one."""
+        """The tokens of one sequence as text, one by one."""
         return ["BOS", *(self.decode([i]) or self.end for i in ids.tolist()[1:])]
 
 
 class SymbolTask(Task):
-    """A task whose rows are drawn, all of one length, and read by symbols: `symbols[id]`."""
+    """A task whose sequences are drawn, all of one length, and read by symbols: `symbols[id]`."""
 
     @property
     @abstractmethod
@@ -175,21 +175,21 @@ class SymbolTask(Task):
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
 
     def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         return self.draw(np.random.default_rng(seed), count)
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS and EOS."""
+        """The text of one sequence, without BOS and EOS."""
         return render(ids, self.symbol_names)
 
     def score(
         self, predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]
     ) -> dict[str, float]:
-        """`error`: rows with any wrong token; `token_error`: wrong tokens."""
+        """`error`: sequences with any wrong token; `token_error`: wrong tokens."""
         return {
             "error": sequence_error(predictions, labels),
             "token_error": token_error(predictions, labels),
@@ -197,12 +197,12 @@ class SymbolTask(Task):
 
 
 def sequence_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> float:
-    """The fraction of rows with at least one wrong prediction under teacher forcing.
+    """The fraction of sequences with at least one wrong prediction under teacher forcing.
 
     Arguments:
         predictions: argmax of the logits at each position; position t answers `labels[t+1]`, and
             that shift happens in here.
-        labels: -100 where nothing is asked. Rows that ask nothing do not count.
+        labels: -100 where there is no target. Sequences without a target do not count.
 
     Raises:
         ValueError: if the shapes differ or no position has a label.
@@ -230,10 +230,10 @@ def token_losses(
 
     Arguments:
         logits: as a causal language model returns them.
-        labels: -100 where nothing is asked.
+        labels: -100 where there is no target.
 
     Returns:
-        fp32 `[N, T]`: position t holds the loss of `labels[t+1]`; zero where nothing is asked and
+        fp32 `[N, T]`: position t holds the loss of `labels[t+1]`; zero where there is no target and
         at the last position, which has no successor.
     """
     if logits.ndim != 3 or logits.shape[:2] != labels.shape:
@@ -260,7 +260,7 @@ def errors_and_mask(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def check_aligned(name: str, values: Tensor, labels: Tensor) -> None:
-    """Raise unless `values` has the shape `[N, T]` of `labels` and a label asks for something."""
+    """Raise unless `values` has the shape `[N, T]` of `labels` and there is a target."""
     if labels.ndim != 2:
         raise ValueError(f"labels must be [N, T], got shape {list(labels.shape)}")
     if values.shape != labels.shape:
@@ -270,23 +270,23 @@ def check_aligned(name: str, values: Tensor, labels: Tensor) -> None:
         )
     if not bool((labels[:, 1:] != IGNORE).any()):
         raise ValueError(
-            "labels must ask for at least one token after the first position, but all are "
+            "labels must have at least one target after the first position, but all are "
             f"{IGNORE}; pass the labels that sample() returned"
         )
 
 
 def rows(input_ids: Int[Tensor, "N T"], answers: slice) -> Samples:
-    """Samples of one length whose loss lies on the positions `answers`, the same in each row."""
+    """Samples of one length whose loss lies on the positions `answers`, the same for all."""
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, answers] = input_ids[:, answers]
     return Samples(input_ids, labels, torch.ones_like(input_ids))
 
 
 def render(ids: Int[Tensor, " T"] | Sequence[int], symbols: Sequence[str]) -> str:
-    """The text of one row: `symbols[id]` for each id, joined."""
+    """The text of one sequence: `symbols[id]` for each id, joined."""
     ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if any(isinstance(i, list) for i in ids):
-        raise ValueError("ids must be one row, got a batch; decode rows one at a time")
+        raise ValueError("ids must be one sequence, got a batch; decode sequences one at a time")
     for i in ids:
         if not 0 <= i < len(symbols):
             raise ValueError(

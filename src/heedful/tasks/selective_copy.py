@@ -1,4 +1,4 @@
-"""Copy some letters out of noise: what is to be kept must be told from what is not."""
+"""Copy some letters out of noise: relevant tokens must be distinguished from noise."""
 
 import string
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ _DOTS = (".", ",", "-", "_")
 class SelectiveCopy(SymbolTask):
     """Selective copy: letters at random places among noise, a separator, and the letters again.
 
-    A row reads `BOS ..,b-_.a,.c--_,a #baca EOS` (without the spaces): `context` tokens, of which
-    `symbols` are letters at places drawn uniformly, and the others are drawn from four kinds of
-    noise. Letters are drawn uniformly and independently. Loss lies on the second string and EOS.
+    A sequence reads `BOS ..,b-_.a,.c--_,a #baca EOS` (without the spaces): `context` tokens, of
+    which `symbols` are letters at places drawn uniformly, and the others are drawn from four kinds
+    of noise. Letters are drawn uniformly and independently. Loss lies on the second string and EOS.
     Unlike in `Copy`, the distance from a letter to its copy varies, so that a fixed shift does not
     answer; what is copied must be chosen by what it is.
 
     Arguments:
-        symbols: letters of a row.
+        symbols: letters of a sequence.
         context: tokens before the separator, BOS not counted.
         alphabet: number of different letters, 2 to 26.
 
@@ -53,11 +53,11 @@ class SelectiveCopy(SymbolTask):
 
     @property
     def length(self) -> int:
-        """Tokens of a row, BOS and EOS included."""
+        """Tokens of a sequence, BOS and EOS included."""
         return self.context + self.symbols + 3
 
     def draw(self, rng: np.random.Generator, count: int) -> Samples:
-        """`count` rows, from these random numbers."""
+        """`count` sequences, from these random numbers."""
         letters = rng.integers(self.alphabet, size=(count, self.symbols)) + _NOISE + len(_DOTS)
         ids = rng.integers(len(_DOTS), size=(count, self.length)) + _NOISE
         order = rng.random((count, self.context)).argsort(axis=1)[:, : self.symbols]
@@ -67,11 +67,11 @@ class SelectiveCopy(SymbolTask):
         return rows(torch.from_numpy(ids), slice(self.context + 2, None))
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """Rows of so many tokens; longer ones have more noise."""
+        """Sequences of so many tokens; longer ones have more noise."""
         if length is None:
             return self
         least = 2 * self.symbols + 3
-        check_whole("length", length, least, way_out=f"a row copies {self.symbols} letters")
+        check_whole("length", length, least, way_out=f"a sequence copies {self.symbols} letters")
         return replace(self, context=length - self.symbols - 3)
 
     def evaluations(self) -> dict[str, Self]:

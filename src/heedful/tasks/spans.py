@@ -79,7 +79,7 @@ class Spans(PairTask):
 
     @cached_property
     def _text(self) -> Text:
-        """Rows of BOS and one piece."""
+        """Sequences of BOS and one piece."""
         return Text(
             self.paths,
             self.length + 1,
@@ -114,13 +114,13 @@ class Spans(PairTask):
         return self._text.vocab_size + span
 
     def sample(self, count: int, seed: int) -> Pairs:
-        """`count` rows, the same for the same configuration, count and seed."""
+        """`count` sequences, the same for the same configuration, count and seed."""
         check_draw(count, seed)
         # A seed of its own for the spans: otherwise they would hang together with the pieces.
         return self._corrupted(self._text.sample(count, seed).input_ids, (seed, 1))
 
     def held_out(self, count: int | None = None) -> Pairs:
-        """Pieces that cover the held-out part without overlap, all or `count` evenly spread."""
+        """Pieces that cover the evaluation part without overlap, all or `count` evenly spread."""
         return self._corrupted(self._text.held_out(count).input_ids, (0, 2))
 
     def _corrupted(self, rows: Int[Tensor, "N T"], seed: tuple[int, int]) -> Pairs:
@@ -181,13 +181,13 @@ class Spans(PairTask):
         return replace(self, length=length, tokenizer=tokenizer, text_vocab_size=size)
 
     def evaluations(self) -> dict[str, Self]:
-        """The held-out part, as a task of its own that shares this one's corpus."""
+        """The evaluation part as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         held_out.__dict__["_text"] = self._text.evaluations()["held-out"]
         return {"held-out": held_out}
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row before its end, with sentinels as `<0>`, `<1>`."""
+        """The text of one sequence before its end, with sentinels as `<0>`, `<1>`."""
         first, parts, run = self.sentinel(0), [], []
         for token in self.written(ids):
             if token >= first:
@@ -202,13 +202,13 @@ class Spans(PairTask):
 
         Arguments:
             losses: negative log-likelihoods in nats: position t holds that of `labels[t]`.
-            labels: -100 where nothing is asked.
+            labels: -100 where there is no target.
         """
         mask = labels != IGNORE
         if losses.shape != labels.shape or not bool(mask.any()):
             raise ValueError(
-                f"losses must have labels' shape {list(labels.shape)}, of which at least one asks "
-                f"for something, got {list(losses.shape)}"
+                f"losses must have labels' shape {list(labels.shape)}, with at least one "
+                f"target, got {list(losses.shape)}"
             )
         with np.errstate(over="ignore"):  # a diverged model: infinity is the answer
             return {"perplexity": float(np.exp(np.float64(losses[mask].double().mean().item())))}

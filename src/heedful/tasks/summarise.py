@@ -65,7 +65,7 @@ class Summarise(TextPairTask):
     Generated summaries are judged by `fact_error`, which is one less F1 of the facts, summed over
     all reports; recorded are also `fact_recall`, `fact_precision` and `rouge_l`. Given pairs are
     judged by `rouge_l`, F1 of the longest common subsequence as `rouge-score` has it, the mean over
-    rows. Summaries are written by greedy decoding; `loss` is that of their tokens in nats.
+    sequences. Summaries are written by greedy decoding; `loss` is that of their tokens in nats.
 
     Arguments:
         facts: facts of a generated report; a small model learns few of them in a short report

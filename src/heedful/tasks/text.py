@@ -45,16 +45,16 @@ class _Corpus(NamedTuple):
 class Text(Task):
     """Language modelling: predict every next token of real text.
 
-    A row is BOS and `length - 1` consecutive tokens of a part of the corpus, whose documents are
-    joined by BOS. Every token of text has loss; BOS has none. The corpus is read, split and encoded
-    at the first use and kept in the object.
+    A sequence is BOS and `length - 1` consecutive tokens of a part of the corpus, whose documents
+    are joined by BOS. Every token of text has loss; BOS has none. The corpus is read, split and
+    encoded at the first use and kept in the object.
 
-    About a tenth of the text is held out: whole documents, drawn with a fixed seed, or the end of
-    the one document there is. A byte-pair vocabulary is trained on the training part alone.
+    About a tenth of the text is for evaluation: whole documents, drawn with a fixed seed, or the
+    end of the one document there is. A byte-pair vocabulary is trained on the training part alone.
 
     Arguments:
         paths: what `heedful.data.corpus` takes; empty for the Python standard library's sources.
-        length: tokens of a row, BOS included.
+        length: tokens of a sequence, BOS included.
         tokenizer: `"byte"`, or `"bpe"` for byte-pair encoding over bytes.
         vocab_size: number of ids, BOS (the last id) included; 257 with bytes. With `"bpe"` it must
             be larger (4096 unless given); a small corpus may leave some ids unused.
@@ -63,7 +63,7 @@ class Text(Task):
 
     Raises:
         ValueError: if a field is out of range; at the first use, if the corpus cannot be read or a
-            part of it is shorter than a row.
+            part of it is shorter than a sequence.
     """
 
     paths: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class Text(Task):
             )
         # Strings in a tuple keep the configuration hashable and easy to write to a record.
         object.__setattr__(self, "paths", tuple(str(path) for path in self.paths))
-        check_whole("length", self.length, 2, way_out="a row is BOS and at least one token")
+        check_whole("length", self.length, 2, way_out="a sequence is BOS and at least one token")
         check_choice("tokenizer", self.tokenizer, ("byte", "bpe"))
         check_choice("part", self.part, ("train", "held-out"))
         if self.limit_bytes is not None:
@@ -113,7 +113,7 @@ class Text(Task):
 
     @property
     def bos(self) -> int:
-        """The id that begins a row and separates documents."""
+        """The id that begins a sequence and separates documents."""
         return self.vocab_size - 1
 
     @cached_property
@@ -134,9 +134,9 @@ class Text(Task):
         return _Corpus(*streams, trained, sizes)
 
     def sample(self, count: int, seed: int) -> Samples:
-        """`count` rows from random places of the part, the same for the same count and seed.
+        """`count` sequences from random places of the part, the same for the same count and seed.
 
-        The rows may overlap; for figures that count each token once, see `held_out`.
+        The sequences may overlap; for figures that count each token once, see `held_out`.
         """
         check_draw(count, seed)
         stream = self._corpus.train if self.part == "train" else self._corpus.held_out
@@ -144,9 +144,10 @@ class Text(Task):
         return self._rows(stream, np.random.default_rng(seed).integers(places, size=count))
 
     def held_out(self, count: int | None = None) -> Samples:
-        """Rows that cover the held-out part without overlap, all or `count` evenly spread ones.
+        """Sequences that cover the evaluation part without overlap: all, or `count` spread evenly.
 
-        Where fewer than `count` fit, these few are returned. A rest shorter than a row is left out.
+        Where fewer than `count` fit, these few are returned. A rest shorter than a sequence is left
+        out.
         """
         if count is not None:
             check_whole("count", count, 1)
@@ -159,13 +160,13 @@ class Text(Task):
         return self._rows(stream, chosen * (self.length - 1))
 
     def _places(self, stream: np.ndarray, part: str) -> int:
-        """How many starts a row has in the stream."""
+        """How many starts a sequence has in the stream."""
         places = len(stream) - (self.length - 1) + 1
         if places < 1:
             texts = ", ".join(self.paths) or "the standard library's sources"
             raise ValueError(
-                f"{texts}: too short for rows of length={self.length}, as the {part} part has "
-                f"{len(stream)} tokens; give more text, or rows of at most {len(stream) + 1}"
+                f"{texts}: too short for sequences of length={self.length}, as the {part} part has "
+                f"{len(stream)} tokens; give more text, or sequences of at most {len(stream) + 1}"
             )
         return places
 
@@ -176,7 +177,7 @@ class Text(Task):
         return Samples(ids, labels, torch.ones_like(ids))
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
-        """The text of one row, without BOS; bytes cut off at its ends appear as U+FFFD."""
+        """The text of one sequence, without BOS; bytes cut off at its ends appear as U+FFFD."""
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
@@ -195,24 +196,24 @@ class Text(Task):
         return cls(paths=tuple(data))
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """Rows of so many tokens, of bytes or of byte pairs."""
+        """Sequences of so many tokens, of bytes or of byte pairs."""
         size = _VOCABULARY if tokenizer == "bpe" else None
         length = self.length if length is None else length
         return replace(self, length=length, tokenizer=tokenizer, vocab_size=size)
 
     def shown(self) -> Int[Tensor, " T"]:
-        """The beginning of a held-out row."""
+        """The beginning of an evaluation sequence."""
         return self.evaluations()["held-out"].sample(1, 0).input_ids[0, :_SHOWN]
 
     def evaluations(self) -> dict[str, Self]:
-        """The held-out part, as a task of its own that shares this one's corpus."""
+        """The evaluation part as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         # Without this the copy would read the corpus and train the vocabulary once more.
         held_out.__dict__["_corpus"] = self._corpus
         return {"held-out": held_out}
 
     def saved_tokenizer(self) -> "Tokenizer":
-        """The tokens of a row: BOS, then bytes or byte pairs."""
+        """The tokens of a sequence: BOS, then bytes or byte pairs."""
         from tokenizers import Tokenizer, processors
 
         tokenizer = bytes_alone() if self.tokenizer == "byte" else self._corpus.tokenizer
@@ -232,19 +233,19 @@ class Text(Task):
         return {"bos_token": self.bos}
 
     def under_budgets(self) -> dict[str, Self]:
-        """The held-out part."""
+        """The evaluation part."""
         return self.evaluations()
 
     def score(self, losses: Float[Tensor, "N T"], labels: Int[Tensor, "N T"]) -> dict[str, float]:
         """`perplexity` per token and `bits_per_byte`, which also compares across vocabularies.
 
-        Both come from sums over all rows: exp(nats / tokens) and nats / (ln 2 · bytes), with the
-        bytes of the very tokens that were predicted.
+        Both come from sums over all sequences: exp(nats / tokens) and nats / (ln 2 · bytes), with
+        the bytes of the very tokens that were predicted.
 
         Arguments:
             losses: negative log-likelihoods in nats as from `token_losses`: position t holds that
                 of `labels[t+1]`.
-            labels: -100 where nothing is asked.
+            labels: -100 where there is no target.
 
         Raises:
             ValueError: if the shapes differ, no position has a label or losses are not floats.
@@ -271,7 +272,7 @@ class Text(Task):
 
 
 def _split(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Training and held-out documents; about a tenth of the characters is held out."""
+    """Training and evaluation documents; the latter are about a tenth of the characters."""
     if len(texts) == 1:
         cut = len(texts[0]) - max(1, int(len(texts[0]) * _HELD_OUT))
         return [texts[0][:cut]], [texts[0][cut:]]
@@ -281,7 +282,7 @@ def _split(texts: list[str]) -> tuple[list[str], list[str]]:
         if len(texts[index]) <= room:
             chosen.add(index)
             room -= len(texts[index])
-    # Few documents of like size: none fits into a tenth, so the shortest is held out.
+    # Few documents of like size: none fits into a tenth, so the shortest is for evaluation.
     chosen = chosen or {min(range(len(texts)), key=lambda index: len(texts[index]))}
     train = [text for index, text in enumerate(texts) if index not in chosen]
     return train, [texts[index] for index in sorted(chosen)]
@@ -296,5 +297,5 @@ def _stream(texts: list[str], tokenizer: "Tokenizer | None", bos: int) -> np.nda
         else:
             ids = np.array(tokenizer.encode(text).ids)
         parts += [np.array([bos]), ids]
-    # Rows bring a BOS of their own, so the first is left out.
+    # Sequences bring a BOS of their own, so the first is left out.
     return np.concatenate(parts[1:]).astype(np.uint16)

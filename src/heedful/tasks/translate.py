@@ -165,8 +165,8 @@ class Translate(TextPairTask):
     * of two clauses that are joined by "because" the second is translated first.
 
     Generated translations are judged by `error`, sentences with any wrong word; given pairs by
-    `bleu`, that of `sacrebleu` over all rows. Both are written by greedy decoding, and `loss` is
-    that of the targets' tokens in nats.
+    `bleu`, that of `sacrebleu` over all sequences. Both are written by greedy decoding, and `loss`
+    is that of the targets' tokens in nats.
 
     Arguments:
         clauses: most clauses of a generated sentence, 1 to 16.
@@ -208,7 +208,7 @@ class Translate(TextPairTask):
         return ("error" if self.paths else "bleu", "loss")
 
     def cut(self, length: int | None, tokenizer: str) -> Self:
-        """Given pairs in rows of so many tokens, of bytes or of byte pairs."""
+        """Given pairs in sequences of so many tokens, of bytes or of byte pairs."""
         if not self.paths:
             return super().cut(length, tokenizer)
         rows = {"length": length, "target_length": length} if length is not None else {}
@@ -241,7 +241,7 @@ class Translate(TextPairTask):
         return " ".join(source), " ".join(target)
 
     def evaluations(self) -> dict[str, Self]:
-        """The held-out part, and of generated sentences also those of twice as many clauses."""
+        """The evaluation part, and of generated sentences also those of twice as many clauses."""
         tasks = super().evaluations()
         if not self.paths and self.clauses <= 8:
             sizes = {"length": None, "target_length": None}

@@ -14,7 +14,7 @@ Encode = Callable[[str], tuple[list[int], list[int]]]
 _BYTES = 16  # of text per token that is looked for
 
 
-class Window(NamedTuple):
+class TextWindow(NamedTuple):
     """Consecutive tokens of a document; those from `first` on are counted.
 
     Arguments:
@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 def windows(
     ids: Sequence[int], ends: Sequence[int], length: int, stride: int, name: str = ""
-) -> list[Window]:
+) -> list[TextWindow]:
     """Windows of `length` tokens, each `stride` further; every token but the first counts once.
 
     Tokens without text that stand before the document (BOS) stand before every window: models that
@@ -59,7 +59,7 @@ def windows(
         stop = min(start + length - lead, len(text))
         nbytes = ends[stop - 1] - (ends[counted - 1] if counted else 0)
         first = lead + counted - start
-        result.append(Window(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
+        result.append(TextWindow(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
         counted, start = stop, start + stride
     return result
 
@@ -78,13 +78,13 @@ def domains(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 def domain_windows(
     paths: Sequence[str], encode: Encode, count: int, length: int, stride: int
-) -> list[Window]:
+) -> list[TextWindow]:
     """The first `count` windows of a domain's documents; none reaches over a document's end.
 
     Raises:
         ValueError: the text cannot be read, or has no two tokens.
     """
-    result: list[Window] = []
+    result: list[TextWindow] = []
     for number, document in enumerate(corpus(tuple(paths), (count + 1) * length * _BYTES)):
         result += windows(*encode(document.text), length, stride, f"{number}:")
         if len(result) >= count:

@@ -18,7 +18,7 @@ class Checkpoints:
     """A folder for the checkpoints of one run.
 
     A checkpoint counts once `seal` has written down the digest of each of its files, so one that a
-    kill or a full disk cut short is told from a whole one.
+    kill or a full disk cut short is distinguished from a whole one.
 
     Arguments:
         folder: made if absent.

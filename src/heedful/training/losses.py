@@ -16,7 +16,7 @@ _log = logging.getLogger("heedful")
 
 
 class _MemoryReport(NamedTuple):
-    """What one layer said of one forward pass."""
+    """What one layer reported of one forward pass."""
 
     memory: Float[Tensor, "B Tq"]
     visibility: Visibility | None
@@ -123,11 +123,11 @@ class MemoryLoss(_Reports):
        M_i = i - \frac{1}{\tau} \sum_k \min(F_{ik}, \tau) $$
 
     over the L layers that report memory and the documents d, with n real tokens in the batch. For
-    rows without padding, each of one document, this is the mean over rows of the paper's term. `i`
-    counts what query i sees before itself: earlier real tokens of its document, and within a
-    sliding window only those, as a key that has left the window is needed by nobody. Where several
-    selectors hide (`selector="per-head"`), F's sum is their mean. The gradient goes through one
-    position per document and layer, the first of the largest.
+    sequences without padding, each of one document, this is the mean over sequences of the paper's
+    term. `i` counts what query i sees before itself: earlier real tokens of its document, and
+    within a sliding window only those, as a key that has left the window is needed by nobody. Where
+    several selectors hide (`selector="per-head"`), F's sum is their mean. The gradient goes through
+    one position per document and layer, the first of the largest.
 
     Training adds a small multiple, 0.1 in the paper: `loss = model(**batch).loss + 0.1 * memory()`.
     What is counted is the newest forward pass of the model; calling clears it. In a batch of
@@ -178,7 +178,7 @@ class MemoryLoss(_Reports):
 
         Raises:
             ValueError: there was no forward pass since the last call, or the newest one went on
-                from a cache, so that rows are not whole.
+                from a cache, so that sequences are not whole.
         """
         reports = self._taken()
         terms = [_term(report, self.tau).to(reports[0].memory.device) for report in reports]
@@ -198,7 +198,7 @@ def _term(report: _MemoryReport, tau: float) -> Float[Tensor, ""]:
     visibility = Visibility() if report.visibility is None else report.visibility
     if memory.shape[1] != keys or not visibility.in_place:
         raise ValueError(
-            f"memory() needs whole rows, and the newest forward pass went on from a cache "
+            f"memory() needs whole sequences, and the newest forward pass went on from a cache "
             f"({memory.shape[1]} new of {keys} tokens); call it right after a pass without cache"
         )
     earlier, document, real = _counted(visibility, memory)
@@ -211,7 +211,7 @@ def _term(report: _MemoryReport, tau: float) -> Float[Tensor, ""]:
 def _counted(
     visibility: Visibility, like: Float[Tensor, "B T"]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Per token: how many it sees before itself, its document's number in the row, if it is real.
+    """Per token: how many it sees before itself, its document's number, whether it is real.
 
     Counted by running sums, so that no T x T mask is made.
     """
@@ -232,7 +232,7 @@ def _counted(
 def _greatest(
     needed: Float[Tensor, "B T"], document: Int[Tensor, "B T"], real: Bool[Tensor, "B T"]
 ) -> Int[Tensor, "B T"]:
-    """The first position of the largest value of each document of a row; T where there is none."""
+    """The first position of the largest value of each document; T where there is none."""
     length = needed.shape[1]
     largest = torch.full_like(needed, float("-inf"))
     largest = largest.scatter_reduce(1, document, needed, "amax")
@@ -280,7 +280,7 @@ class GroupingLoss(_Reports):
         """The term of the newest forward pass; `sizes` holds the mean sizes of its groups.
 
         Raises:
-            ValueError: there was no forward pass of whole rows since the last call.
+            ValueError: there was no forward pass of whole sequences since the last call.
         """
         reports = self._taken()
         losses = [report.loss.to(reports[0].loss.device) for report in reports]

@@ -35,7 +35,7 @@ _BESIDE = "heedful.json"  # in a checkpoint: what Trainer does not keep
 
 
 class Stopped(Exception):
-    """Training was told to stop; what is needed to go on is in the run's folder."""
+    """Training was asked to stop; what is needed to go on is in the run's folder."""
 
 
 def check_device(device: str) -> None:
@@ -163,7 +163,7 @@ class RunTrainer(LayerTrainer):
         self.lr_scheduler.load_state_dict(schedule)
 
 
-class Watch(TrainerCallback):
+class RunCallback(TrainerCallback):
     """Says when a run logs, evaluates, saves and stops, and keeps what Trainer's state does not.
 
     Arguments:
@@ -187,7 +187,7 @@ class Watch(TrainerCallback):
         """Train to the end, from the newest checkpoint if there is one.
 
         Raises:
-            Stopped: `should_stop` said so.
+            Stopped: `should_stop` returned true.
             ValueError: the newest checkpoint is another version's.
         """
         self.trainer, checkpoint = trainer, self.checkpoints.newest()

@@ -18,7 +18,7 @@ from heedful.records.files import write_whole
 IGNORE = -100
 _FIRST = 1 << 31  # on the first token of a document; no vocabulary is as large
 _TOGETHER = 1 << 20  # characters that are encoded at a time
-_SHARE = 20  # one document in so many is held out
+_SHARE = 20  # one document in so many is for evaluation
 _MOST_HELD_OUT = 1 << 17  # tokens
 _ABOUT = "tokens.json"
 
@@ -43,7 +43,7 @@ class TokenFile(NamedTuple):
 
 
 class EncodedText(NamedTuple):
-    """What a text was encoded to: tokens to train on and tokens held out."""
+    """What a text was encoded to: tokens to train and to evaluate on."""
 
     train: TokenFile
     held_out: TokenFile
@@ -65,19 +65,20 @@ def encode(
     a text spells never becomes such a token. Reading stops once there are `most_tokens`, so that of
     a text without end only what is needed is fetched; memory does not grow with the text.
 
-    Without `held_out` a twentieth of the text is: of many documents every twentieth or so that
-    fits into a piece (64 KiB), always the same ones, and where these are too few the end.
+    Without `held_out` a twentieth of the text is the evaluation set: of many documents every
+    twentieth or so that fits into a piece (64 KiB), always the same ones, and where these are too
+    few the end.
 
     Arguments:
         data, held_out: what `heedful.data.pieces` takes.
         tokenizer: of transformers, or a `ByteTokenizer`.
         folder: where `train.tokens`, `held-out.tokens` and `tokens.json` are written.
-        length: tokens of a row; there must be at least one row of each.
+        length: tokens of a sequence; there must be at least one sequence of each.
         most_tokens: to train on.
         show: a bar with what has been read.
 
     Raises:
-        ValueError: the text cannot be read, or is too short for a row.
+        ValueError: the text cannot be read, or is too short for a sequence.
     """
     if (folder / _ABOUT).is_file():
         return _read_back(folder)
@@ -105,8 +106,8 @@ def encode(
             if writer.tokens < length:
                 whole = train.tokens + others.tokens if apart else writer.tokens
                 raise ValueError(
-                    f"{'data' if apart else name} has {whole} tokens, too few for rows of "
-                    f"{length}{' to train on and others to hold out' if apart else ''}; give more "
+                    f"{'data' if apart else name} has {whole} tokens, too few for sequences of "
+                    f"{length}{' to train and to evaluate on' if apart else ''}; give more "
                     "text, or a shorter length"
                 )
     about = {
@@ -227,7 +228,7 @@ class _Writer:
 
 
 def _move_end(train: _Writer, held_out: _Writer, tokenizer, count: int) -> None:
-    """Hold out the newest tokens; the bytes of the text that they stand for are decoded."""
+    """Move the newest tokens to the evaluation set; the bytes that they stand for are decoded."""
     if train.tokens < count:
         return
     raw = train.cut_end(count)
@@ -239,16 +240,17 @@ def _move_end(train: _Writer, held_out: _Writer, tokenizer, count: int) -> None:
 
 
 class TrainingSequences(torch.utils.data.Dataset):
-    """The rows of a whole training run in their order: epoch after epoch, each shuffled.
+    """The sequences of a whole training run in their order: epoch after epoch, each shuffled.
 
-    Row i of `length` tokens begins with the last one of another row, so that in an epoch every
-    token is predicted once; a rest shorter than a row is left out. What row i is depends on the
-    file, the length and the seed alone, so a run can go on anywhere, on any number of processes.
+    Sequence i of `length` tokens begins with the last one of another sequence, so that in an epoch
+    every token is predicted once; a rest shorter than a sequence is left out. What sequence i is
+    depends on the file, the length and the seed alone, so a run can go on anywhere, on any number
+    of processes.
 
     Arguments:
         file: the tokens.
-        length: tokens of a row.
-        rows: of the whole run.
+        length: tokens of a sequence.
+        rows: sequences of the whole run.
         seed: of the order.
     """
 
@@ -266,12 +268,12 @@ class TrainingSequences(torch.utils.data.Dataset):
 
 
 class EvaluationSequences(torch.utils.data.Dataset):
-    """Rows that cover a file once and in order; the last is filled up with tokens without loss.
+    """Sequences that cover a file once, in order; the last is filled up with tokens without loss.
 
     Arguments:
         file: the tokens.
-        length: tokens of a row.
-        multiple: rows without loss are added until this divides their number.
+        length: tokens of a sequence.
+        multiple: sequences without loss are added until this divides their number.
     """
 
     def __init__(self, file: TokenFile, length: int, multiple: int = 1) -> None:

@@ -44,7 +44,7 @@ def parameter_groups(
 class LayerTrainer(TrainerSteps, Trainer):
     """transformers' Trainer, with what a converted model's layers report added to the loss.
 
-    The memory loss (`heedful.MemoryLoss`) where it is asked for, and where groups are learned
+    The memory loss (`heedful.MemoryLoss`) where it is requested, and where groups are learned
     their loss (`heedful.GroupingLoss`), also when a step's batch comes in several parts or on
     several devices. Optimiser, data and arguments are Trainer's.
 
@@ -53,7 +53,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         args, kwargs: as Trainer's.
 
     Raises:
-        ValueError: a memory loss is asked of a model without a layer that reports memory.
+        ValueError: a memory loss is requested of a model without a layer that reports memory.
     """
 
     def __init__(self, *args, memory_loss: float = 0.0, **kwargs) -> None:

@@ -14,7 +14,7 @@ import heedful
 from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import LOG, Log, SearchResult, greedy, search
+from heedful.commands.budget.search import LOG, SearchLog, SearchResult, greedy, search
 from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
@@ -367,7 +367,7 @@ WRONG = {
     "paths names 'nowhere.txt', which does not exist": ["--data", "nowhere.txt"],
     "length must be at most the 256 tokens that .* has positions for, got 512": ["--length", "512"],
     "length must be a whole number of at least 32, got 16": ["--length", "16"],
-    "data has 5120 tokens, and 1000 rows of 48 are asked for": ["--rows", "1000"],
+    "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],
     "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
     "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
     "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],
@@ -398,14 +398,14 @@ def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
 
 
 def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
-    add = Log.add
+    add = SearchLog.add
 
     def interrupted(self, *arguments):
         add(self, *arguments)
         if len(self.known) == 3:
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
-    monkeypatch.setattr(Log, "add", interrupted)
+    monkeypatch.setattr(SearchLog, "add", interrupted)
     with pytest.raises(SystemExit) as stop:
         main(command(folder, "--loss", "1", "--length", "72"))
     out, err = capsys.readouterr()

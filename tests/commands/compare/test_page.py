@@ -207,8 +207,8 @@ def test_finding_overlapping(values):
 def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
     text = finding(runs("standard", [1.0]), runs("mta", [0.031]), runs("selective", [0.0]))
     assert text == (
-        "blocks: mta left 3.1 % of rows wrong, selective left no rows wrong, standard left all "
-        "rows wrong; one seed may be luck: run more (--seeds 3)."
+        "blocks: mta left 3.1 % of sequences wrong, selective left no sequences wrong, standard "
+        "left all sequences wrong; one seed may be luck: run more (--seeds 3)."
     )
     for first, second in (([0.9], [0.01, 0.02]), ([0.9, 0.95], [0.01])):
         text = finding(runs("standard", first), runs("mta", second))

@@ -107,7 +107,7 @@ def test_the_page_shows_measures_and_what_was_written(finished):
         assert f"Written: {task}" in page
     task = Translate()
     source = task.decode(task.held_out(4).input_ids[0])
-    assert page.count(source) == 1 and page.count("<th>asked for</th>") == 3 * 4
+    assert page.count(source) == 1 and page.count("<th>target</th>") == 3 * 4
     assert len(re.findall("<th>selective [✓✗]</th>", page)) == 3 * 4
     assert "translate: standard" not in "".join(findings(summarise(records[:0])))
 
@@ -149,7 +149,7 @@ def test_scores_of_padded_rows_are_those_of_the_rows_alone(mechanism):
 
 
 def test_padding_teaches_nothing():
-    """The gradient of a ragged batch is that of its rows, weighted by their targets' tokens."""
+    """A ragged batch has the gradient of its sequences, weighted by their targets' tokens."""
     task, model = Translate(), text_model(Selective())
     rows = task.sample(4, 1)
     model(**rows.inputs()).loss.backward()

@@ -39,7 +39,7 @@ TINY = Comparison(
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    """Few held-out rows and narrow models: scoring is what takes the time here."""
+    """A small evaluation set and narrow models: scoring is what takes the time here."""
     real = settings.setups
 
     def small_setups(data=()):
@@ -377,7 +377,7 @@ def test_every_task_has_a_setup_whose_sizes_fit():
         (["--tasks", "parity", "--steps", "1", "--out", "file/inside"], "file/inside cannot be wr"),
         (["--tasks", "parity", "--steps", "1", "--out", "file"], "file is a file where a folder"),
         (["--tasks", "parity", "--out", ""], "out must be a path, got an empty text"),
-        (["--tasks", "text", "--data", "file"], "file: too short for rows of length=256"),
+        (["--tasks", "text", "--data", "file"], "file: too short for sequences of length=256"),
     ],
 )
 def test_bad_input_is_one_clean_line(arguments, message, tmp_path, monkeypatch, capsys):

@@ -45,14 +45,16 @@ def finished(tmp_path_factory):
     data.write_text("".join(f"line {i} says {i * i % 97}. " for i in range(4000)))
     out = tmp_path_factory.mktemp("compare") / "out"
     comparison = replace(TEXT, data=(str(data),))
-    with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
+    with pytest.warns(
+        UserWarning, match="budgets: tokens cannot be evicted from the caches of mta"
+    ):
         compare(comparison, out)
     return comparison, out
 
 
 @torch.no_grad()
 def peak_token_by_token(model, ids: torch.Tensor, eviction) -> int:
-    """The most bytes that a real cache of one row takes."""
+    """The most bytes that a real cache of one sequence takes."""
     cache = heedful.new_cache(model, eviction)
     for piece in ids.split(1, dim=1):
         model(input_ids=piece, cache=cache)
@@ -95,7 +97,7 @@ def test_bytes_are_those_of_a_real_cache(finished):
         model = heedful.load(out / "models" / folder)
         peak = peak_token_by_token(model, torch.full((1, 64), 3), policy(tokens=tokens))
         # Every layer's own peak is added, and while one has its newest token the layers before
-        # have let go of one, whose position is 8 bytes.
+        # have evicted one, whose position is 8 bytes.
         assert 0 <= scored[name, policy.__name__, tokens].peak_bytes - peak <= 3 * 8
     # One of four layers sees everything, the others 13 tokens; all of it with some room.
     ratio = scored["local-global", WHOLE, 64].peak_bytes / scored["standard", WHOLE, 64].peak_bytes
@@ -132,8 +134,8 @@ def test_the_page_shows_it(finished):
     page = (out / "report.html").read_text()
     assert "Under small KV caches" in page
     assert "text, held-out: perplexity, and × less peak memory" in page
-    assert page.count("against the peak bytes of its KV cache for one row") >= 4 * 2
-    assert "what each layer&#x27;s cache holds in the course of a row" in page
+    assert page.count("against the peak bytes of its KV cache for one sequence") >= 4 * 2
+    assert "what each layer&#x27;s cache holds in the course of a sequence" in page
     scored = read_budgeted(out / "budgets.jsonl")
     table = tables(scored, markdown=True)
     assert "| selective | MostHidden | " in table and "| 32 tokens | " in table
@@ -165,7 +167,7 @@ def test_recall_is_scored_by_kind_of_question():
     assert list(final) == ["in-distribution", "dormant", "recent"] and rows == 2
     assert all(0 <= x <= 1 for x in final.values())
     alone = peak_token_by_token(model, task.held_out(1).input_ids, policies[1])
-    assert 0 <= peak - alone <= 8  # the position that the first of two layers has let go
+    assert 0 <= peak - alone <= 8  # the position that the first of two layers has evicted
     row = 2 * 16 * 4 + 4 + 8  # K and V, F, position: 64 tokens with keys, one less of the others
     assert alone <= 2 * 64 * row + 2 * 16 * 4
 
@@ -186,13 +188,15 @@ def test_what_is_held_is_drawn_over_time():
 
 def test_budgets_that_nothing_can_be_scored_under_are_refused():
     comparison = Comparison(tasks=("recall",), mechanisms=("mta",), budgets=(0.5,), layers=4)
-    with pytest.raises(ValueError, match="budgets need a mechanism whose cache can let tokens go, "
+    with pytest.raises(ValueError, match="budgets need a mechanism whose cache can evict tokens, "
                                          "and mta cannot"):  # fmt: skip
         chosen_setups(comparison)
     with pytest.raises(ValueError, match="and mta, grouped cannot"):
         chosen_setups(replace(comparison, mechanisms=("mta", "grouped")))
     assert chosen_setups(replace(comparison, budgets=()))
-    with pytest.warns(UserWarning, match="budgets: tokens cannot leave the caches of mta"):
+    with pytest.warns(
+        UserWarning, match="budgets: tokens cannot be evicted from the caches of mta"
+    ):
         chosen_setups(replace(comparison, mechanisms=("mta", "standard")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -205,7 +209,7 @@ def test_the_least_budget_is_that_of_the_policies():
         StreamingLLM(tokens=LEAST_TOKENS - 1)
     model = from_scratch(Recall(), Standard(), Size(16, 2, 2), 0)
     assert min(x.tokens for x in plans(model, Recall(), (0.001,))) == LEAST_TOKENS
-    assert "A layer holds\n    at least 13" in inspect.getsource(comparison)
+    assert "layer holds at least 13" in inspect.getsource(comparison)
 
 
 WRONG = {
@@ -213,7 +217,7 @@ WRONG = {
         "tasks": ("text",), "budgets": (0.5, 14.5)},
     "budgets above 1 are whole numbers of tokens, at least 13 .*, got 12": {
         "tasks": ("recall",), "budgets": (12,)},
-    "budgets must be shares of a row such as 0.25, or numbers of tokens above 1, got -1": {
+    "budgets must be shares of a sequence such as 0.25, or numbers of tokens above 1, got -1": {
         "tasks": ("text",), "budgets": (-1,)},
     "budgets are for the tasks text and recall": {"tasks": ("parity",), "budgets": (0.5,)},
     "tokenizer is for the tasks text and spans": {"tasks": ("recall",), "tokenizer": "bpe"},
@@ -229,7 +233,9 @@ def test_wrong_options_are_refused(message):
 
 
 def test_rows_of_other_tasks_have_their_own_length(tmp_path):
-    with pytest.raises(ValueError, match="length: rows of Blocks are as long as what they hold"):
+    with pytest.raises(
+        ValueError, match="length: sequences of Blocks are as long as what they hold"
+    ):
         compare(Comparison(tasks=("blocks",), length=64), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -108,7 +108,7 @@ def test_the_exported_grading_knows_right_from_wrong(exported, monkeypatch):
 
 
 def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
-    """Also where budgets of the model's own are asked for; and what it found is kept."""
+    """Also where budgets of the model's own are requested; and what it found is kept."""
     policies = []
 
     def run_task(options, name, model, tokenizer):

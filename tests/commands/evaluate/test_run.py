@@ -1,4 +1,4 @@
-"""`heedful eval`: who is asked what, what is kept, what is refused; and lm-evaluation-harness."""
+"""`heedful eval`: which items, what is kept, what is refused; and lm-evaluation-harness."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from heedful.cli import main
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.commands.evaluate import run as runner
-from heedful.commands.evaluate.answers import Likelihood, Model
+from heedful.commands.evaluate.answers import LanguageModel, Likelihood
 from heedful.commands.evaluate.items import by_position, encoded
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import ROWS, Evaluation
@@ -128,7 +128,7 @@ def test_tokens_end_where_their_bytes_end():
 
 
 def test_a_batch_is_its_rows(tmp_path):
-    """Ragged prompts padded on the left, rows of different lengths on the right; budgets too."""
+    """Ragged prompts padded on the left, other sequences on the right; budgets too."""
     lines = [
         "the red bus and the red bus",
         "a car, a red car and one more red car",
@@ -167,7 +167,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 32, "batch": 2}
     whole = evaluate(evaluation_of(tmp_path / "whole", "plain", "selective", **options)).samples
     evaluation = evaluation_of(tmp_path, "plain", "selective", **options)
-    calls, write = [], Model.write
+    calls, write = [], LanguageModel.write
 
     def stops(self, prompts, room):
         calls.append(len(prompts))
@@ -175,7 +175,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return write(self, prompts, room)
 
-    monkeypatch.setattr(Model, "write", stops)
+    monkeypatch.setattr(LanguageModel, "write", stops)
     with pytest.raises(KeyboardInterrupt):
         evaluate(evaluation)
     path = tmp_path / "run" / "samples.jsonl"
@@ -197,9 +197,9 @@ def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
     options = NEEDLES | {"tasks": ("needles", "babilong", "lambada", "perplexity")}
     options |= {"lengths": (0, 700), "kinds": (4,), "length": 32}
     before = evaluate(evaluation_of(tmp_path, **options)).samples
-    counts, write, read = [], Model.write, Model.read
-    monkeypatch.setattr(Model, "write", lambda *x: counts.append(len(x[1])) or write(*x))
-    monkeypatch.setattr(Model, "read", lambda *x: counts.append(len(x[1])) or read(*x))
+    counts, write, read = [], LanguageModel.write, LanguageModel.read
+    monkeypatch.setattr(LanguageModel, "write", lambda *x: counts.append(len(x[1])) or write(*x))
+    monkeypatch.setattr(LanguageModel, "read", lambda *x: counts.append(len(x[1])) or read(*x))
     more = {"lengths": (0, 700, 800), "kinds": (1, 4), "needles": (1, 2, 3), "samples": 4}
     after = evaluate(evaluation_of(tmp_path, **options | more)).samples
     assert sum(counts) == len(after) - len(before)
@@ -314,7 +314,7 @@ def test_own_budgets_must_be_there(tmp_path):
     options = NEEDLES | {"budget": ("50",), "tokenizer": "bytes"}
     with pytest.raises(ValueError, match="mta': eviction: StreamingLLM cannot serve Multi"):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "mta"), **options))
-    assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before anything is asked
+    assert not (tmp_path / "run" / "samples.jsonl").exists()  # refused before any item
 
 
 def test_a_broken_model_is_named(tmp_path):
@@ -354,7 +354,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path, capsys, monkeypatch):
     def stops(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Model, "read", stops)
+    monkeypatch.setattr(LanguageModel, "read", stops)
     with pytest.raises(SystemExit) as stop:
         main(["eval", "plain", "--tasks", "perplexity", "--data", "book.txt", "--length", "32",
               "--out", str(tmp_path / "run")])  # fmt: skip

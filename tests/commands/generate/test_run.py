@@ -95,7 +95,7 @@ def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
         ].peak_nbytes
         for name in ("auto", "streaming-llm", "snap-kv")
     }
-    row = 2 * 2 * 8 * 4  # of one layer; the other has let go before this one reads the prompt
+    row = 2 * 2 * 8 * 4  # of one layer; the other has evicted before this one reads the prompt
     assert taken["snap-kv"] > len(prompt) * row
     for name in ("auto", "streaming-llm"):
         assert taken[name] < (2 * 20 + CHUNK + CHUNK // 2) * (row + 16)

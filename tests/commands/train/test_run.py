@@ -86,7 +86,7 @@ def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(options):
 
 
 def test_bits_per_byte_are_those_of_the_text(options):
-    """By hand: of the saved model, over a document given as held-out text."""
+    """By hand: of the saved model, over a document given as evaluation set."""
     single = replace(options, held_out=("one.txt",), tokenizer="bytes", out="one")
     Path("one.txt").write_text("x" * 30)
     done = quietly(single)
@@ -98,7 +98,7 @@ def test_bits_per_byte_are_those_of_the_text(options):
 
 
 def test_how_much_of_the_text_a_run_draws_from(options):
-    """As much as its steps need, or as much as is asked for; a document at most goes beyond."""
+    """As much as its steps need, or as much as is requested; a document at most goes beyond."""
     documents = [json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()]
     Path("documents.jsonl").write_text("".join(documents))
     options = replace(options, data=("documents.jsonl",), held_out=("text.txt",), tokenizer="bytes")
@@ -247,14 +247,14 @@ def test_a_trained_model_is_trained_on_with_another_mechanism(options):
         ({"data": ("gone.txt",)}, r"paths names 'gone\.txt', which does not exist"),
         ({"data": ("empty.txt",)}, r"paths names 'empty\.txt', which is empty"),
         ({"data": ("image.png",)}, r"'image\.png', which is not UTF-8 at byte 0"),
-        ({"data": ("short.txt",)}, r"data has \d+ tokens, too few for rows of 32"),
+        ({"data": ("short.txt",)}, r"data has \d+ tokens, too few for sequences of 32"),
         ({"mechanism": ("selectve",)}, r"did you mean 'selective'"),
         ({"mechanism": ("mta",)}, r"must have layers that report memory"),
         ({"mechanism": ("selective@7",)}, r"layers"),
         ({"vocabulary": 258}, r"more than 258 .*for byte pairs, got 258"),
         ({"tokenizer": "no/such/one"}, r"tokenizer 'no/such/one' cannot be read"),
         ({"length": 65}, r"length must be at most 64"),
-        ({"batch": 5, "accumulate": 2}, r"accumulate must divide the batch of 5 rows"),
+        ({"batch": 5, "accumulate": 2}, r"accumulate must divide the batch of 5 sequences"),
         ({"device": "cuda"}, r"torch sees no CUDA device"),
         ({"report_to": ("paper",)}, r"report_to=paper: paper is not supported, only"),
         ({"report_to": ("swanlab",)}, r"report_to=swanlab: .*requires swanlab"),

@@ -95,7 +95,7 @@ def _peer_obstacle(impl: str, passed: str) -> str | None:
     if importlib.util.find_spec(package) is None:
         return f"{impl} is not installed"
     if passed == "decode":
-        return f"{impl} serves whole rows only"
+        return f"{impl} serves whole sequences only"
     if impl == "flex" and passed != "forward":
         return "FlexAttention has no backward on a CPU, and one with atomics on a GPU"
     if impl == "liger" and device() == "cpu":

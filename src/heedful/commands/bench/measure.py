@@ -105,9 +105,9 @@ def check(
 
     Arguments:
         config: sizes and precision.
-        cases: what `function` is asked for.
+        cases: the cases that `function` computes.
         function: computes a case; default the operators.
-        tokens: keys of the rows that are compared.
+        tokens: keys of the sequences that are compared.
     """
     dtype = getattr(torch, config.dtype)
     for (mechanism, passed), group in groupby(
@@ -189,7 +189,7 @@ def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict
 def runner(
     config: Bench, case: Case, tokens: int, function: Function = call
 ) -> Callable[[], object]:
-    """A call of the case with `tokens` keys: of `function`, and of its backward if asked for."""
+    """A call of the case with `tokens` keys: of `function`, with its backward where it has one."""
     leaves = draw(config, case.mechanism, tokens, case.passed)
     backward = case.passed == "forward+backward"
     leaves = {name: x.requires_grad_(backward) for name, x in leaves.items()}

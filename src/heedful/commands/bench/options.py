@@ -1,4 +1,4 @@
-"""What to measure: the configuration of `heedful bench`, in a file that imports nothing heavy."""
+"""The options of `heedful bench`; imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -27,13 +27,13 @@ class Bench:
     impls: tuple[ImplName, ...] = (
         "reference", "tiled", "fused", "x-transformers", "flex", "liger",
     )  # fmt: skip
-    """By which implementation; what cannot run here is left out, and said."""
+    """By which implementation; what cannot run here is left out, with the reason."""
     lengths: tuple[int, ...] = (1024, 2048)
     """Tokens."""
     passes: tuple[PassName, ...] = ("forward", "forward+backward")
     """decode: one new token with T keys."""
     batch: int = 1
-    """Rows."""
+    """Sequences."""
     heads: int = 8
     """Heads of q, k and v; even."""
     dim: int = 64
@@ -41,7 +41,7 @@ class Bench:
     dtype: Dtype = "float32"
     """Of q, k and v."""
     layout: Layout = "contiguous"
-    """transposed: q, k and v as models hand them over, [B, T, H, D] seen as [B, H, T, D]."""
+    """transposed: q, k and v as models hand them over, [B, T, H, D] viewed as [B, H, T, D]."""
     rounds: int = 5
     """Timed calls of each case, taken in turn."""
     memory: bool = True

@@ -45,7 +45,7 @@ def work(stage: int, cases: Iterable[SessionCase], out: Path, until: float, abou
 
     Arguments:
         stage: number of the stage.
-        cases: in this order; asked for one by one, so that a case may depend on earlier records.
+        cases: in this order; taken one by one, so that a case may depend on earlier records.
         out: file of JSON lines, one per record.
         until: no case is begun after this time (of `time.time()`); the others are "not run".
         about: the environment.
@@ -174,7 +174,7 @@ def _message(error: Exception) -> str:
 
 
 def _device_answers() -> bool:
-    """Whether the GPU, if there is one, is still usable; memory of the failed case is given back.
+    """Whether the GPU, if there is one, is still usable; memory of the failed case is freed.
 
     After a kernel's wrong access every later call of the process fails.
     """

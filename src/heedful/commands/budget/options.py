@@ -16,7 +16,7 @@ class BudgetSearch:
 
     From budgets that hold everything, the layer that loses least gives up a few tokens, again and
     again, while the perplexity of the data stays below a limit. What is found is used by
-    `heedful.load`, `heedful.new_cache` and `heedful generate` without being told. The same command
+    `heedful.load`, `heedful.new_cache` and `heedful generate` by themselves. The same command
     goes on where it was stopped.
     """
 
@@ -25,16 +25,16 @@ class BudgetSearch:
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text files, folders of them, or hf:NAME; a part of the training texts is right."""
     eviction: EvictionName = "auto"
-    """Which tokens leave. auto: what selective attention has hidden most (most-hidden); for other
-    mechanisms all but the first and the newest (streaming-llm)."""
+    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden); for
+    other mechanisms all but the first and the newest (streaming-llm)."""
     loss: float = 0.5
     """How many percent the perplexity may rise above that of the whole cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """A model whose perplexity, with its whole cache, is the limit in place of --loss."""
     length: int = 1024
-    """Tokens per row of data."""
+    """Tokens per sequence of data."""
     rows: int = 8
-    """Rows of data."""
+    """Sequences of data."""
     sinks: int | None = None
     """First tokens that are never evicted; 4 by default, for window none."""
     recent: int = 8

@@ -37,7 +37,7 @@ from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1
-_LOGITS = 2**26  # numbers of logits at a time, which decides how many rows run together
+_LOGITS = 2**26  # numbers of logits at a time, which decides how many sequences run together
 _MOST = 700.0  # exp of more is no number
 
 Budgets = tuple[int | None, ...]
@@ -74,7 +74,7 @@ class SearchResult(NamedTuple):
 
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
-    """How much of what the budgets at the start hold these hold; `None` is a whole row."""
+    """How much of what the budgets at the start hold these hold; `None` is a whole sequence."""
     total, whole = (sum(n or length for n in those) for those in (budgets, start))
     return total / whole
 
@@ -85,8 +85,8 @@ def search(options: BudgetSearch) -> SearchResult:
     Every trial goes into a file beside it, so that a search that was stopped goes on there.
 
     Raises:
-        ValueError: something that is asked for cannot be read, does not fit the model, or cannot be
-            met; or the folder holds another search.
+        ValueError: an option cannot be read, does not fit the model, or cannot be met; or
+            the folder holds another search.
     """
     folder, begun = Path(options.model), time.perf_counter()
     if not folder.is_dir():
@@ -106,7 +106,7 @@ def search(options: BudgetSearch) -> SearchResult:
     reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
         identity = _search_identity(options, policy, rows, model, reference)
-        log = Log(folder / LOG, identity, options.restart)
+        log = SearchLog(folder / LOG, identity, options.restart)
         with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
             measure = _Measure(model, rows, policy, log, bar)
             whole = measure(start)
@@ -140,7 +140,7 @@ def greedy(
     """Budgets at which no layer can give up one more token.
 
     A layer that did not fit is left alone for the rest of its step's size, as the others only
-    become smaller. But less context is sometimes better, so at the end all are asked once more.
+    become smaller. But less context is sometimes better, so at the end all are tried once more.
 
     Arguments:
         start: budgets that hold everything; layers with `None` take no part.
@@ -169,7 +169,7 @@ def greedy(
 
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, rows: Tensor, eviction: Eviction | None = None) -> float:
-    """Perplexity of rows `[rows, length]` without padding, each token but the first predicted."""
+    """Perplexity of sequences `[rows, length]` without padding, first tokens aside."""
     vocabulary, total = model.get_output_embeddings().weight.shape[0], 0.0
     size = max(1, _LOGITS // (rows.shape[1] * vocabulary))
     with evicting(model, eviction):
@@ -186,7 +186,7 @@ class _Measure:
     """Perplexity of budgets, from the log where it is known."""
 
     def __init__(
-        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "Log", bar: tqdm
+        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "SearchLog", bar: tqdm
     ) -> None:
         self.model, self.rows, self.policy, self.log, self.bar = model, rows, policy, log, bar
         self.limit: float | None = None
@@ -205,7 +205,7 @@ class _Measure:
         return value
 
 
-class Log:
+class SearchLog:
     """The trials of a search as JSON lines; the first line says which search it is.
 
     Arguments:
@@ -264,7 +264,7 @@ class Log:
 
 
 def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
-    """The policy, and the budgets that hold all that a row's queries see."""
+    """The policy, and the budgets that hold all that the queries of a sequence see."""
     protection = {"recent": options.recent} | (
         {} if options.sinks is None else {"sinks": options.sinks}
     )
@@ -286,7 +286,7 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
     if all(tokens is None or tokens <= _least(policy, model) for tokens in start):
         raise ValueError(
             f"length must be more than the {_least(policy, model)} tokens that every budget holds, "
-            f"got {options.length}; give longer rows, or protect fewer tokens"
+            f"got {options.length}; give longer sequences, or protect fewer tokens"
         )
     start = [n if n is None else max(n, _least(policy, model)) for n in start]
     return dataclasses.replace(policy, tokens=tuple(start)), tuple(start)
@@ -374,7 +374,7 @@ def format_result(result: SearchResult) -> str:
         f"  sum  {sum(n or result.length for n in budgets):6}  {result.kept:6.1%}",
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
-        f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} rows)",
+        f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} sequences)",
         f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s",
         f"written: {result.path}; heedful.load, heedful.new_cache and heedful generate use it",
     ]

@@ -1,4 +1,4 @@
-"""What a trained model shows: its kernels, and one real sample with what attends and what hides."""
+"""What a trained model shows: its kernels, and attention and hiding on one real sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

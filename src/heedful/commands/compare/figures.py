@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PALETTE = ("#333333", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-"""Okabe and Ito's colours, told apart by colour-blind readers; the first is the baseline's."""
+"""Okabe and Ito's colours, safe for colour-blind readers; the first is the baseline's."""
 
 _DASHES = ("-", "--", "-.", ":")
 _WIDTH = 4.8
@@ -190,7 +190,7 @@ def curves(
         low, high = axes.get_ylim()
         axes.set_ylim(0 if percent == 100 or min(heights) < high / 2 else low, high)
     unit = ", %" if percent == 100 else ""
-    axes.set_ylabel("training loss" if loss else f"{METRICS[metric]} on held-out data{unit}")
+    axes.set_ylabel("training loss" if loss else f"{METRICS[metric]} on the evaluation set{unit}")
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
     _legend(figure, axes)

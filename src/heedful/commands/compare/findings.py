@@ -11,7 +11,7 @@ from heedful.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
 from heedful.records.tables import format_table
 
 BASELINE = "standard"
-"""The mechanism that every other one is held against."""
+"""The mechanism that every other one is compared with."""
 
 SOLVED = 0.05
 """An error task counts as solved where every seed ends at or below this error."""
@@ -241,7 +241,7 @@ def overview(records: Iterable[Record]) -> str:
 def findings(rows: Sequence[Row]) -> list[str]:
     """For each task one sentence on what its runs show, and on what they do not.
 
-    The rule: two mechanisms are told apart only if both have at least two seeds and the worst seed
+    The rule: two mechanisms differ only if both have at least two seeds and the worst seed
     of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
     the sentence says that no difference shows; with one seed, how the runs ended, and that this may
     be luck. An error task is solved where every seed ends at or below 5 % error.
@@ -255,7 +255,7 @@ def _finding(rows: Sequence[Row]) -> str:
     others = [row for row in rows if row is not base]
     parts = []
     if base is None:
-        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be held against it")
+        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be compared with it")
     elif not others:
         parts.append(f"only {_named(base)} was run, so there is nothing to compare it with")
     else:
@@ -309,7 +309,7 @@ def _ended(row: Row) -> str:
         return f"{row.mechanism} diverged"
     if "error" not in row.metric:
         return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
-    names = {"error": "rows", "answer_error": "answers", "fact_error": "facts"}
+    names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
     what = names.get(row.metric, "tokens")
     share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
         row.mean, f"{number(row.metric, row.mean)} of {what}"
@@ -359,10 +359,10 @@ _LONGEST = 600  # characters of a text that are shown
 
 
 class TextExhibit(NamedTuple):
-    """What one trained model makes of some held-out sources.
+    """What one trained model makes of some evaluation sources.
 
     Arguments:
-        rows: of each the source, what was asked for, and the model's text.
+        rows: of each the source, the target, and the model's text.
     """
 
     task: str
@@ -371,10 +371,10 @@ class TextExhibit(NamedTuple):
 
 
 def text_tables(exhibits: Sequence[TextExhibit]) -> str:
-    """One task's sources, each with what was asked for and what every model wrote."""
+    """One task's sources, each with its target and what every model wrote."""
     parts = []
     for number, (source, reference, _) in enumerate(exhibits[0].rows):
-        lines = [("source", source), ("asked for", reference)]
+        lines = [("source", source), ("target", reference)]
         for exhibit in exhibits:
             text = exhibit.rows[number][2]
             lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
@@ -383,7 +383,7 @@ def text_tables(exhibits: Sequence[TextExhibit]) -> str:
             for name, text in lines
         )
         parts.append(f"<table>{body}</table>")
-    note = "Held-out sources; ✓: to the letter what was asked for. Written by greedy decoding."
+    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
     return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
 
 

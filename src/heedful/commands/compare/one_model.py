@@ -27,13 +27,13 @@ from heedful.tasks import Task
 from heedful.testing import process_peak_mib
 from heedful.training.checkpoints import Checkpoints
 from heedful.training.losses import MemoryLoss
-from heedful.training.run import RunTrainer, Schedule, Watch, check_device
+from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.trainer import parameter_groups
 
 _JUDGED = "eval_score"  # in the log
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """A finished run: the trained model, what it scored, and what it cost."""
 
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class Diverged(ValueError):
         run: what was measured until then, nan at the end of every split.
     """
 
-    def __init__(self, step: int, run: Run) -> None:
+    def __init__(self, step: int, run: RunResult) -> None:
         super().__init__(
             f"the model diverged: at step {step} the loss, a score or a parameter is not finite; "
             "a lower learning_rate or a longer warmup may hold it"
@@ -81,7 +81,7 @@ def train(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     save_seconds: float = 60.0,
-) -> Run:
+) -> RunResult:
     """Train a model from scratch; a run that ended early in `folder` goes on where it was saved.
 
     On the same device and with the same versions, a run that goes on ends with the parameters,
@@ -91,19 +91,21 @@ def train(
         task: what to learn and how to score it.
         mechanism: the attention of every layer, or of several by index.
         size, hyperparameters: model and training.
-        seed: of the initialisation and the training rows; held-out rows are the same for all.
-        folder: for this run's state while training; gone again after the run.
+        seed: of the initialisation and the training sequences; the evaluation set is the same for
+            all.
+        folder: for this run's state while training; removed after the run.
         start: a trained model's folder, whose weights are begun with, in place of a new model of
             this size.
         memory_loss: factor of `heedful.MemoryLoss` (tau 1) in what is trained; 0 is none. Losses
-            are told without it. That of learned groups (`heedful.GroupingLoss`) is always added.
+            are reported without it. That of learned groups (`heedful.GroupingLoss`) is always
+            added.
         device: `"auto"` (the accelerator where there is one), `"cpu"` or `"cuda"`.
         progress: called after each step.
         should_stop: called after each step; once true, the state is saved and `Stopped` raised.
         save_seconds: the state is saved this often, so that a killed run loses no more.
 
     Raises:
-        heedful.training.run.Stopped: `should_stop` said so.
+        heedful.training.run.Stopped: `should_stop` returned true.
         Diverged: the model diverged; it is a `ValueError` and carries what was measured.
         ValueError: the folder holds something else than this run's state, or an argument does not
             fit.
@@ -122,7 +124,7 @@ def train(
     identity |= {} if start is None else {"start": fingerprint(model)}
     checkpoints = Checkpoints(Path(folder), identity)
     schedule = _schedule(task, hyperparameters, save_seconds)
-    watch = Watch(schedule, checkpoints, should_stop)
+    callback = RunCallback(schedule, checkpoints, should_stop)
     told = [] if progress is None else [_ProgressCallback(progress, schedule)]
     trainer = RunTrainer(
         model=model,
@@ -131,24 +133,24 @@ def train(
         data_collator=lambda batch: batch,
         optimizer=partial(_optimizer, hyperparameters),
         evaluation=partial(_evaluation, task, hyperparameters),
-        callbacks=[*told, watch],
+        callbacks=[*told, callback],
         memory_loss=memory_loss,
     )
     _reset_peak(model.device)
-    watch.train(trainer)
+    callback.train(trainer)
     step = trainer.state.global_step
     metric, final = final_scores(model, task, hyperparameters)
     numbers = [*final.values(), *(p.detach().sum().item() for p in model.parameters())]
-    diverged = watch.diverged or not all(map(math.isfinite, numbers))
-    run = Run(
+    diverged = callback.diverged or not all(map(math.isfinite, numbers))
+    run = RunResult(
         model=model,
         metric=metric,
         final=dict.fromkeys(final, math.nan) if diverged else final,
-        curve=watch.entries(_JUDGED),
-        loss_curve=watch.entries("loss"),
+        curve=callback.entries(_JUDGED),
+        loss_curve=callback.entries("loss"),
         parameters=sum(p.numel() for p in model.parameters()),
-        tokens_per_second=watch.tokens_per_second(),
-        seconds=watch.seconds(),
+        tokens_per_second=callback.tokens_per_second(),
+        seconds=callback.seconds(),
         peak_memory_mib=_peak_mib(model.device),
     )
     checkpoints.remove()
@@ -165,7 +167,7 @@ def _run_identity(
     seed: int,
     rows: "_Rows",
 ) -> dict:
-    """What makes a run this run and no other; rows of it too, which a changed text changes."""
+    """What makes a run this run and no other, some of its sequences included."""
     digest = hashlib.sha256()
     for step in {0, hyperparameters.steps - 1}:
         for tensor in rows.of_step(step).values():
@@ -181,7 +183,7 @@ def _run_identity(
 
 
 class _Rows(torch.utils.data.Dataset):
-    """The training rows of a run, drawn a batch at a time."""
+    """The training sequences of a run, drawn a batch at a time."""
 
     def __init__(self, task: Task, hyperparameters: Hyperparameters, seed: int) -> None:
         self.task, self.hyperparameters, self.seed = task, hyperparameters, seed
@@ -190,7 +192,7 @@ class _Rows(torch.utils.data.Dataset):
         return self.hyperparameters.steps * self.hyperparameters.batch
 
     def __getitems__(self, indices: list[int]) -> dict:
-        """The rows of one step: `RunTrainer` takes them in order, a batch at a time."""
+        """The sequences of one step: `RunTrainer` takes them in order, a batch at a time."""
         step, first = divmod(indices[0], self.hyperparameters.batch)
         if first or len(indices) != self.hyperparameters.batch:
             raise IndexError(f"rows {indices[0]} to {indices[-1]} are not those of one step")
@@ -254,7 +256,7 @@ def _arguments(
         seed=seed,
         data_seed=seed,
         logging_strategy="no",
-        save_strategy="no",  # `Watch` says when
+        save_strategy="no",  # `RunCallback` says when
         save_total_limit=2,
         remove_unused_columns=False,
         report_to=[],
@@ -268,7 +270,7 @@ def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:  # Linux resets a process's peak on this request; elsewhere `_peak_mib` says nothing
+    try:  # Linux resets a process's peak on this request; elsewhere `_peak_mib` returns nan
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return

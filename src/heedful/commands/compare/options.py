@@ -1,4 +1,4 @@
-"""What to compare: the configuration of `heedful compare`, in a file that imports nothing heavy."""
+"""The options of `heedful compare`; imports nothing heavy."""
 
 import math
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ class Comparison:
     tasks: tuple[TaskName, ...] = ("blocks", "assignment", "text")
     """What to learn."""
     mechanisms: tuple[MechanismName, ...] = ()
-    """What to compare. Default: those that each task tells apart."""
+    """What to compare. Default: those that differ most on each task."""
     seeds: int = 1
-    """Seeds per task and mechanism; from two on, findings can be told from chance."""
+    """Seeds per task and mechanism; from two on, findings can be distinguished from chance."""
     data: tuple[str, ...] = ()
     """For text and spans: files of text, folders, .gz files, or hf:NAME[:CONFIG][:SPLIT]. For
     translate and summarise: files with a source, a tabulator and a target in each line, .jsonl
@@ -46,16 +46,16 @@ class Comparison:
     steps: int | None = None
     """Optimiser steps per run, instead of each task's own."""
     batch: int | None = None
-    """Rows per step, instead of each task's own."""
+    """Sequences per step, instead of each task's own."""
     memory_loss: float = 0.0
     """Factor of the memory loss (the paper has 0.1): beside each mechanism that can report memory,
     a second model of it is trained with the loss, "selective + memory loss"."""
     budgets: tuple[float, ...] = ()
-    """Score the trained models of text and recall also under caches that hold so much of a row,
-    such as 0.5 0.25 0.1, with every eviction policy; numbers of tokens if above 1. A layer holds
-    at least 13: the first 4, the newest 8 and the next one."""
+    """Score the trained models of text and recall also under caches that hold such a share of a
+    sequence, such as 0.5 0.25 0.1, with every eviction policy; numbers of tokens if above 1. A
+    layer holds at least 13: the first 4, the newest 8 and the next one."""
     length: int | None = None
-    """Tokens of a row, instead of each task's own."""
+    """Tokens of a sequence, instead of each task's own."""
     tokenizer: Literal["byte", "bpe"] = "byte"
     """What text, and pairs from --data, are cut into: bytes, or 2048 byte pairs."""
     hidden: int | None = None
@@ -78,8 +78,8 @@ class Comparison:
             number = isinstance(share, int | float) and not isinstance(share, bool)
             if not number or not 0 < share < math.inf:
                 raise ValueError(
-                    f"budgets must be shares of a row such as 0.25, or numbers of tokens above 1, "
-                    f"got {share!r}"
+                    "budgets must be shares of a sequence such as 0.25, or numbers of tokens "
+                    f"above 1, got {share!r}"
                 )
             if share > 1 and (share != int(share) or share < LEAST_TOKENS):
                 raise ValueError(

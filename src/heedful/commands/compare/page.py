@@ -68,8 +68,8 @@ def write_report(
         exhibits: kernels, head mixing, attention maps and hidden tokens to show per task.
         config: the configuration of the comparison, shown as it is.
         budgeted: scores under small KV caches.
-        caches: what small caches held in the course of a row.
-        texts: what encoder-decoders make of held-out sources.
+        caches: what small caches held in the course of a sequence.
+        texts: what encoder-decoders make of evaluation sources.
 
     Raises:
         ValueError: without records, or if an exhibit's arrays do not fit each other.
@@ -163,9 +163,9 @@ def _results(rows: list[Row], more: list[str]) -> str:
     process = "that of the whole process, with interpreter and libraries"
     kind = {"process peak MiB": process, "GPU peak MiB": "what torch had allocated on the GPU"}
     note = (
-        "Mean ± sample standard deviation over seeds at the end of training, on held-out data; "
-        f"{better(rows)}. “× standard” is the ratio of the means. Tokens per second: median of "
-        f"the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
+        "Mean ± sample standard deviation over seeds at the end of training, on the evaluation "
+        f"set; {better(rows)}. “× standard” is the ratio of the means. Tokens per second: median "
+        f"of the seeds; memory: the highest, {kind.get(memory_label(rows), 'by device')}."
     )
     note = " ".join([note, *more])
     # Cost stands once more below, so a narrow screen leaves it out here.
@@ -175,7 +175,7 @@ def _results(rows: list[Row], more: list[str]) -> str:
 
 def _further(records: list[Record]) -> str:
     tables = "".join(f"<div class='wide'>{table}</div>" for table in further(records, "html"))
-    note = "What was recorded beside it, of the same models on the same held-out rows."
+    note = "What was recorded beside it, of the same models on the same evaluation set."
     return f"<p class='note'>{note}</p>{tables}" if tables else ""
 
 
@@ -183,7 +183,7 @@ def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> s
     pictures = []
     for task in tasks:
         runs = [r for r in records if r.task == task]
-        what = f"{METRICS[runs[0].metric]} on held-out data"
+        what = f"{METRICS[runs[0].metric]} on the evaluation set"
         half = max(r.steps for r in runs) // 2
         drawn = [
             (what, figures.curves(runs, colour)),

@@ -30,8 +30,8 @@ from heedful.records.files import only_writer, write_whole
 from heedful.training.checkpoints import differences, saved_step
 from heedful.training.run import Stopped, check_device
 
-_PICTURED = 320  # tokens of a row whose way through a cache is drawn
-_WRITTEN = 4  # held-out sources of which it is shown what a model writes
+_PICTURED = 320  # tokens of a sequence whose way through a cache is drawn
+_WRITTEN = 4  # evaluation sources of which it is shown what a model writes
 
 Shown = TypeVar("Shown")
 
@@ -73,7 +73,7 @@ class ModelLook(NamedTuple):
 
 
 class CacheHistory(NamedTuple):
-    """Which tokens of one row a model's caches held after each of them, by layer, `[T, T]`."""
+    """Which tokens of one sequence a model's caches held after each of them, by layer, `[T, T]`."""
 
     task: str
     mechanism: str
@@ -83,7 +83,7 @@ class CacheHistory(NamedTuple):
 
 
 class ModelTexts(NamedTuple):
-    """What a trained model makes of some held-out sources: source, what was asked for, its text."""
+    """What a trained model makes of some evaluation sources: source, target, its text."""
 
     task: str
     mechanism: str
@@ -93,10 +93,10 @@ class ModelTexts(NamedTuple):
 class ComparisonResult(NamedTuple):
     """What stands in a comparison's folder: what is to be shown of it.
 
-    looks: the trained models' samples, each loaded when it is asked for.
-    budgeted: scores under small caches, if any were asked for.
-    caches: what small caches held in the course of a row, each made when it is asked for.
-    texts: what trained encoder-decoders write, each made when it is asked for.
+    looks: the trained models' samples, each loaded when it is needed.
+    budgeted: scores under small caches, if any were requested.
+    caches: what small caches held in the course of a sequence, each made when it is needed.
+    texts: what trained encoder-decoders write, each made when it is needed.
     """
 
     folder: Path
@@ -124,7 +124,7 @@ def compare(
     Arguments:
         comparison: what to compare.
         out: the folder.
-        should_stop: asked after every step.
+        should_stop: called after every step.
         show: called once at the end, also where an error or `should_stop` is the end, unless no run
             is finished; `heedful compare` writes `report.html` with it.
 
@@ -132,7 +132,7 @@ def compare(
         The finished runs, those of earlier calls among them.
 
     Raises:
-        Stopped: `should_stop` said so; finished runs are in the folder, and were shown.
+        Stopped: `should_stop` returned true; finished runs are in the folder, and were shown.
         ValueError: `out` holds another comparison or is in use by another process, or an argument
             does not fit.
     """
@@ -151,7 +151,7 @@ def compare(
         except Exception:  # but not a second Ctrl-C, which waits for nothing
             _show(jobs, config, out, show)
             raise
-        with suppress(OSError):  # a seed that was not asked for now may wait there
+        with suppress(OSError):  # a seed that is not requested now may wait there
             (out / "unfinished").rmdir()
         return _show(jobs, config, out, show)
 
@@ -190,7 +190,7 @@ def _train_missing(
 def _score_missing(
     jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
 ) -> None:
-    """Score the trained models under the budgets that are asked for; one line each."""
+    """Score the trained models under the requested budgets; one line each."""
     path = out / "budgets.jsonl"
     done = {scored.key for scored in read_budgeted(path)}
     wanted = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
@@ -248,7 +248,7 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         def progress(step: int, value: float | None) -> None:
             bar.update(step - bar.n)
             if value is not None:
-                bar.set_postfix_str(f"held out {value:.3g}")
+                bar.set_postfix_str(f"evaluation {value:.3g}")
 
         try:
             run = train(
@@ -321,7 +321,7 @@ def _texts(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Model
 def _of_models(
     jobs: list[_Job], records: list[Record], out: Path, exhibit: Callable[[_Job, Path], Shown]
 ) -> Iterator[Shown]:
-    """What is seen of the first seed's models, one after the other."""
+    """The exhibits of the first seed's models, one after the other."""
     finished = {(r.task, r.mechanism, r.seed) for r in records}
     for job in jobs:
         folder = job.model(out)
@@ -379,7 +379,7 @@ def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
 def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     """Make the folder this comparison's own or recognise it; another one's is refused.
 
-    Returns the configuration with as many seeds as the folder was ever asked for.
+    Returns the configuration with as many seeds as the folder ever had.
     """
     path, config = out / "config.json", _config(comparison, chosen)
     records = _read_runs(out / "results.jsonl")

@@ -1,4 +1,4 @@
-"""What a model scores on a task's held-out rows."""
+"""What a model scores on a task's evaluation set."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -22,7 +22,7 @@ def final_scores(
 
 
 def score(model: PreTrainedModel, task: Task, hyperparameters: Hyperparameters) -> dict[str, float]:
-    """The task's scores of a model on held-out rows, the same rows at every call."""
+    """The task's scores of a model on its evaluation set, the same at every call."""
     return score_rows(model, task, task.held_out(hyperparameters.held_out), hyperparameters.batch)
 
 
@@ -30,7 +30,7 @@ def score(model: PreTrainedModel, task: Task, hyperparameters: Hyperparameters) 
 def score_rows(
     model: PreTrainedModel, task: Task, rows: Samples | Pairs, batch: int
 ) -> dict[str, float]:
-    """The task's scores of a model on these rows, `batch` of them at once."""
+    """The task's scores of a model on these sequences, `batch` of them at once."""
     training = model.training
     model.eval()
     if task.paired:

@@ -1,4 +1,4 @@
-"""A small model from scratch for a task, and what its training may spend.
+"""A small model from scratch for a task, and the hyperparameters of its training.
 
 It is a configuration of transformers plus `convert`; there is no own language model here.
 """
@@ -42,16 +42,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a run may spend, and how it learns.
+    """How a run is trained and evaluated.
 
     Arguments:
-        steps, batch: optimiser steps and rows in each.
+        steps, batch: optimiser steps and sequences in each.
         learning_rate: peak of a cosine with linear warm-up over `warmup` steps.
         mechanism_rate: factor on the learning rate of the mechanism's own parameters. A kernel
             starts as the identity, with zeros that must reach the size of one; at the rate of the
             model's weights that alone takes Adam hundreds of steps.
-        evaluations: how often the held-out rows are scored in the course of a run.
-        held_out: how many rows are held out.
+        evaluations: how often the evaluation set is scored in the course of a run.
+        held_out: how many sequences the evaluation set has.
     """
 
     steps: int = 400

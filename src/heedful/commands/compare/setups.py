@@ -33,7 +33,7 @@ class Setup(NamedTuple):
         """The configuration behind a name, in the form that this task takes."""
         name = name.removesuffix(WITH_MEMORY_LOSS)
         config = mechanism(name)
-        if isinstance(config, LocalGlobal):  # the published window is longer than these rows
+        if isinstance(config, LocalGlobal):  # the published window is longer than these sequences
             return local_global(self.size.layers, self.task.length)
         return replace(config, **self.task.recipe.changes.get(name, {}))
 
@@ -105,19 +105,19 @@ def _check_evictable(chosen: dict[str, Setup]) -> None:
     listed = ", ".join(left_out)
     if len(left_out) == len(names):
         raise ValueError(
-            f"budgets need a mechanism whose cache can let tokens go, and {listed} cannot (a "
+            f"budgets need a mechanism whose cache can evict tokens, and {listed} cannot (a "
             "convolution over keys, or summaries): add standard or selective to the mechanisms"
         )
     if left_out:
         warnings.warn(
-            f"budgets: tokens cannot leave the caches of {listed} (a convolution over keys, or "
-            "summaries): they are trained, and not scored under budgets",
+            f"budgets: tokens cannot be evicted from the caches of {listed} (a convolution "
+            "over keys, or summaries): they are trained, and not scored under budgets",
             stacklevel=4,
         )
 
 
 def _resized(setup: Setup, comparison: Comparison) -> Setup:
-    """The same with this comparison's rows and models."""
+    """The same with this comparison's lengths and models."""
     overrides = {name: getattr(comparison, name) for name in ("hidden", "layers", "heads")}
     size = replace(setup.size, **{name: n for name, n in overrides.items() if n is not None})
     task = setup.task.cut(comparison.length, comparison.tokenizer)

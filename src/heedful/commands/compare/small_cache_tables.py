@@ -1,4 +1,4 @@
-"""What a page shows of small KV caches: quality against bytes, and what is held when."""
+"""What a page shows of small KV caches: quality against bytes, and what is cached when."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,11 +26,11 @@ POLICY_COLOURS = {
 
 
 class CacheExhibit(NamedTuple):
-    """Which tokens of one row a model's caches held after each of them.
+    """Which tokens of one sequence a model's caches held after each of them.
 
     Arguments:
-        policy, budget: what let tokens go, and how many a layer could hold.
-        layers: by layer index `[T, T]`, true at `[t, j]` where token j was held after token t.
+        policy, budget: the eviction policy, and how many tokens a layer could hold.
+        layers: by layer index `[T, T]`, true at `[t, j]` where token j was cached after token t.
     """
 
     task: str
@@ -42,7 +42,7 @@ class CacheExhibit(NamedTuple):
 
 def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
     """Quality against peak bytes: one picture per task, split and mechanism, with its caption."""
-    captioned = []
+    drawings = []
     for task in dict.fromkeys(x.task for x in scored):
         those = [x for x in scored if x.task == task]
         for split in those[0].final:
@@ -53,12 +53,13 @@ def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
                 if len({x.policy for x in own}) > 1:
                     text = (
                         f"{task}, {split}: {METRICS[own[0].metric]} of {mechanism} against the "
-                        "peak bytes of its KV cache for one row. Lines: eviction policies under "
-                        "the same protection; square: the whole cache; dashed: standard attention "
-                        "with its whole cache; star: the hybrid of local and global layers."
+                        "peak bytes of its KV cache for one sequence. Lines: eviction policies "
+                        "under the same protection; square: the whole cache; dashed: standard "
+                        "attention with its whole cache; star: the hybrid of local and "
+                        "global layers."
                     )
-                    captioned.append((_bytes_curves(those, own, split, reach), text))
-    return captioned
+                    drawings.append((_bytes_curves(those, own, split, reach), text))
+    return drawings
 
 
 def _bytes_curves(
@@ -85,7 +86,7 @@ def _bytes_curves(
     axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or 1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("peak bytes of the KV cache of one row, KiB")
+    axes.set_xlabel("peak bytes of the KV cache of one sequence, KiB")
     axes.set_ylabel(f"{METRICS[own[0].metric]}{', %' if percent == 100 else ''}")
     axes.set_title(own[0].mechanism, fontsize=9)
     figures._legend(figure, axes)
@@ -155,7 +156,7 @@ def _html(title: str, head: list[str], body: list[list[str]]) -> str:
 
 
 def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
-    """Time downwards, the row's tokens across: dark where a token is still held."""
+    """Time downwards, the sequence's tokens across: dark where a token is still cached."""
     layers = list(exhibit.layers.items())
     across = min(len(layers), 2)
     down = -(-len(layers) // across)
@@ -176,6 +177,7 @@ def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
     grid.flat[0].set_ylabel("after token", fontsize=8)
     text = (
         f"{exhibit.task}, {exhibit.mechanism}: what each layer's cache holds in the course of a "
-        f"row under {exhibit.policy} with {exhibit.budget} tokens. Dark: held; light: gone."
+        f"sequence under {exhibit.policy} with {exhibit.budget} tokens. Dark: cached; light: "
+        "evicted."
     )
     return figure, text

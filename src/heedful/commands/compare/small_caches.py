@@ -18,13 +18,13 @@ from heedful.tasks import Task
 
 POLICIES = (MostHidden, StreamingLLM, TOVA, H2O, SnapKV, Random)
 """Under the same protection `Window` is `StreamingLLM`, so it is not here."""
-ROWS = 64  # rows that are scored at once, and at most 4 times as many in all
+ROWS = 64  # sequences that are scored at once, and at most 4 times as many in all
 
 
 def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Iterator[Eviction]:
     """Every policy that serves the model at every budget; first one that keeps everything.
 
-    A budget of at most 1 is a share of a row, raised to `LEAST_TOKENS` if it is less. The same
+    A budget of at most 1 is a share of a sequence, raised to `LEAST_TOKENS` if it is less. The same
     tokens are protected by every policy. No policy serves a convolution over keys.
     """
     if not evictable(model):
@@ -39,9 +39,9 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 
 
 def evictable(model: PreTrainedModel) -> bool:
-    """Whether tokens can leave the model's caches.
+    """Whether tokens can be evicted from the model's caches.
 
-    A convolution over keys would see others, and summaries stand for tokens that are away already.
+    A convolution over keys would see others, and summaries stand for evicted tokens.
     """
     layers = [module.heedful for module in attention_modules(model)]
     bound = (x.past_queries or x.summarises for x in layers)
@@ -51,7 +51,7 @@ def evictable(model: PreTrainedModel) -> bool:
 def under_budget(
     model: PreTrainedModel, task: Task, eviction: Eviction, hyperparameters: Hyperparameters
 ) -> tuple[dict[str, float], float, int]:
-    """Scores by split, peak bytes of one row, and how many rows were scored."""
+    """Scores by split, peak bytes of one sequence, and how many were scored."""
     evaluation = replace(
         hyperparameters, batch=ROWS, held_out=min(hyperparameters.held_out, 4 * ROWS)
     )

@@ -13,7 +13,7 @@ from heedful.hf import conversion_of, convert, load, revert
 
 
 def convert_folder(options: FolderConversion) -> str:
-    """Write a model's folder anew, with a mechanism or without the one it has; says what it wrote.
+    """Write a model's folder anew, with a mechanism or without its own; returns what it wrote.
 
     The folder appears whole or not at all.
 

@@ -1,4 +1,4 @@
-"""How a model answers: it writes on from prompts, or says how likely given tokens are."""
+"""How a model answers: it writes on from prompts, or gives the likelihood of tokens."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ _LOGITS = 2**26  # numbers of logits at a time
 
 
 class Likelihood(NamedTuple):
-    """What a model says of a row of tokens, each but the first.
+    """A model's likelihoods of a sequence, each but the first.
 
     Arguments:
         nats: the negative log-likelihood of each, in fp32.
@@ -38,17 +38,17 @@ class Answers(Protocol):
         """What is written on from each prompt, greedily, at most `room` tokens."""
 
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """How likely the tokens of each row are."""
+        """The likelihoods of each sequence's tokens."""
 
 
-class Model:
+class LanguageModel:
     """The answers of a converted model, under a policy or with its whole cache.
 
     Arguments:
         model: a decoder, in eval mode.
-        tokenizer: which decodes what it writes; not needed to read rows.
-        eviction: what its cache lets go; `False` keeps everything. Prompts come in pieces then, and
-            rows that are read token by token.
+        tokenizer: which decodes what it writes; not needed to read sequences.
+        eviction: what its cache evicts; `False` keeps everything. Prompts come in pieces then, and
+            sequences that are read token by token.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Model:
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
         """Prompts are padded on the left.
 
-        Under a policy only those of one length are asked at once: padding would move the pieces in
-        which they come, and so what is let go.
+        Under a policy only those of one length are in one batch: padding would move the pieces in
+        which they come, and so what is evicted.
         """
         if self.eviction and len({len(x) for x in prompts}) > 1:
             return [self.write([x], room)[0] for x in prompts]
@@ -91,7 +91,7 @@ class Model:
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
-        """Rows are padded on the right, where a causal model's padding changes nothing."""
+        """Sequences are padded on the right, where a causal model's padding changes nothing."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         longest = max(map(len, rows))
         at_once = max(1, _LOGITS // (longest * vocabulary))

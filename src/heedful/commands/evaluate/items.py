@@ -1,4 +1,4 @@
-"""What a model is asked in an evaluation: texts that are the same for all, as tokens of its own."""
+"""The items of an evaluation: texts that are the same for all, as tokens of its own."""
 
 import hashlib
 import json
@@ -24,14 +24,14 @@ from heedful.tasks.last_words import (
 )
 from heedful.tasks.needles import Needles, all_found
 from heedful.tasks.stories import read_stories
-from heedful.tasks.windows import Window, domain_windows, domains
+from heedful.tasks.windows import TextWindow, domain_windows, domains
 
 _REPLY = 20  # tokens that a reply may have, at least: as the authors of BABILong allow
 _MORE = 4  # tokens beyond the longest answer
 
 
 class Graded(NamedTuple):
-    """What an answer is worth: numbers by name, and what was said in place of what."""
+    """What an answer is worth: numbers by name, the answer and the expected one."""
 
     values: dict[str, float]
     reply: str | None = None
@@ -46,7 +46,7 @@ class Item(NamedTuple):
         task, key, cell: as in `heedful.records.samples.Sample`.
         digest: of the exact question.
         ids: what the model reads.
-        room: tokens that it may write; 0 where it is asked how likely `ids` are.
+        room: tokens that it may write; 0 where the likelihood of `ids` is the answer.
         grade: what an answer is worth: a text, or a `Likelihood`.
     """
 
@@ -137,12 +137,12 @@ def _backgrounds(options: Evaluation, count: Count) -> _Backgrounds:
 def items(
     options: Evaluation, texts_by_task: Texts, tokenizer, vocabulary: int, model: str
 ) -> list[Item]:
-    """All that one model is asked, task by task.
+    """All items of one model, task by task.
 
     Arguments:
         options: the evaluation.
         texts_by_task: what `texts` made.
-        tokenizer: the model's; not needed for tasks of rows.
+        tokenizer: the model's; not needed for tasks of sequences.
         vocabulary: how many tokens the model has.
         model: its name, for messages.
 
@@ -241,7 +241,7 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
     return list(encoding["input_ids"]), ends
 
 
-def _window(domain: str, window: Window) -> Item:
+def _window(domain: str, window: TextWindow) -> Item:
     def grade(likelihood: str | Likelihood) -> Graded:
         nats = likelihood.nats.double()
         counted = nats[window.first - 1 :]
@@ -273,7 +273,7 @@ def _rows(options: Evaluation, name: str, task: Task, vocabulary: int, model: st
     for split, other in task.evaluations().items():
         rows = other.held_out(options.samples)
         for number, (ids, labels) in enumerate(zip(rows.input_ids, rows.labels, strict=True)):
-            # Rows are drawn together: with other counts they are others.
+            # Sequences are drawn together: with other counts they are others.
             key = f"{split} {number + 1} of {len(rows.input_ids)}"
             row_items.append(_row(name, split, other, key, ids, labels))
     return row_items
@@ -289,7 +289,7 @@ def _row(name, split: str, task: Task, key: str, ids, labels) -> Item:
 
 
 def check_fits(requests: Sequence[Item], most: int | None, model: str) -> None:
-    """Raise unless the model has positions for everything that it is asked."""
+    """Raise unless the model has positions for every item."""
     way_out = {"perplexity": "--length", "needles": "--lengths", "babilong": "--lengths"}
     longest = max(requests, key=lambda item: len(item.ids) + item.room, default=None)
     if longest is None or most is None or len(longest.ids) + longest.room <= most:

@@ -1,4 +1,4 @@
-"""An evaluation in numbers: measures with intervals, and models held against the first one."""
+"""An evaluation in numbers: measures with intervals, and models compared with the first one."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -65,14 +65,14 @@ MEASURES = {
 """Of the other tasks the error."""
 
 _PARTS = {"needles": "needles", "babilong": "kind", "perplexity": "domain"}
-"""By what a task's samples are told apart in further lines."""
+"""By what a task's samples are grouped in further lines."""
 
 
-class Line(NamedTuple):
+class EvaluationLine(NamedTuple):
     """One task or part of it, one measure, one model with its cache.
 
     Arguments:
-        difference: from the first model on the same samples; `None` where that asked others.
+        difference: from the first model on the same samples; `None` where that answered others.
         samples: how many there are.
     """
 
@@ -84,11 +84,11 @@ class Line(NamedTuple):
     samples: int
 
 
-def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
+def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[EvaluationLine]:
     """Every task and its parts, every measure, every model: values, intervals, differences.
 
-    Models are held against the first one with its whole cache. The perplexity of several domains is
-    the mean of theirs, as the papers average it.
+    Models are compared with the first one with its whole cache. The perplexity of several domains
+    is the mean of theirs, as the papers average it.
 
     Arguments:
         samples: of any models, caches and tasks.
@@ -109,7 +109,9 @@ def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[Line]:
                     if entry != entries[0]:
                         difference = paired(measure, first, those, seed)
                     estimate = interval(measure, list(those.values()), seed)
-                    lines.append(Line(name, measure, entry, estimate, difference, len(those)))
+                    lines.append(
+                        EvaluationLine(name, measure, entry, estimate, difference, len(those))
+                    )
     return lines
 
 
@@ -165,7 +167,7 @@ def paired(
         seed: of the bootstrap.
 
     Returns:
-        second less first; `None` if they share no sample in which the same was asked.
+        second less first; `None` if they share no sample with the same question.
     """
     keys = [key for key, x in first.items() if key in second and second[key].digest == x.digest]
     if not keys:
@@ -259,7 +261,7 @@ def labels(entries: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def evaluated_table(
-    lines: Sequence[Line], format: Literal["text", "markdown", "html"] = "text"
+    lines: Sequence[EvaluationLine], format: Literal["text", "markdown", "html"] = "text"
 ) -> str:
     """The lines as a table; differences from the first model only where there are others."""
     others = any(line.difference is not None or line.entry != lines[0].entry for line in lines)
@@ -275,7 +277,7 @@ def evaluated_table(
     return format_table(head, body, format, words=3)
 
 
-def _written(line: Line, estimate: Interval, sign: str = "") -> list[str]:
+def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
     unit = " %" if line.measure.percent else ""
     if line.measure.percent:
         value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
@@ -285,7 +287,7 @@ def _written(line: Line, estimate: Interval, sign: str = "") -> list[str]:
     return [f"{value}{unit if not sign else ''}", ends]
 
 
-def _difference(line: Line) -> list[str]:
+def _difference(line: EvaluationLine) -> list[str]:
     if line.difference is None:
         return ["other samples", "–"]
     value, ends = _written(line, line.difference, "+")

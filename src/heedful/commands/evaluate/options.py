@@ -1,4 +1,4 @@
-"""What `heedful eval` is asked for; no torch, for the command line."""
+"""The options of `heedful eval`; imports nothing heavy."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -36,7 +36,7 @@ class Evaluation:
     """Evaluate each model also with caches of so many tokens per layer; own: by the budgets.json
     beside it."""
     eviction: EvictionName = "auto"
-    """Which tokens leave under --budget, as in heedful generate."""
+    """Which tokens are evicted under --budget, as in heedful generate."""
     samples: int = 50
     """Samples per cell: of each depth, length and number of needles; each kind and length of
     babilong; each domain, task or split."""
@@ -46,9 +46,9 @@ class Evaluation:
     needles: tuple[int, ...] = (1, 2, 4, 6, 8)
     """How many needles there are."""
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where the needle stands that is asked for, as a share of the text."""
+    """Where the queried needle stands, as a share of the text."""
     asked: int = 1
-    """How many needles are asked for; where there are fewer, all of them."""
+    """How many needles are queried; where there are fewer, all of them."""
     haystack: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text around needles and stories: files, folders, hf:NAME. Default: the documentation in the
     Python standard library's sources."""
@@ -67,7 +67,7 @@ class Evaluation:
     stride: int | None = None
     """How far windows are apart; default: half of the length."""
     batch: int = 8
-    """Samples that are asked at once, at most."""
+    """Samples per batch, at most."""
     lm_eval_tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER ...")] = ()
     """Folders with further task files for lm-eval:NAME."""
     export_lm_eval: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None

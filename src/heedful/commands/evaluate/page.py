@@ -183,7 +183,7 @@ def _positions(samples: Sequence[Sample]) -> str:
         those = [x for x in own if x.cell["domain"] == domain]
         text = (
             f"{domain}: perplexity of tokens with so many tokens before them in the window, all "
-            "windows together. A line that goes on falling uses what is far."
+            "windows together. A line that goes on falling uses long-range context."
         )
         pictures.append(picture(figures.svg(position_curves(those)), text))
     return side_by_side(pictures)
@@ -232,7 +232,7 @@ def _replies(samples: Sequence[Sample]) -> str:
                     cells = (name, x.key, "✓" if right else "✗", x.expected, x.reply)
                     texts = (html.escape(_shown(text or "")) for text in cells)
                     rows.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
-        head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "asked for", "written"))
+        head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "expected", "written"))
         parts.append(
             f"<h3>{html.escape(task)}</h3><div class='wide written'><table><thead><tr>{head}</tr>"
             f"</thead><tbody>{''.join(rows)}</tbody></table></div>"

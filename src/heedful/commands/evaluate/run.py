@@ -1,4 +1,4 @@
-"""Models asked the same questions side by side; every answer is kept as soon as it is there."""
+"""Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from heedful.commands.evaluate.answers import Answers, Model
+from heedful.commands.evaluate.answers import Answers, LanguageModel
 from heedful.commands.evaluate.harness import export_tasks, harness_names, run_task
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
@@ -33,7 +33,7 @@ WHOLE = ""
 
 
 class EvaluationPlan(NamedTuple):
-    """A model that is not open yet, and all that it is asked."""
+    """A model that is not open yet, and all its items."""
 
     name: str
     tokenizer: object
@@ -41,7 +41,7 @@ class EvaluationPlan(NamedTuple):
 
 
 class EvaluationResult(NamedTuple):
-    """The answers that were asked for, in the order of models, caches and tasks.
+    """The requested answers, in the order of models, caches and tasks.
 
     samples: one for each model, cache and sample.
     harness: what lm-evaluation-harness found, by model, task and measure.
@@ -59,8 +59,8 @@ def evaluate(options: Evaluation) -> EvaluationResult:
     Everything that can be checked is checked before the first model is opened.
 
     Raises:
-        ValueError: something that is asked for cannot be read, or does not fit a model; or the
-            folder holds another evaluation, or is damaged.
+        ValueError: an option cannot be read, or does not fit a model; or the folder holds
+            another evaluation, or is damaged.
     """
     plans = prepare(options)
     out = Path(options.out)
@@ -74,7 +74,7 @@ def evaluate(options: Evaluation) -> EvaluationResult:
                 store.register(plan, model, options)
                 for cache, eviction in _caches(options, plan.name, model).items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
-                    answers = Model(model, plan.tokenizer, eviction)
+                    answers = LanguageModel(model, plan.tokenizer, eviction)
                     samples += ask(answers, plan, cache, store, options.batch, bar)
                 _ask_harness(options, plan, model, store)
                 del model, answers  # before the next one takes its memory
@@ -91,7 +91,7 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
     """Tokenizers and questions of all models, checked against what the models can read.
 
     Raises:
-        ValueError: a model is none, is no causal language model, or cannot read what is asked.
+        ValueError: a model is none, is no causal language model, or cannot read an item.
     """
     plans: list[EvaluationPlan] = []
     texts_by_task: Texts | None = None
@@ -127,7 +127,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 
 
 def _caches(options: Evaluation, name: str, model: PreTrainedModel) -> dict[str, Eviction | bool]:
-    """The whole cache, then what is asked for by --budget; raises what the model cannot have."""
+    """The whole cache, then those of --budget; raises for what the model cannot have."""
     caches: dict[str, Eviction | bool] = {WHOLE: False}
     for word in options.budget:
         if word == OWN:
@@ -152,14 +152,14 @@ def ask(
     batch: int,
     bar: tqdm | None = None,
 ) -> list[Sample]:
-    """The answers to all items, in their order; those that are kept are not asked again.
+    """The answers to all items, in their order; those that are kept are not computed again.
 
     Arguments:
-        answers: who is asked.
+        answers: the model.
         plan: the model's name and its items.
         cache: what its cache may hold, as samples call it.
         store: where answers are kept.
-        batch: how many are asked at once, at most.
+        batch: how many items are in a batch, at most.
         bar: moved by each answer.
     """
     known = {item: store.known(plan.name, cache, item) for item in map(_name, plan.items)}
@@ -270,7 +270,7 @@ class AnswerStore:
         append_samples(self.path, samples)
 
     def harness(self, model: str, name: str) -> dict | None:
-        """What lm-evaluation-harness found for a name, if it has been asked."""
+        """What lm-evaluation-harness found for a name, if it has been run."""
         kept = self.about["lm_eval"].get(model, {}).get(name)
         same = kept is not None and kept["asked"] == self._harness_identity()
         return kept["results"] if same else None

@@ -28,8 +28,8 @@ class Generation:
     """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
     the model, if anything."""
     eviction: EvictionName = "auto"
-    """Which tokens leave under --budget. auto: what selective attention has hidden most; for other
-    mechanisms all but the first and the newest (streaming-llm). none keeps everything."""
+    """Which tokens are evicted under --budget. auto: what selective attention has hidden most; for
+    other mechanisms all but the first and the newest (streaming-llm). none keeps everything."""
     chunk: int | None = None
     """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
     max_new_tokens: int = 128

@@ -19,7 +19,7 @@ from heedful.hf.versions import generate_argument
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
 
 
-class Generated(NamedTuple):
+class GenerationResult(NamedTuple):
     """What came out, and what it took.
 
     text: without the prompt.
@@ -47,7 +47,7 @@ class Generated(NamedTuple):
         )
 
 
-def generate(options: Generation, write: Callable[[str], None]) -> Generated:
+def generate(options: Generation, write: Callable[[str], None]) -> GenerationResult:
     """Generate as `heedful generate` does: go on from the prompt, or make a target of a source.
 
     Arguments:
@@ -55,7 +55,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Generated:
         write: gets the text in pieces as it is made.
 
     Raises:
-        ValueError: something that is asked for cannot be read, or does not fit the model.
+        ValueError: an option cannot be read, or does not fit the model.
     """
     text = options.prompt if options.file is None else read_text(Path(options.file))
     model = open_model(options.model, options.device, budgets=reads_budgets(options))
@@ -81,7 +81,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Generated:
         pad_token_id=model.generation_config.pad_token_id or 0,
     )
     new = sequences[0, 1 if paired else ids.shape[1] :].tolist()
-    return Generated(
+    return GenerationResult(
         text=tokenizer.decode(new, skip_special_tokens=True),
         prompt=ids.shape[1],
         tokens=len(new),

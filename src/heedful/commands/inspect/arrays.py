@@ -60,8 +60,8 @@ def page_data(
         mechanisms: what it was converted to, with the layers of each.
         tokens: the text of each token.
         looks: index and look of each layer.
-        cached: by layer `[T, T]`, true at `[t, j]` where token j is held after token t.
-        policy: what let tokens go, in words.
+        cached: by layer `[T, T]`, true at `[t, j]` where token j is cached after token t.
+        policy: the eviction policy in words.
         causal: whether tokens see earlier ones only.
 
     Raises:
@@ -138,9 +138,10 @@ def _rows(map_: Tensor, logits: bool) -> dict[str, np.ndarray]:
 def what_heads_do(weights: Tensor) -> np.ndarray:
     """The mean share of a row that goes where `DOES` says, with and without the first token.
 
-    Shares are of absolute values. Of every query but the first, the key is the row's first token,
-    the query itself, the token before it, another one at most `NEAR` away (on either side), or any
-    other. Without the first token it is the shares of the others, of the queries that have any.
+    Shares are of absolute values. Of every query but the first, the key is the sequence's first
+    token, the query itself, the token before it, another one at most `NEAR` away (on either side),
+    or any other. Without the first token it is the shares of the others, of the queries that have
+    any.
 
     Arguments:
         weights: `[H, T, T]`.
@@ -186,7 +187,7 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
 
 
 def _gone(cached: Tensor) -> np.ndarray:
-    """After which token each one is no longer held: what has left never comes back."""
+    """After which token each one is no longer cached: evicted tokens never come back."""
     count = len(cached)
     times = torch.arange(count)[:, None]
     missing = ~cached & (times >= torch.arange(count))

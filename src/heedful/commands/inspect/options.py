@@ -38,8 +38,8 @@ class Inspection:
     """Show what caches of so many tokens per layer hold, or those of a budgets.json. By default
     what stands beside the model, if anything."""
     eviction: EvictionName = "auto"
-    """Which tokens leave under --budget. auto: what selective attention has hidden most; for other
-    mechanisms all but the first and the newest (streaming-llm). none: no cache is shown."""
+    """Which tokens are evicted under --budget. auto: what selective attention has hidden most; for
+    other mechanisms all but the first and the newest (streaming-llm). none: no cache is shown."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
     device: str = "cpu"

@@ -20,7 +20,7 @@ from heedful.hf.look import LayerLook, held_over_time, look_into
 from heedful.nn import Mechanism
 
 
-class Inside(NamedTuple):
+class InspectionResult(NamedTuple):
     """What a model did with one text.
 
     model: its name.
@@ -28,7 +28,7 @@ class Inside(NamedTuple):
     tokens: the text of each token.
     looks: index and look of each layer, made one after the other while they are taken.
     cached: by layer, which tokens its cache holds after every token; empty without a budget.
-    policy: what lets tokens go, in words; empty without a budget.
+    policy: the eviction policy in words; empty without a budget.
     causal: whether a token sees earlier ones only: a decoder.
     """
 
@@ -41,14 +41,14 @@ class Inside(NamedTuple):
     causal: bool
 
 
-def inside(options: Inspection) -> Inside:
+def inside(options: Inspection) -> InspectionResult:
     """Run the model as `heedful inspect` does.
 
     Arguments:
         options: the model, the text and the budget.
 
     Raises:
-        ValueError: something that is asked for cannot be read, or does not fit the model.
+        ValueError: an option cannot be read, or does not fit the model.
     """
     text = options.text if options.file is None else read_text(Path(options.file))
     if not text:
@@ -57,7 +57,7 @@ def inside(options: Inspection) -> Inside:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "
-            "cross-attention looks at two rows; name a decoder or an encoder"
+            "cross-attention looks at two sequences; name a decoder or an encoder"
         )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids, tokens = _tokens(text, tokenizer, options, longest(model))
@@ -66,7 +66,7 @@ def inside(options: Inspection) -> Inside:
     torch.manual_seed(options.seed)
     cached = {} if policy is None else held_over_time(model, ids, policy)
     shown = options.layers or tuple(cached)
-    return Inside(
+    return InspectionResult(
         model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,
@@ -90,7 +90,7 @@ def _in_words(mechanism: Mechanism) -> str:
 def _tokens(
     text: str, tokenizer, options: Inspection, positions: int | None
 ) -> tuple[Int[Tensor, "1 T"], list[str]]:
-    """The tokens that are asked for, and what of the text each stands for."""
+    """The requested tokens, and what of the text each stands for."""
     ids = tokenizer.encode(text)
     spelled = spelled_tokens(text, ids, tokenizer)[: options.tokens]
     ids = ids[: options.tokens]

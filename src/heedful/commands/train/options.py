@@ -1,4 +1,4 @@
-"""What `heedful train` and `heedful convert` are asked for; no torch, for the command line."""
+"""The options of `heedful train` and `heedful convert`; imports nothing heavy."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,8 +15,8 @@ Schedule = Literal["cosine", "linear", "constant"]
 RecipeName = Literal["auto", "scratch", "adapt", "mta", "mta-long", "selective"]
 
 
-class Recipe(NamedTuple):
-    """What a training run does where it is not told otherwise; fields are those of `Training`."""
+class TrainingRecipe(NamedTuple):
+    """The defaults of a training run; fields are those of `Training`."""
 
     steps: int
     batch: int
@@ -30,14 +30,14 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "scratch": Recipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
-    "adapt": Recipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
+    "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
+    "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
-    "mta": Recipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
-    "mta-long": Recipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
+    "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
+    "mta-long": TrainingRecipe(40_000, 64, 4096, 1.5e-4, 50, "linear", 1.0, 0.0, 0.98),
     # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
-    "selective": Recipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
+    "selective": TrainingRecipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
 }
 """Of the two papers, and two for everyday: a model from scratch, and one that has weights."""
 
@@ -71,8 +71,8 @@ SIZES = {
 class Training:
     """Train a language model on text, from scratch or from its weights, with any mechanism.
 
-    The text is encoded once into the output folder, as much of it as the run needs; rows are packed
-    with documents kept apart. Killed at any moment, the same command goes on from the newest
+    The text is encoded once into the output folder, as much of it as the run needs; sequences are
+    packed with documents kept apart. Killed at any moment, the same command goes on from the newest
     checkpoint. Started by torchrun or accelerate launch it runs on several devices.
     """
 
@@ -90,10 +90,10 @@ class Training:
     where: tuple[RoleName, ...] = ()
     """In which attention; by default wherever the mechanism is defined."""
     held_out: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    """Text to evaluate on; by default about a twentieth of the data is set apart."""
+    """The evaluation set; by default about 5 % of the data."""
     read_tokens: int | None = None
-    """Tokens of the data to draw rows from; default: what the steps need, so that a shorter run
-    sees less of the text."""
+    """Tokens of the data to draw sequences from; default: what the steps need, so that a shorter
+    run sees less of the text."""
     tokenizer: str | None = None
     """bpe (byte pairs, trained here on the data), bytes, or a tokenizer's folder or name. Default:
     the model's own; for a model from scratch bpe."""
@@ -105,9 +105,9 @@ class Training:
     steps: int | None = None
     """Optimiser steps."""
     batch: int | None = None
-    """Rows per step, over all devices."""
+    """Sequences per step, over all devices."""
     length: int | None = None
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     learning_rate: float | None = None
     """At its peak."""
     warmup: int | None = None
@@ -135,13 +135,13 @@ class Training:
     """Share parameters and optimiser among the processes of torchrun or accelerate (FSDP2),
     instead of a copy in each (DDP)."""
     evaluations: int = 10
-    """How often the held-out text is scored, in bits per byte, the last time at the end."""
+    """How often the evaluation set is scored, in bits per byte, the last time at the end."""
     save_minutes: float = 10.0
     """A checkpoint is written this often."""
     report_to: tuple[str, ...] = ()
     """Where losses are also sent, as Trainer's report_to: tensorboard, wandb, mlflow, ..."""
     seed: int = 0
-    """Of new weights and of the order of rows."""
+    """Of new weights and of the order of sequences."""
     device: Device = "auto"
     """auto is the GPU where there is one."""
 
@@ -186,16 +186,17 @@ class Training:
         if self.where and not self.mechanism:
             raise ValueError("where says where a mechanism stands: add --mechanism")
 
-    def filled(self, has_weights: bool) -> Recipe:
-        """The recipe, with what was asked for in its place."""
+    def filled(self, has_weights: bool) -> TrainingRecipe:
+        """The recipe, with the given options in its place."""
         name = self.recipe
         if name == "auto":
             name = "adapt" if has_weights else "scratch"
-        own = {field: getattr(self, field) for field in Recipe._fields}
+        own = {field: getattr(self, field) for field in TrainingRecipe._fields}
         recipe = RECIPES[name]._replace(**{k: v for k, v in own.items() if v is not None})
         if recipe.batch % self.accumulate:
             raise ValueError(
-                f"accumulate must divide the batch of {recipe.batch} rows, got {self.accumulate}"
+                f"accumulate must divide the batch of {recipe.batch} sequences, got "
+                f"{self.accumulate}"
             )
         if self.warmup is None:
             recipe = recipe._replace(warmup=min(recipe.warmup, recipe.steps // 2))
@@ -210,7 +211,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def asked_for(training: Training) -> dict:
+def run_identity(training: Training) -> dict:
     """What makes a run this run, as JSON: all but what is harmless to change."""
     names = [field.name for field in fields(training) if field.name not in ("out", *HARMLESS)]
     values = {name: getattr(training, name) for name in names}

@@ -1,6 +1,6 @@
 """`heedful train`: a language model on text, on one device or several, killed and resumed at will.
 
-The output folder holds the model, `training.json` (what was asked, what came out) and `log.jsonl`;
+The output folder holds the model, `training.json` (options and results) and `log.jsonl`;
 while the run lasts, `unfinished/` in it holds the encoded text, the vocabulary and checkpoints.
 """
 
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from heedful.commands.train.options import HARMLESS, Recipe, Training, asked_for
+from heedful.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
 from heedful.commands.train.start import has_weights, model_and_tokenizer
 from heedful.hf import conversion_of, load, revert
 from heedful.hf.versions import checkpointing_options
@@ -28,7 +28,7 @@ from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
 from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.losses import MemoryLoss
-from heedful.training.run import RunTrainer, Schedule, Watch, check_device
+from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.sequences import (
     IGNORE,
     EncodedText,
@@ -41,7 +41,7 @@ from heedful.training.trainer import parameter_groups
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """What a training run came to."""
 
     folder: Path
@@ -56,22 +56,22 @@ class Trained(NamedTuple):
 
 def train_text(
     options: Training, should_stop: Callable[[], bool] = lambda: False, *, show: bool = True
-) -> Trained | None:
-    """Train as asked; a run that ended early in `options.out` goes on where it was saved.
+) -> TrainingResult | None:
+    """Train by the options; a run that ended early in `options.out` goes on where it was saved.
 
     On one device and with the same versions a run that goes on ends with the weights and losses of
     one that was never stopped, to the last bit.
 
     Arguments:
         options: what to train on what, and how.
-        should_stop: asked after each step; once true, the state is saved and `Stopped` raised.
+        should_stop: called after each step; once true, the state is saved and `Stopped` raised.
         show: bars on the terminal.
 
     Returns:
         what it came to; None on all processes but the first.
 
     Raises:
-        Stopped: `should_stop` said so.
+        Stopped: `should_stop` returned true.
         ValueError: an argument does not fit the model, the text or the folder, or the loss stopped
             being finite.
     """
@@ -97,7 +97,7 @@ def train_text(
 
 @contextmanager
 def _gone_if_empty(folder: Path) -> Iterator[None]:
-    """A folder that was made for a run which never began goes again."""
+    """A folder that was made for a run which never began is removed."""
     try:
         yield
     finally:
@@ -114,14 +114,14 @@ def _check_reports(names: tuple[str, ...]) -> None:
         raise ValueError(f"report_to={' '.join(names)}: {error}") from None
 
 
-class _Run(NamedTuple):
+class _RunParts(NamedTuple):
     model: PreTrainedModel
     tokenizer: object
     text: EncodedText
     checkpoints: Checkpoints
 
 
-def _finished(out: Path, options: Training) -> Trained | None:
+def _finished(out: Path, options: Training) -> TrainingResult | None:
     """What a folder's run came to, if it has ended; raises if another run made the folder."""
     path = out / _ABOUT
     if not path.is_file():
@@ -136,7 +136,7 @@ def _finished(out: Path, options: Training) -> Trained | None:
         about = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
-    if changed := differences(about["asked"], json.loads(json.dumps(asked_for(options)))):
+    if changed := differences(about["asked"], json.loads(json.dumps(run_identity(options)))):
         raise ValueError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
@@ -144,7 +144,7 @@ def _finished(out: Path, options: Training) -> Trained | None:
     for changed in differences(about["harmless"], _harmless(options)):
         warnings.warn(f"{changed}; the run stays what it was", stacklevel=3)
     ended = about["ended"]
-    return ended and Trained(out, **ended)
+    return ended and TrainingResult(out, **ended)
 
 
 def _harmless(options: Training) -> dict:
@@ -152,9 +152,14 @@ def _harmless(options: Training) -> dict:
 
 
 def _begin(
-    options: Training, recipe: Recipe, out: Path, arguments: TrainingArguments, *, show: bool
-) -> _Run:
-    """Model, vocabulary and rows, and whose folder this is; nothing is left where they fail."""
+    options: Training,
+    recipe: TrainingRecipe,
+    out: Path,
+    arguments: TrainingArguments,
+    *,
+    show: bool,
+) -> _RunParts:
+    """Model, vocabulary and sequences, and the folder's owner; nothing is left where they fail."""
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     try:
@@ -175,20 +180,20 @@ def _begin(
         if fresh and arguments.process_index == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    identity = {"asked": asked_for(options), "recipe": recipe._asdict()}
+    identity = {"asked": run_identity(options), "recipe": recipe._asdict()}
     identity |= {"parameters": sum(p.numel() for p in model.parameters())}
     checkpoints = Checkpoints(folder / "state", identity)
     if arguments.process_index == 0:
         _write_about(out, options, recipe, model, ended=None)
-    return _Run(model, tokenizer, text, checkpoints)
+    return _RunParts(model, tokenizer, text, checkpoints)
 
 
 def _write_about(
-    out: Path, options: Training, recipe: Recipe, model: PreTrainedModel, ended: dict | None
+    out: Path, options: Training, recipe: TrainingRecipe, model: PreTrainedModel, ended: dict | None
 ) -> None:
     conversion = conversion_of(model)
     about = {
-        "asked": asked_for(options),
+        "asked": run_identity(options),
         "harmless": _harmless(options),
         "recipe": recipe._asdict(),
         "mechanisms": [
@@ -203,14 +208,14 @@ def _write_about(
 
 def _train(
     options: Training,
-    recipe: Recipe,
+    recipe: TrainingRecipe,
     out: Path,
     arguments: TrainingArguments,
-    run: _Run,
+    run: _RunParts,
     should_stop: Callable[[], bool],
     *,
     show: bool,
-) -> Trained:
+) -> TrainingResult:
     schedule = Schedule(
         steps=recipe.steps,
         log_every=max(1, recipe.steps // 100),
@@ -219,8 +224,8 @@ def _train(
         save_seconds=60 * options.save_minutes,
         step_tokens=recipe.batch * recipe.length,
     )
-    watch, display = (
-        Watch(schedule, run.checkpoints, should_stop),
+    callback, display = (
+        RunCallback(schedule, run.checkpoints, should_stop),
         _Display(recipe.steps, out, show=show),
     )
     sequences = recipe.steps * recipe.batch
@@ -233,19 +238,19 @@ def _train(
         data_collator=torch.utils.data.default_collate,
         optimizer=partial(_optimizer, recipe),
         evaluation=partial(_evaluation, run.text.held_out.text_bytes),
-        callbacks=[watch, display],
+        callbacks=[callback, display],
         memory_loss=options.memory_loss,
     )
     try:
-        watch.train(trainer)
+        callback.train(trainer)
     finally:
         display.bar.close()
-    if watch.diverged:
+    if callback.diverged:
         _refuse_divergence(options, trainer.state.global_step, run.checkpoints)
-    return _finish(options, recipe, out, trainer, watch, run)
+    return _finish(options, recipe, out, trainer, callback, run)
 
 
-def _optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(
         model,
         recipe.learning_rate,
@@ -266,18 +271,23 @@ def _refuse_divergence(options: Training, step: int, checkpoints: Checkpoints) -
 
 
 def _finish(
-    options: Training, recipe: Recipe, out: Path, trainer: RunTrainer, watch: Watch, run: _Run
-) -> Trained:
+    options: Training,
+    recipe: TrainingRecipe,
+    out: Path,
+    trainer: RunTrainer,
+    callback: RunCallback,
+    run: _RunParts,
+) -> TrainingResult:
     """Write the model and what came out, then remove what an unfinished run needs."""
     model = run.model
     ended = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": recipe.steps,
         "tokens": recipe.steps * recipe.batch * recipe.length,
-        "seconds": watch.seconds(),
-        "tokens_per_second": watch.tokens_per_second(),
-        "loss": watch.entries("eval_loss")[-1][1],
-        "bits_per_byte": watch.entries("eval_bits_per_byte")[-1][1],
+        "seconds": callback.seconds(),
+        "tokens_per_second": callback.tokens_per_second(),
+        "loss": callback.entries("eval_loss")[-1][1],
+        "bits_per_byte": callback.entries("eval_bits_per_byte")[-1][1],
     }
     weights = trainer.whole_weights()
     if trainer.args.process_index == 0:
@@ -292,7 +302,7 @@ def _finish(
         about = json.loads((out / _ABOUT).read_text())
         write_whole(out / _ABOUT, json.dumps(about | {"ended": ended}, indent=2) + "\n")
         shutil.rmtree(out / _UNFINISHED)
-    return Trained(out, **ended)
+    return TrainingResult(out, **ended)
 
 
 class _Display(TrainerCallback):
@@ -343,7 +353,7 @@ def _evaluation(text_bytes: int, trainer: RunTrainer) -> dict[str, float]:
     return {"eval_loss": nats / tokens, "eval_bits_per_byte": nats / (math.log(2) * text_bytes)}
 
 
-def _arguments(options: Training, recipe: Recipe, folder: Path) -> TrainingArguments:
+def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> TrainingArguments:
     cuda = torch.cuda.is_available() and options.device != "cpu"
     half = options.dtype == "bfloat16" or (
         options.dtype == "auto" and cuda and torch.cuda.is_bf16_supported()
@@ -364,7 +374,7 @@ def _arguments(options: Training, recipe: Recipe, folder: Path) -> TrainingArgum
         torch_compile=options.compile,
         seed=options.seed,
         data_seed=options.seed,
-        logging_strategy="no",  # `Watch` says when
+        logging_strategy="no",  # `RunCallback` says when
         save_strategy="no",
         save_total_limit=2,
         remove_unused_columns=False,
@@ -383,11 +393,11 @@ def _arguments(options: Training, recipe: Recipe, folder: Path) -> TrainingArgum
     return arguments
 
 
-def formatted(trained: Trained) -> str:
+def formatted(trained: TrainingResult) -> str:
     """What came out, for the terminal."""
     return (
         f"{trained.parameters:,} parameters, {trained.steps} steps, {trained.tokens:,} tokens in "
         f"{trained.seconds:,.0f} s ({trained.tokens_per_second:,.0f} tokens/s): "
-        f"{trained.bits_per_byte:.4f} bits per byte of held-out text, {trained.loss:.4f} nats per "
-        f"token\nmodel: {trained.folder}"
+        f"{trained.bits_per_byte:.4f} bits per byte of the evaluation set, {trained.loss:.4f} nats "
+        f"per token\nmodel: {trained.folder}"
     )

@@ -1,4 +1,4 @@
-"""The model that a training run begins with, and its tokenizer, by what the command line says."""
+"""The model that a training run begins with, and its tokenizer, by the options."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,12 +45,12 @@ def model_and_tokenizer(
 
     Arguments:
         options: what to train.
-        length: tokens of a row.
+        length: tokens of a sequence.
         kept: a folder for a tokenizer that is trained here; one that is there is taken.
 
     Raises:
-        ValueError: there is no such model or tokenizer, or it does not fit the mechanism, the rows
-            or the other.
+        ValueError: there is no such model or tokenizer, or it does not fit the mechanism, the
+            length or the other.
     """
     transformers.logging.set_verbosity_error()
     torch.manual_seed(options.seed)

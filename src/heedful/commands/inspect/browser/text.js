@@ -160,7 +160,7 @@ function drawFacts() {
   if (gone) {
     let count = 0;
     for (let j = 0; j <= t; j++) count += gone.data[j] > t;
-    fact("cache", gone.data[t] < T ? `this token leaves with token ${gone.data[t]}` : "this token stays to the end", `; after it ${count} of ${t + 1} are held`);
+    fact("cache", gone.data[t] < T ? `this token leaves with token ${gone.data[t]}` : "this token stays to the end", `; after it ${count} of ${t + 1} are cached`);
   }
   const groups = arrayOf(`${index}/groups`);
   if (groups) {
