@@ -27,6 +27,13 @@ def test_every_pair_of_values_is_covered():
     assert len(kept) == 9 * 17  # of 306: as many as the two longest axes have pairs
 
 
+def test_of_two_axes_every_value_is_covered():
+    cases = [{f"a={a}", f"b={b}"} for a in range(5) for b in range(3)]
+    kept = cover(cases)
+    assert set().union(*(cases[at] for at in kept)) == set().union(*cases)
+    assert len(kept) == 5  # of 15: as many as the longer axis is long
+
+
 def test_what_fits_only_one_is_kept():
     assert cover([{"a=1", "b=1"}, {"a=1", "b=2"}, {"a=1", "b=1"}]) == {0, 1}
     assert cover([{"a=1"}, {"a=2"}, {"a=1"}]) == {0, 1}

@@ -30,15 +30,15 @@ def in_share(name: str, number: int, shares: int) -> bool:
 
 
 def cover(cases: list[set[str]]) -> set[int]:
-    """Which few cases together have every pair of values that any has.
+    """Which few cases together have every pair of values that any has; of two axes, every value.
 
-    Of all cases the one with most pairs that are new comes first, and so on; of a cross of two
-    parameters that is all of it. A case with one value counts by that value.
+    All pairs of two axes would be the whole cross. Of all cases the one with most that is new comes
+    first, and so on.
     """
-    pairs = [set(combinations(sorted(case), min(2, len(case)))) for case in cases]
-    missing, kept = set().union(*pairs), set()
+    parts = [set(combinations(sorted(case), 2 if len(case) > 2 else 1)) for case in cases]
+    missing, kept = set().union(*parts), set()
     while missing:
-        best = max(range(len(pairs)), key=lambda at: len(pairs[at] & missing))
+        best = max(range(len(parts)), key=lambda at: len(parts[at] & missing))
         kept.add(best)
-        missing -= pairs[best]
+        missing -= parts[best]
     return kept
