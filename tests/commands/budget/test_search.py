@@ -106,7 +106,8 @@ def plain_greedy(start, least, step, limit, perplexity_of) -> tuple[int, ...]:
     return tuple(budgets)
 
 
-@pytest.mark.parametrize("name", ["selective", pytest.param("standard", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["selective", "standard"])
 def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
     result = finished[1] if name == "selective" else search(options_for(folder, name))
     model = heedful.load(folder / name)
