@@ -18,16 +18,33 @@ from helpers.crosses import in_share, leave_covers
 # answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
 # process without it.
 CHECKED = [
+    "heedful.eviction",
+    "heedful.hf.cache",
+    "heedful.hf.family",
+    "heedful.hf.look",
+    "heedful.nn",
+    "heedful.ops.common.dropout",
+    "heedful.ops.common.few",
+    "heedful.ops.common.limits",
     "heedful.ops.common.precision",
     "heedful.ops.common.standard",
     "heedful.ops.common.tiles",
-    "heedful.ops.mta.convolution",
-    "heedful.ops.mta.wide",
-    "heedful.ops.mta.fused.flash_call",
+    "heedful.ops.visibility",
     *(
-        f"heedful.ops.{mechanism}.{part}"
-        for mechanism in ("mta", "selective", "differential")
-        for part in ("reference", "tiled")
+        f"heedful.ops.{m}.{part}"
+        for m in ("mta", "selective", "differential", "grouped")
+        for part in (
+            "reference",
+            "tiled",
+            "decode",
+            "convolution",
+            "wide",
+            "blocks",
+            "groups",
+            "learned",
+            "neighbourhood",
+            "summaries",
+        )
     ),
 ]
 install_import_hook(CHECKED, "beartype.beartype")
