@@ -104,7 +104,7 @@ class Assignment(SymbolTask):
         return rows(torch.from_numpy(ids), slice(end + 1, None, 2))
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Assignment":
         """Eight queries a row: with one, a row teaches too little."""
         return cls(queries=8)
 

@@ -94,7 +94,7 @@ class MagicNumbers(Task):
         """BOS, EOS (unused), what sentences are made of, cities, numbers, filler words."""
         return len(_NAMES)
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "MagicNumbers":
         """Rows of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 

@@ -298,7 +298,7 @@ class TextPairTask(PairTask):
         return self.with_end(self._tokens)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "TextPairTask":
         """Of the pairs that are given."""
         return cls(paths=tuple(data))
 

@@ -158,7 +158,7 @@ class Recall(Task):
         """How many tokens before a question at the end hold no dormant fact, at least."""
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Recall":
         """Rows of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 

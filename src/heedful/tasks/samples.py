@@ -87,11 +87,11 @@ class Task(ABC):
     end: ClassVar[str] = "EOS"
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Task":
         """The task as the comparison runs it; `data` is text for tasks that read some."""
         return cls()
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Task":
         """The same with rows of so many tokens, and text in tokens of this kind."""
         if length is not None:
             raise ValueError(

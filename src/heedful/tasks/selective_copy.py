@@ -66,7 +66,7 @@ class SelectiveCopy(SymbolTask):
         ids[:, self.context + 2 : -1] = letters
         return rows(torch.from_numpy(ids), slice(self.context + 2, None))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "SelectiveCopy":
         """Rows of so many tokens; longer ones have more noise."""
         if length is None:
             return self

@@ -170,11 +170,11 @@ class Spans(PairTask):
         return self.with_end(self._text.saved_tokenizer(), sentinels)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Spans":
         """Of the text that is given."""
         return cls(paths=tuple(data))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Spans":
         """Pieces of so many tokens, of bytes or of byte pairs."""
         size = Text().cut(None, tokenizer).vocab_size
         length = self.length if length is None else length

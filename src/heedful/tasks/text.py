@@ -190,11 +190,11 @@ class Text(Task):
         return self._corpus.tokenizer.decode(ids)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Text":
         """Of the text that is given."""
         return cls(paths=tuple(data))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Text":
         """Rows of so many tokens, of bytes or of byte pairs."""
         size = _VOCABULARY if tokenizer == "bpe" else None
         length = self.length if length is None else length

@@ -207,7 +207,7 @@ class Translate(TextPairTask):
         """The other of the two, and the loss."""
         return ("error" if self.paths else "bleu", "loss")
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Translate":
         """Given pairs in rows of so many tokens, of bytes or of byte pairs."""
         if not self.paths:
             return super().cut(length, tokenizer)
