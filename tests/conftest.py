@@ -12,42 +12,22 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from helpers import ROOT
 from helpers.crosses import in_share, leave_covers
 
-# Shapes inside the operators are checked at every call. The public functions are left out, as they
-# answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
-# process without it.
+# Shapes and types are checked at every call, but for what answers wrong input itself (the public
+# operators, their checks) and for kernels, which Triton reads. The hook also breaks torch.compile,
+# whose tests run in their own process without it.
+LEFT_OUT = (".api", ".checks", ".__init__", ".__main__", "grouped.fused", ".triton_tiles")
 CHECKED = [
-    "heedful.eviction",
-    "heedful.hf.cache",
-    "heedful.hf.family",
-    "heedful.hf.look",
-    "heedful.nn",
-    "heedful.ops.common.dropout",
-    "heedful.ops.common.few",
-    "heedful.ops.common.limits",
-    "heedful.ops.common.precision",
-    "heedful.ops.common.standard",
-    "heedful.ops.common.tiles",
-    "heedful.ops.visibility",
-    *(
-        f"heedful.ops.{m}.{part}"
-        for m in ("mta", "selective", "differential", "grouped")
-        for part in (
-            "reference",
-            "tiled",
-            "decode",
-            "convolution",
-            "wide",
-            "blocks",
-            "groups",
-            "learned",
-            "neighbourhood",
-            "summaries",
-        )
-    ),
+    name
+    for path in sorted((ROOT / "src" / "heedful").rglob("*.py"))
+    if not (name := ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)).endswith(
+        LEFT_OUT
+    )
+    and ".fused." not in name
 ]
-install_import_hook(CHECKED, "beartype.beartype")
+install_import_hook(CHECKED, "helpers.shapes.checked")
 
 # A device context looks up once which functions it redirects: before one of them is replaced below,
 # or models "on meta" would take real memory.

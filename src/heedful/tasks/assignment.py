@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ class Assignment(SymbolTask):
         short = replace(self, assignments=assignments, queries=queries)
         return short.sample(1, 0).input_ids[0]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Assignment]":
         """The task itself, two and four times as many assignments, and the two hard cases.
 
         `assigned-once` and `assigned-once-4x` query the variable of the first assignment, which is

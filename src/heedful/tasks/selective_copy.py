@@ -2,7 +2,7 @@
 
 import string
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -74,6 +74,6 @@ class SelectiveCopy(SymbolTask):
         check_whole("length", length, least, way_out=f"a row copies {self.symbols} letters")
         return replace(self, context=length - self.symbols - 3)
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, SelectiveCopy]":
         """The task itself, and as many letters among twice the noise."""
         return {"in-distribution": self, "2x-context": replace(self, context=2 * self.context)}

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -180,7 +180,7 @@ class Spans(PairTask):
         length = self.length if length is None else length
         return replace(self, length=length, tokenizer=tokenizer, text_vocab_size=size)
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Spans]":
         """The held-out part, as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         held_out.__dict__["_text"] = self._text.evaluations()["held-out"]

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -204,7 +204,7 @@ class Text(Task):
         """The beginning of a held-out row."""
         return self.evaluations()["held-out"].sample(1, 0).input_ids[0, :_SHOWN]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Text]":
         """The held-out part, as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         # Without this the copy would read the corpus and train the vocabulary once more.
@@ -231,7 +231,7 @@ class Text(Task):
         """BOS."""
         return {"bos_token": self.bos}
 
-    def under_budgets(self) -> dict[str, Self]:
+    def under_budgets(self) -> "dict[str, Text]":
         """The held-out part."""
         return self.evaluations()
 
