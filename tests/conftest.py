@@ -14,20 +14,18 @@ from jaxtyping import install_import_hook
 
 from helpers import ROOT
 from helpers.crosses import in_share, leave_covers
+from helpers.shapes import checked, module_of
 
 # Shapes and types are checked at every call, but for what answers wrong input itself (the public
-# operators, their checks) and for kernels, which Triton reads. The hook also breaks torch.compile,
-# whose tests run in their own process without it.
-LEFT_OUT = (".api", ".checks", ".__init__", ".__main__", "grouped.fused", ".triton_tiles")
+# operators, their checks) and for kernels and FlexAttention's masks, which are compiled from their
+# source: the hook breaks that, and torch.compile, whose tests run in their own process without it.
+LEFT_OUT = (".__init__", ".__main__", ".api", ".checks", ".grouped.fused")
 CHECKED = [
     name
     for path in sorted((ROOT / "src" / "heedful").rglob("*.py"))
-    if not (name := ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)).endswith(
-        LEFT_OUT
-    )
-    and ".fused." not in name
+    if not (name := module_of(path)).endswith(LEFT_OUT) and "@triton.jit" not in path.read_text()
 ]
-install_import_hook(CHECKED, "helpers.shapes.checked")
+install_import_hook(CHECKED, f"{checked.__module__}.checked")
 
 # A device context looks up once which functions it redirects: before one of them is replaced below,
 # or models "on meta" would take real memory.

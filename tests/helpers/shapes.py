@@ -1,10 +1,18 @@
 """What checks shapes and types at every call of the package, while tests run."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from beartype import BeartypeConf, beartype
 
+from helpers import ROOT
+
 _check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int where a float is asked for
+
+
+def module_of(path: Path) -> str:
+    """As it is imported, of a file of the package."""
+    return ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
 
 
 def checked(function: Callable) -> Callable:
