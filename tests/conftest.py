@@ -19,7 +19,7 @@ from helpers.shapes import checked, module_of
 # Shapes and types are checked at every call, but for what answers wrong input itself (the public
 # operators, their checks) and for kernels and FlexAttention's masks, which are compiled from their
 # source: the hook breaks that, and torch.compile, whose tests run in their own process without it.
-LEFT_OUT = (".__init__", ".__main__", ".api", ".checks", ".grouped.fused")
+LEFT_OUT = (".__init__", ".__main__", ".api", ".checks", ".grouped.fused", ".auto_classes")
 CHECKED = [
     name
     for path in sorted((ROOT / "src" / "heedful").rglob("*.py"))

@@ -318,7 +318,7 @@ class GroupedAttention(Layer):
 
     def summaries(
         self,
-        q: Float[Tensor, "B H T D"] | None,
+        q: Float[Tensor, "B H Tq D"] | None,
         k: Float[Tensor, "B Hk T D"],
         v: Float[Tensor, "B Hk T D"],
         groups: Groups,
