@@ -12,25 +12,20 @@ import pytest
 import torch
 from jaxtyping import install_import_hook
 
+from helpers import ROOT
 from helpers.crosses import in_share, leave_covers
+from helpers.shapes import checked, module_of
 
-# Shapes inside the operators are checked at every call. The public functions are left out, as they
-# answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
-# process without it.
+# Shapes and types are checked at every call, but for what answers wrong input itself (the public
+# operators, their checks) and for kernels and FlexAttention's masks, which are compiled from their
+# source: the hook breaks that, and torch.compile, whose tests run in their own process without it.
+LEFT_OUT = (".__init__", ".__main__", ".api", ".checks", ".grouped.fused", ".auto_classes")
 CHECKED = [
-    "heedful.ops.common.precision",
-    "heedful.ops.common.standard",
-    "heedful.ops.common.tiles",
-    "heedful.ops.mta.convolution",
-    "heedful.ops.mta.wide",
-    "heedful.ops.mta.fused.flash_call",
-    *(
-        f"heedful.ops.{mechanism}.{part}"
-        for mechanism in ("mta", "selective", "differential")
-        for part in ("reference", "tiled")
-    ),
+    name
+    for path in sorted((ROOT / "src" / "heedful").rglob("*.py"))
+    if not (name := module_of(path)).endswith(LEFT_OUT) and "@triton.jit" not in path.read_text()
 ]
-install_import_hook(CHECKED, "beartype.beartype")
+install_import_hook(CHECKED, f"{checked.__module__}.checked")
 
 # A device context looks up once which functions it redirects: before one of them is replaced below,
 # or models "on meta" would take real memory.

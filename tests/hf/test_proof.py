@@ -1,5 +1,7 @@
 """`convert(verify=True)`: what it proves and refuses, and that a refused model is unchanged."""
 
+import inspect
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -122,7 +124,7 @@ def test_a_newer_transformers_is_proven_by_default(version, proven, monkeypatch)
     monkeypatch.setattr(versions.transformers, "__version__", version)
     proofs = []
     prove = lambda model, convert: proofs.append(model)  # noqa: E731
-    monkeypatch.setitem(heedful.convert.__globals__, "prove", prove)
+    monkeypatch.setitem(inspect.unwrap(heedful.convert).__globals__, "prove", prove)
     model = tiny()
     heedful.convert(model, "standard").revert()
     assert proofs == [model] * proven

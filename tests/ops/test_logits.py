@@ -173,7 +173,8 @@ def test_identity_parameters_with_a_bias_are_torchs_kernel_to_the_last_bit(mecha
     """Unless memory is asked for, as selective-own does."""
     tensors = mechanism.identity(BIAS.tensors(mechanism, Shape().long(130)))
     visibility = Visibility(causal=causal)
-    mask = tensors["bias"].masked_fill(~visibility.dense(130, 130, "cpu"), float("-inf"))
+    seen = visibility.dense(130, 130, torch.device("cpu"))
+    mask = tensors["bias"].masked_fill(~seen, float("-inf"))
     q, k, v = (tensors[name] for name in "qkv")
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     assert torch.equal(mechanism.run(tensors, "tiled", visibility)[0], expected)

@@ -1,7 +1,7 @@
 """Eviction policies as commands name them."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,6 +12,7 @@ from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 
 
+@runtime_checkable
 class CacheOptions(Protocol):
     """The options of a command whose model has a cache."""
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -158,7 +158,7 @@ class Moves(NamedTuple):
         """The same on another device."""
         return Moves(*(x.to(device) for x in self))
 
-    def of(self, x: Float[Tensor, "B S n"]) -> Float[Tensor, "B S left"]:
+    def of(self, x: Shaped[Tensor, "B S n"]) -> Shaped[Tensor, "B S left"]:
         """One number per token after the moves."""
         return x.gather(2, self.keep[:, None].expand(-1, x.shape[1], -1))
 

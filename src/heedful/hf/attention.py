@@ -19,6 +19,9 @@ ROTATION = "heedful_rotation"
 IMPLEMENTATION = "heedful_converted"
 """The attention implementation of a converted model; no checkpoint names it."""
 
+_Layer = Layer | nn.Module
+"""A layer, or what PEFT wraps around one that it saves whole."""
+
 _TERMS = {"position_bias": "bias", "softcap": "softcap", "s_aux": "sinks"}
 """What families call the terms of `heedful.nn.layer.Term` that they pass to their attention."""
 
@@ -36,7 +39,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: AttentionContext | None,
+    attention_mask: AttentionContext | Tensor | None,
     *,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -126,7 +129,7 @@ def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Vis
     return visibility
 
 
-def _layer_in(module: nn.Module) -> Layer:
+def _layer_in(module: nn.Module) -> _Layer:
     layer = getattr(module, NAME, None)
     if layer is None:
         raise ValueError(
@@ -148,7 +151,7 @@ def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
     return mask
 
 
-def _check_passed(module: nn.Module, layer: Layer, passed: dict[str, object]) -> None:
+def _check_passed(module: nn.Module, layer: _Layer, passed: dict[str, object]) -> None:
     """Raise unless all that the family passes to its attention is served."""
     if passed.get("output_attentions"):
         raise ValueError(
@@ -172,12 +175,12 @@ def _check_passed(module: nn.Module, layer: Layer, passed: dict[str, object]) ->
         )
 
 
-def _has_no_cross_bias(module: nn.Module, layer: Layer) -> bool:
+def _has_no_cross_bias(module: nn.Module, layer: _Layer) -> bool:
     """Whether the family passes zeros for a bias: T5 does in cross-attention, for want of one."""
     return layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True)
 
 
-def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) -> None:
+def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -> None:
     shape = layer.shape
     heads = query.shape[1] // layer.queries_per_head
     actual = (heads, key.shape[1], query.shape[3])
@@ -189,7 +192,7 @@ def _check_shape(module: nn.Module, layer: Layer, query: Tensor, key: Tensor) ->
 
 
 def _layer_inputs(
-    module: nn.Module, layer: Layer, context: AttentionContext, passed: dict, cache: object
+    module: nn.Module, layer: _Layer, context: AttentionContext, passed: dict, cache: object
 ) -> LayerInputs:
     """What the layer gets beside queries, keys and values."""
     bias = passed.get("position_bias")
@@ -222,7 +225,7 @@ def _layer_inputs(
     return inputs._replace(positions=context.positions, rotation=rotation)
 
 
-def _needed(module: nn.Module, layer: Layer, name: str, x: Tensor | None) -> Tensor | None:
+def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Tensor | None:
     if name not in layer.needs:
         return None
     if x is None:

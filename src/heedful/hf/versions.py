@@ -235,7 +235,7 @@ class TrainerSteps:
         """Save all that a run resumes from."""
         super()._save_checkpoint(*args, **kwargs)
 
-    def warn_of_missing(self, load_result: NamedTuple) -> None:
+    def warn_of_missing(self, load_result: tuple) -> None:
         """Warn of weights that a checkpoint lacks."""
         super()._issue_warnings_after_load(load_result)
 
@@ -258,7 +258,7 @@ class TrainerSteps:
     def _save_checkpoint(self, *args, **kwargs) -> None:
         self.write_checkpoint(*args, **kwargs)
 
-    def _issue_warnings_after_load(self, load_result: NamedTuple) -> None:
+    def _issue_warnings_after_load(self, load_result: tuple) -> None:
         self.warn_of_missing(load_result)
 
 

@@ -167,7 +167,7 @@ class DifferentialV2Attention(StandardAttention):
 
     def before_rotation(
         self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
-    ) -> Float[Tensor, "B T n*H D"]:
+    ) -> Float[Tensor, "B T heads D"]:
         """The model's queries, each with a second one beside it; keys and values as they are."""
         if part != "q":
             return x
@@ -176,7 +176,7 @@ class DifferentialV2Attention(StandardAttention):
 
     def forward(
         self,
-        q: Float[Tensor, "B 2*H Tq D"],
+        q: Float[Tensor, "B heads Tq D"],
         k: Float[Tensor, "B Hk Tk D"],
         v: Float[Tensor, "B Hk Tk D"],
         *,

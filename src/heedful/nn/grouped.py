@@ -240,14 +240,14 @@ class GroupedAttention(Layer):
         self,
         q: Float[Tensor, "B H Tq D"],
         k: Float[Tensor, "B Hk Tk D"],
-        v: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk Dv"],
         groups: Groups,
         summaries: Summaries,
         *,
         visibility: Visibility | None,
         scale: float | None,
         bias: Float[Tensor, "#B #H Tq Tk"] | None = None,
-    ) -> Float[Tensor, "B H Tq D"]:
+    ) -> Float[Tensor, "B H Tq Dv"]:
         """The operator with this layer's options."""
         beta = 0.0 if self.config.size_bias == "none" else 1.0
         return grouped_attention(
@@ -318,7 +318,7 @@ class GroupedAttention(Layer):
 
     def summaries(
         self,
-        q: Float[Tensor, "B H T D"] | None,
+        q: Float[Tensor, "B H Tq D"] | None,
         k: Float[Tensor, "B Hk T D"],
         v: Float[Tensor, "B Hk T D"],
         groups: Groups,

@@ -4,7 +4,7 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heedful.nn.layer import GroupingReport, LayerInputs
@@ -106,7 +106,7 @@ class Grouping(nn.Module):
         self,
         features: Float[Tensor, "B T F"] | None,
         places: Places,
-        begun: Float[Tensor, "B T"] | None = None,
+        begun: Float[Tensor, "#B T"] | Int[Tensor, "#B T"] | None = None,
     ) -> Groups:
         """The groups of these tokens.
 

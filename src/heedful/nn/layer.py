@@ -276,7 +276,7 @@ class Layer(nn.Module):
 
     def before_rotation(
         self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE
-    ) -> Float[Tensor, "B T n*H D"]:
+    ) -> Float[Tensor, "B T heads D"]:
         """Queries, keys or values as the projection gave them, before norms and rotation.
 
         Of queries, `queries_per_head` come back for each, those of one head side by side.
@@ -285,7 +285,7 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        q: Float[Tensor, "B n*H Tq D"],
+        q: Float[Tensor, "B heads Tq D"],
         k: Float[Tensor, "B Hk Tk D"],
         v: Float[Tensor, "B Hk Tk D"],
         *,

@@ -227,7 +227,7 @@ class Visibility:
 
     def places(
         self, queries: int, keys: int, device: torch.device
-    ) -> Int[Tensor, "#B 2 Tq+Tk"] | None:
+    ) -> Int[Tensor, "#B 2 {queries+keys}"] | None:
         """Segment and position of every query, then of every key; `None` if all are in place."""
         if self.in_place:
             return None
@@ -375,7 +375,7 @@ def see_at(
 
 
 def see_placed(
-    places: Int[Tensor, "#B 2 Tq+Tk"],
+    places: Int[Tensor, "#B 2 P"],
     queries: int,
     causal: bool,
     window: int | None,

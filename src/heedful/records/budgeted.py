@@ -3,7 +3,6 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 from heedful.records.files import append_line, read_each
 
@@ -52,7 +51,7 @@ class UnderBudget:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Self:
+    def from_json(cls, line: str) -> "UnderBudget":
         """The score that `to_json` wrote; anything else raises a `ValueError`."""
         try:
             return cls(**json.loads(line))

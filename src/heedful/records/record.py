@@ -5,7 +5,6 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 from heedful.records.files import append_line, read_each
 
@@ -120,7 +119,7 @@ class Record:
         return json.dumps(_finite(dataclasses.asdict(self)), allow_nan=False)
 
     @classmethod
-    def from_json(cls, line: str) -> Self:
+    def from_json(cls, line: str) -> "Record":
         """The record that `to_json` wrote; unknown and missing fields raise."""
         try:
             data = json.loads(line)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
 
 from heedful.records.files import append_line, read_each
 
@@ -57,7 +56,7 @@ class Sample:
         return json.dumps({"asked" if name == "digest" else name: x for name, x in fields})
 
     @classmethod
-    def from_json(cls, line: str) -> Self:
+    def from_json(cls, line: str) -> "Sample":
         """The sample that `to_json` wrote; anything else raises a `ValueError`."""
         try:
             fields = json.loads(line)

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class Assignment(SymbolTask):
         return rows(torch.from_numpy(ids), slice(end + 1, None, 2))
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Assignment":
         """Eight queries a sequence: one gives too little to learn from."""
         return cls(queries=8)
 
@@ -116,7 +116,7 @@ class Assignment(SymbolTask):
         short = replace(self, assignments=assignments, queries=queries)
         return short.sample(1, 0).input_ids[0]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Assignment]":
         """The task itself, two and four times as many assignments, and the two hard cases.
 
         `assigned-once` and `assigned-once-4x` query the variable of the first assignment, which is

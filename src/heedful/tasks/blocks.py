@@ -3,7 +3,7 @@
 import math
 import string
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -137,7 +137,7 @@ class Blocks(SymbolTask):
         """A sequence of at most six blocks."""
         return replace(self, blocks=min(self.blocks, 6)).sample(1, 0).input_ids[0]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Blocks]":
         """The task itself, to be sampled with another seed than training."""
         return {"in-distribution": self}
 

@@ -2,7 +2,7 @@
 
 import string
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -60,7 +60,7 @@ class Copy(SymbolTask):
         ids[:, 1 : self.symbols + 1] = ids[:, self.symbols + 2 : -1] = text
         return rows(torch.from_numpy(ids), slice(self.symbols + 2, None))
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Copy]":
         """The task itself, and strings two and four times as long."""
         return {
             "in-distribution": self,

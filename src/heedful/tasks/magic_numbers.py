@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class MagicNumbers(Task):
         """BOS, EOS (unused), what sentences are made of, cities, numbers, filler words."""
         return len(_NAMES)
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "MagicNumbers":
         """Sequences of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 
@@ -154,7 +154,7 @@ class MagicNumbers(Task):
         """A short sequence with two needles."""
         return replace(self, length=48, needles=2).sample(1, 0).input_ids[0]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, MagicNumbers]":
         """As many needles, and two, six and eight where they fit; also twice as long."""
         tasks = {"in-distribution": self}
         for needles in (2, 6, 8):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -285,7 +285,7 @@ class TextPairTask(PairTask):
         known = self._tokens.get_vocab_size()
         return self._tokens.decode([i for i in self.written(ids) if i < known]).strip()
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, TextPairTask]":
         """The evaluation part; of given pairs it shares what was read."""
         held_out = replace(self, part="held-out")
         if self.paths:
@@ -298,7 +298,7 @@ class TextPairTask(PairTask):
         return self.with_end(self._tokens)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "TextPairTask":
         """Of the pairs that are given."""
         return cls(paths=tuple(data))
 

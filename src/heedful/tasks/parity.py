@@ -1,7 +1,7 @@
 """Running parity of random bits: the task for which almost everything may be forgotten."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Parity(SymbolTask):
         labels[:, 2::2] = ids[:, 2::2]
         return Samples(ids, labels, torch.ones_like(ids))
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Parity]":
         """The task itself, and sequences with two and four times as many bits."""
         return {
             "in-distribution": self,

@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -158,7 +158,7 @@ class Recall(Task):
         """How many tokens before a question at the end hold no dormant fact, at least."""
         return self.length - self.early - self.questions * (_LONGEST + 2)
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Recall":
         """Sequences of so many tokens; longer ones have more filler."""
         return self if length is None else replace(self, length=length)
 
@@ -176,11 +176,11 @@ class Recall(Task):
         values: dict[int, list[int]] = {}
         fresh = (self._symbol + rng.permutation(len(_SYMBOLS))).tolist()  # each is used once
 
-        def tell(name: int) -> _Piece:
+        def tell(name: int | np.integer) -> _Piece:
             values[name] = [fresh.pop() for _ in range(rng.integers(1, _LONGEST + 1))]
             return _Piece([_NAME + name, *values[name], self._end])
 
-        def ask(name: int) -> _Piece:
+        def ask(name: int | np.integer) -> _Piece:
             return _Piece([_NAME + name, *values[name], self._end + 1 + mark], answer=1)
 
         early = [tell(name) for name in _shuffled(rng, names)]
@@ -225,7 +225,7 @@ class Recall(Task):
             spread += [piece, *self._filler(rng, gap)]
         return spread
 
-    def _filler(self, rng, length: int) -> "list[_Piece]":
+    def _filler(self, rng, length: int | np.integer) -> "list[_Piece]":
         phrases = []
         while length:
             size = min(int(rng.integers(3, 9)), max(length // 2, 1))
@@ -256,7 +256,7 @@ class Recall(Task):
         short = replace(self, length=87, **few)
         return short.sample(1, 0).input_ids[0]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Recall]":
         """Questions of both kinds, dormant and recent ones alone, and sequences twice as long."""
         plain = replace(self, taught=False)
         return {
@@ -266,7 +266,7 @@ class Recall(Task):
             "2x-length": replace(plain, length=2 * self.length),
         }
 
-    def under_budgets(self) -> dict[str, Self]:
+    def under_budgets(self) -> "dict[str, Recall]":
         """Sequences of this length, both kinds of questions alone as well."""
         return {name: x for name, x in self.evaluations().items() if x.length == self.length}
 
@@ -292,5 +292,5 @@ def answer_error(predictions: Int[Tensor, "N T"], labels: Int[Tensor, "N T"]) ->
     return (failed.index_add_(0, number, wrong[mask].long()) > 0).double().mean().item()
 
 
-def _shuffled(rng: np.random.Generator, items: Sequence) -> list:
+def _shuffled(rng: np.random.Generator, items: Sequence | np.ndarray) -> list:
     return [items[i] for i in rng.permutation(len(items))]

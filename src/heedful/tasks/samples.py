@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -87,11 +87,11 @@ class Task(ABC):
     end: ClassVar[str] = "EOS"
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Task":
         """The task as the comparison runs it; `data` is text for tasks that read some."""
         return cls()
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Task":
         """The same with sequences of so many tokens, and text in tokens of this kind."""
         if length is not None:
             raise ValueError(
@@ -128,7 +128,7 @@ class Task(ABC):
         return self.sample(count, 0)
 
     @abstractmethod
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Task]":
         """What a model is evaluated on, by name; the first is what a run is judged by."""
 
     def saved_tokenizer(self) -> "Tokenizer | None":
@@ -139,7 +139,7 @@ class Task(ABC):
         """Ids with a meaning, as transformers names them, such as `bos_token`."""
         return {}
 
-    def under_budgets(self) -> dict[str, Self]:
+    def under_budgets(self) -> "dict[str, Task]":
         """What a model under a small KV cache is scored on; nothing where that tells nothing."""
         return {}
 

@@ -2,7 +2,7 @@
 
 import string
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class SelectiveCopy(SymbolTask):
         ids[:, self.context + 2 : -1] = letters
         return rows(torch.from_numpy(ids), slice(self.context + 2, None))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "SelectiveCopy":
         """Sequences of so many tokens; longer ones have more noise."""
         if length is None:
             return self
@@ -74,6 +74,6 @@ class SelectiveCopy(SymbolTask):
         check_whole("length", length, least, way_out=f"a sequence copies {self.symbols} letters")
         return replace(self, context=length - self.symbols - 3)
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, SelectiveCopy]":
         """The task itself, and as many letters among twice the noise."""
         return {"in-distribution": self, "2x-context": replace(self, context=2 * self.context)}

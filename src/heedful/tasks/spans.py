@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -170,17 +170,17 @@ class Spans(PairTask):
         return self.with_end(self._text.saved_tokenizer(), sentinels)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Spans":
         """Of the text that is given."""
         return cls(paths=tuple(data))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Spans":
         """Pieces of so many tokens, of bytes or of byte pairs."""
         size = Text().cut(None, tokenizer).vocab_size
         length = self.length if length is None else length
         return replace(self, length=length, tokenizer=tokenizer, text_vocab_size=size)
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Spans]":
         """The evaluation part as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         held_out.__dict__["_text"] = self._text.evaluations()["held-out"]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -120,7 +120,7 @@ class Summarise(TextPairTask):
             return ("loss",)
         return ("fact_recall", "fact_precision", "rouge_l", "loss")
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Summarise":
         """Reports of so many tokens; given pairs in bytes or byte pairs."""
         kept = self.target_length if not self.paths or length is None else None
         return replace(

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -191,11 +191,11 @@ class Text(Task):
         return self._corpus.tokenizer.decode(ids)
 
     @classmethod
-    def default(cls, data: Sequence[str] = ()) -> Self:
+    def default(cls, data: Sequence[str] = ()) -> "Text":
         """Of the text that is given."""
         return cls(paths=tuple(data))
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Text":
         """Sequences of so many tokens, of bytes or of byte pairs."""
         size = _VOCABULARY if tokenizer == "bpe" else None
         length = self.length if length is None else length
@@ -205,7 +205,7 @@ class Text(Task):
         """The beginning of an evaluation sequence."""
         return self.evaluations()["held-out"].sample(1, 0).input_ids[0, :_SHOWN]
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Text]":
         """The evaluation part as a task of its own that shares this one's corpus."""
         held_out = replace(self, part="held-out")
         # Without this the copy would read the corpus and train the vocabulary once more.
@@ -232,7 +232,7 @@ class Text(Task):
         """BOS."""
         return {"bos_token": self.bos}
 
-    def under_budgets(self) -> dict[str, Self]:
+    def under_budgets(self) -> "dict[str, Text]":
         """The evaluation part."""
         return self.evaluations()
 

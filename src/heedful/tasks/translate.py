@@ -6,7 +6,7 @@ Every generated sentence has exactly one translation, by the rules in `Translate
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -207,7 +207,7 @@ class Translate(TextPairTask):
         """The other of the two, and the loss."""
         return ("error" if self.paths else "bleu", "loss")
 
-    def cut(self, length: int | None, tokenizer: str) -> Self:
+    def cut(self, length: int | None, tokenizer: str) -> "Translate":
         """Given pairs in sequences of so many tokens, of bytes or of byte pairs."""
         if not self.paths:
             return super().cut(length, tokenizer)
@@ -240,7 +240,7 @@ class Translate(TextPairTask):
         ]
         return " ".join(source), " ".join(target)
 
-    def evaluations(self) -> dict[str, Self]:
+    def evaluations(self) -> "dict[str, Translate]":
         """The evaluation part, and of generated sentences also those of twice as many clauses."""
         tasks = super().evaluations()
         if not self.paths and self.clauses <= 8:

@@ -1,7 +1,7 @@
 """Losses of what layers report: how much of its context each still needs, how large groups are."""
 
 import logging
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -78,7 +78,7 @@ class _Reports:
             hook.remove()
         self._hooks, self._layers, self._reports = [], [], []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "_Reports":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -90,7 +90,7 @@ def test_steps_of_multi_token_attention_lead_from_logits_to_weights():
     ]  # fmt: skip
     assert [step.logits for step in layer.steps] == [True, True, True, False, False]
     q, k = inputs["q"], inputs["k"].repeat_interleave(2, dim=1)
-    visible = Visibility().dense(17, 17, "cpu")[0]
+    visible = Visibility().dense(17, 17, torch.device("cpu"))[0]
     plain = (q @ k.mT * inputs["scale"])[0].detach()
     assert torch.equal(steps["logits"].map, plain.masked_fill(~visible, -torch.inf))
     expected = correlate(plain.masked_fill(~visible, 0)[None], layer.conv)[0]
@@ -121,7 +121,7 @@ def test_every_mechanism_has_the_steps_that_it_takes(mechanism, names):
         if names == ["first map", "second map"]:
             first, second = (step.map for step in layer.steps)
             lam = (first - layer.weights)[:, 1:] / second[:, 1:].clamp(min=1e-9)
-            visible = Visibility().dense(9, 9, "cpu")[0][1:]
+            visible = Visibility().dense(9, 9, torch.device("cpu"))[0][1:]
             assert lam[:, visible].std() < 1e-4  # one lambda for the layer
         if mechanism == "selective":
             f = layer.hiding.cumsum(1) - layer.hiding

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -31,6 +31,7 @@ class Likelihood(NamedTuple):
     likeliest: Int[Tensor, "T-1"]
 
 
+@runtime_checkable
 class Answers(Protocol):
     """Who is evaluated."""
 

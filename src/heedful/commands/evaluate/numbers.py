@@ -223,7 +223,9 @@ def _cells(measure: Measure, samples: Sequence[Sample]) -> _Cells:
     return cells
 
 
-def _value(measure: Measure, cells: _Cells, rng: np.random.Generator | None = None) -> np.ndarray:
+def _value(
+    measure: Measure, cells: _Cells, rng: np.random.Generator | None = None
+) -> np.ndarray | np.floating:
     """The measure, or with a generator what it is in as many resamples as `RESAMPLES`."""
     values = []
     for top, bottom in cells:

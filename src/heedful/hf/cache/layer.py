@@ -159,7 +159,7 @@ class LayerCache(AttentionCache):
     def attend(
         self,
         layer: Layer,
-        q: Float[Tensor, "B H Tq D"],
+        q: Float[Tensor, "B heads Tq D"],
         k: Float[Tensor, "B Hk Tk D"],
         v: Float[Tensor, "B Hk Tk D"],
         *,

@@ -101,9 +101,9 @@ class _Route:
 
     def __call__(
         self,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hk T D"],
-        v: Float[Tensor, "B Hk T D"],
+        q: Float[Tensor, "B heads Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
         *,
         visibility: Visibility | None = None,
         scale: float | None = None,

@@ -298,7 +298,7 @@ def _placed(
     new: Float[Tensor, "B Hk m D"],
     at: Int[Tensor, "B 1 m 1"],
     count: int,
-) -> Float[Tensor, "B Hk room D"]:
+) -> Float[Tensor, "B Hk more D"]:
     """The summaries with new ones in their places; the last slot takes what no sequence has."""
     learns = torch.is_grad_enabled() and (new.requires_grad or store.requires_grad)
     frozen = store.is_inference() and not torch.is_inference_mode_enabled()

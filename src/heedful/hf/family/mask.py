@@ -148,7 +148,7 @@ class MaskProbe(NamedTuple):
             each = torch.vmap(self.mask_function, in_dims=(0, None, 0, 0))
             return each(rows.flatten(), 0, i.flatten(), j.flatten()).view(rows.shape)
 
-    def alone(self) -> Bool[Tensor, "B keys-1"] | None:
+    def alone(self) -> Bool[Tensor, "B {self.keys-1}"] | None:
         """Which tokens, from the second on, do not see the one before; `None` where all do."""
         if self.keys < 2:
             return None
@@ -156,7 +156,7 @@ class MaskProbe(NamedTuple):
         alone = ~self.at(token, token - 1)[:, 0]
         return alone if is_tracing(alone) or bool(alone.any()) else None
 
-    def mutual(self) -> Int[Tensor, "B keys"] | None:
+    def mutual(self) -> Int[Tensor, "B {self.keys}"] | None:
         """Runs of tokens that see each other later ones included; `None` where there are none.
 
         A compiled model takes none: `compare` refuses them when it runs.
@@ -195,7 +195,7 @@ class MaskProbe(NamedTuple):
         expected = ours.at(i - self.first, j - self.first)
         return (self.at(i[:, None], j) == expected).all()
 
-    def _tokens(self) -> Int[Tensor, " keys"]:
+    def _tokens(self) -> Int[Tensor, " {self.keys}"]:
         return torch.arange(self.first, self.first + self.keys, device=self.device)
 
 
@@ -318,10 +318,10 @@ def _numbered(alone: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B n+1"] | None:
 
 def _alone_when_packed(
     probe: MaskProbe,
-    alone: Bool[Tensor, "B T-1"],
+    alone: Bool[Tensor, "B n"],
     packed: Int[Tensor, "#B T"],
     padding: Bool[Tensor, "B T"] | None,
-) -> Bool[Tensor, "B T-1"]:
+) -> Bool[Tensor, "B n"]:
     """Where documents and chunks start, in a family whose chunks are counted from each start.
 
     A mask function that knows of the documents separates them already. Another one is asked about

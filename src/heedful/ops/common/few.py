@@ -28,7 +28,7 @@ def few_queries(q: Tensor, k: Tensor, tensors: Iterable[Tensor | None]) -> bool:
 
 def hidden_from(
     visibility: Visibility, queries: int, keys: int, device: torch.device
-) -> Bool[Tensor, "B 1 Tq Tk"] | None:
+) -> Bool[Tensor, "#B 1 Tq Tk"] | None:
     """What the queries do not see; `None` where they see everything."""
     if visibility.plain and (queries == 1 or not visibility.causal):
         return None
@@ -49,7 +49,7 @@ def few_scores(
 
 def few_weights(
     logits: Float[Tensor, "B H Tq Tk"],
-    hidden: Bool[Tensor, "B 1 Tq Tk"] | None,
+    hidden: Bool[Tensor, "#B 1 Tq Tk"] | None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """Softmax over what is seen, and a sink if there is one; rows that see nothing become zero."""

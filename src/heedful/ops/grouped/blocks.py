@@ -11,8 +11,8 @@ ROWS = 128
 
 
 def units_of(
-    q: Float[Tensor, "B H Tq D"], queries: Float[Tensor, "B H M D"], reach: Int[Tensor, "B 7 Tq"]
-) -> tuple[Float[Tensor, "B H U D"], Int[Tensor, " Tq"]]:
+    q: Float[Tensor, "#B H Tq D"], queries: Float[Tensor, "#B H M D"], reach: Int[Tensor, "#B 7 Tq"]
+) -> tuple[Float[Tensor, "#B H U D"], Int[Tensor, " Tq"]]:
     """The queries of the groups that ask, one for every run of rows that see the same summaries.
 
     A row asks for itself while no group of its own is complete.
@@ -42,12 +42,12 @@ class Operands(NamedTuple):
     asking: Tensor
     group_k: Tensor
     group_v: Tensor
-    log_size: Float[Tensor, "B H M"]
-    weight: Float[Tensor, "B Tk S"]
+    log_size: Float[Tensor, "#B H M"]
+    weight: Float[Tensor, "#B Tk S"]
     bias: Float[Tensor, "#B #H Tq Tk"] | None
     group_bias: Float[Tensor, "#B #H Tq M"] | None
-    index: Int[Tensor, "B Tk S"]
-    reach: Int[Tensor, "B 7 Tq"]
+    index: Int[Tensor, "#B Tk S"]
+    reach: Int[Tensor, "#B 7 Tq"]
     unit: Int[Tensor, " Tq"] | None
     hard: bool
     scale: float

@@ -38,13 +38,13 @@ class Groups:
     even: whether these are runs of `longest` tokens from the first on, the last perhaps shorter.
     """
 
-    index: Int[Tensor, "B T S"]
-    weight: Float[Tensor, "B T S"]
-    start: Int[Tensor, "B M"]
-    end: Int[Tensor, "B M"]
-    complete: Bool[Tensor, "B M"]
+    index: Int[Tensor, "#B T S"]
+    weight: Float[Tensor, "#B T S"]
+    start: Int[Tensor, "#B M"]
+    end: Int[Tensor, "#B M"]
+    complete: Bool[Tensor, "#B M"]
     longest: int
-    mass: Float[Tensor, "B M"] | None = None
+    mass: Float[Tensor, "#B M"] | None = None
     first: int = 0
     hard: bool = False
     even: bool = False
@@ -54,7 +54,7 @@ class Groups:
         if self.mass is None:
             object.__setattr__(self, "mass", self._mass())
 
-    def _mass(self) -> Float[Tensor, "B M"]:
+    def _mass(self) -> Float[Tensor, "#B M"]:
         rows = max(len(self.weight), len(self.index))
         # Shares in groups that began before these tokens are none of these groups'.
         share = self.weight.where(self.index >= 0, 0).expand(rows, -1, -1).flatten(1)
@@ -67,7 +67,7 @@ class Groups:
         return self.start.shape[1]
 
     @property
-    def there(self) -> Bool[Tensor, "B M"]:
+    def there(self) -> Bool[Tensor, "#B M"]:
         """Which groups a row has."""
         return self.end < NEVER
 
@@ -128,7 +128,7 @@ class Groups:
             )
 
 
-def _at_tokens(segments: Int[Tensor, "B T"], tokens: Int[Tensor, "B M"]) -> Int[Tensor, "B M"]:
+def _at_tokens(segments: Int[Tensor, "#B T"], tokens: Int[Tensor, "#B M"]) -> Int[Tensor, "#B M"]:
     rows = max(len(segments), len(tokens))
     at = tokens.clamp(0, segments.shape[1] - 1).expand(rows, -1)
     return segments.expand(rows, -1).gather(1, at)
@@ -141,8 +141,8 @@ class Members(NamedTuple):
     share: how much of each, zero for none.
     """
 
-    at: Int[Tensor, "B M L"]
-    share: Float[Tensor, "B M L"]
+    at: Int[Tensor, "#B M L"]
+    share: Float[Tensor, "#B M L"]
 
 
 class Places(NamedTuple):
@@ -154,13 +154,13 @@ class Places(NamedTuple):
     plain: whether there is one document without padding.
     """
 
-    real: Bool[Tensor, "B T"]
-    start: Int[Tensor, "B T"]
-    stop: Int[Tensor, "B T"]
+    real: Bool[Tensor, "#B T"]
+    start: Int[Tensor, "#B T"]
+    stop: Int[Tensor, "#B T"]
     plain: bool
 
     @property
-    def position(self) -> Int[Tensor, "B T"]:
+    def position(self) -> Int[Tensor, "#B T"]:
         """Counted from the first token of the document."""
         return torch.arange(self.start.shape[1], device=self.start.device) - self.start
 
@@ -253,7 +253,7 @@ def sliding_groups(
 
 
 def sliding_from(
-    places: Places, span: int, stride: int, begun: Int[Tensor, "B T"] | int = 0
+    places: Places, span: int, stride: int, begun: Int[Tensor, "#B T"] | int = 0
 ) -> Groups:
     """As `sliding_groups`; `begun` is how many groups of a token's document came before these."""
     position = places.position + begun * stride
@@ -271,7 +271,7 @@ def sliding_from(
 
 
 def sentence_groups(
-    token_ids: Int[Tensor, "B T"],
+    token_ids: Int[Tensor, "#B T"],
     closing: tuple[int, ...],
     *,
     shortest: int = 1,
@@ -304,7 +304,7 @@ def sentence_groups(
 
 
 def closed_groups(
-    closes: Bool[Tensor, "B T"], places: Places, shortest: int, longest: int
+    closes: Bool[Tensor, "#B T"], places: Places, shortest: int, longest: int
 ) -> Groups:
     """Groups that end where `closes` says, none shorter or longer than these lengths.
 
@@ -331,7 +331,7 @@ def closed_groups(
 
 
 def contiguous(
-    starts: Bool[Tensor, "B T"], places: Places, longest: int, count: int | None = None
+    starts: Bool[Tensor, "#B T"], places: Places, longest: int, count: int | None = None
 ) -> Groups:
     """Hard groups of neighbours, from the tokens that start one; so many, if that is known."""
     start, last = begin_and_last(starts, places, count)
@@ -344,8 +344,8 @@ def contiguous(
 
 
 def begin_and_last(
-    starts: Bool[Tensor, "B T"], places: Places, count: int | None = None
-) -> tuple[Int[Tensor, "B M"], Int[Tensor, "B M"]]:
+    starts: Bool[Tensor, "#B T"], places: Places, count: int | None = None
+) -> tuple[Int[Tensor, "#B M"], Int[Tensor, "#B M"]]:
     """Where each group starts, and the last token of its document; `NEVER` for one not there."""
     rows, tokens = starts.shape
     count = max(1, int(starts.sum(1).max())) if count is None else count

@@ -26,7 +26,7 @@ from heedful.ops.visibility import Visibility
 
 
 def cif_groups(
-    alpha: Float[Tensor, "B T"], *, longest: int = 64, visibility: Visibility | None = None
+    alpha: Float[Tensor, "#B T"], *, longest: int = 64, visibility: Visibility | None = None
 ) -> Groups:
     r"""Groups of equal weight: a token adds `alpha` to its group, and a full unit starts the next.
 
@@ -54,9 +54,9 @@ def cif_groups(
 
 def cif_from(
     places: Places,
-    alpha: Float[Tensor, "B T"],
+    alpha: Float[Tensor, "#B T"],
     longest: int,
-    begun: Float[Tensor, "B T"] | None = None,
+    begun: Float[Tensor, "#B T"] | None = None,
 ) -> Groups:
     """As `cif_groups`; `begun` is how full the open group of a token's document was before these.
 
@@ -94,14 +94,16 @@ def cif_from(
     return Groups(index, weight, start, end, complete, min(longest + 1, tokens))
 
 
-def _opened_at_its_end(index: Int[Tensor, "B T 2"], end: Int[Tensor, "B M"]) -> Bool[Tensor, "B M"]:
+def _opened_at_its_end(
+    index: Int[Tensor, "#B T 2"], end: Int[Tensor, "#B M"]
+) -> Bool[Tensor, "#B M"]:
     """Whether the last token of a group is also its first, with a share in the one before."""
     second = index[..., 1].gather(1, end.clamp(max=index.shape[1] - 1))
     return second == torch.arange(end.shape[1], device=end.device)
 
 
 def slot_groups(
-    z: Float[Tensor, "B T C"],
+    z: Float[Tensor, "#B T C"],
     *,
     block: int = 64,
     slots: int = 4,
@@ -149,7 +151,7 @@ def slot_groups(
 
 def slots_from(
     places: Places,
-    z: Float[Tensor, "B T C"],
+    z: Float[Tensor, "#B T C"],
     block: int,
     slots: int,
     spread: float,

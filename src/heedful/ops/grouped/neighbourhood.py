@@ -25,15 +25,15 @@ class Neighbourhood(NamedTuple):
     asks: the group whose query stands for this one where groups ask; -1 for none.
     """
 
-    first: Int[Tensor, "B Tq"]
-    near: Int[Tensor, "B Tq"]
-    after: Int[Tensor, "B Tq"]
-    last: Int[Tensor, "B Tq"]
-    start: Int[Tensor, "B Tq"]
-    stop: Int[Tensor, "B Tq"]
-    asks: Int[Tensor, "B Tq"]
+    first: Int[Tensor, "#B Tq"]
+    near: Int[Tensor, "#B Tq"]
+    after: Int[Tensor, "#B Tq"]
+    last: Int[Tensor, "#B Tq"]
+    start: Int[Tensor, "#B Tq"]
+    stop: Int[Tensor, "#B Tq"]
+    asks: Int[Tensor, "#B Tq"]
 
-    def stacked(self) -> Int[Tensor, "B 7 Tq"]:
+    def stacked(self) -> Int[Tensor, "#B 7 Tq"]:
         """In one tensor, the form that crosses a custom operator's boundary."""
         return torch.stack(torch.broadcast_tensors(*self), dim=1)
 
@@ -110,8 +110,8 @@ def reach_of(
 
 
 def _newest(
-    groups: Groups, visibility: Visibility, token: Int[Tensor, "B Tq"], keys: int
-) -> Int[Tensor, "B Tq"]:
+    groups: Groups, visibility: Visibility, token: Int[Tensor, "#B Tq"], keys: int
+) -> Int[Tensor, "#B Tq"]:
     """The newest complete group of the token's document; -1 for none."""
     number = torch.arange(groups.count, device=token.device)
     complete = number.where(groups.complete & groups.there, -1).cummax(1).values
@@ -123,7 +123,7 @@ def _newest(
     return newest.where(newest >= _below(groups.start, begin), -1)
 
 
-def _own(groups: Groups, skipped: int) -> Int[Tensor, "B n"]:
+def _own(groups: Groups, skipped: int) -> Int[Tensor, "#B n"]:
     """The group that holds most of a token, the first of equals; -1 for padding."""
     index, weight = torch.broadcast_tensors(groups.index[:, skipped:], groups.weight[:, skipped:])
     most = (weight == weight.amax(-1, keepdim=True)) & (index >= 0)
@@ -131,7 +131,7 @@ def _own(groups: Groups, skipped: int) -> Int[Tensor, "B n"]:
     return own.where(own < groups.count, -1)
 
 
-def _without_padding(reach: Neighbourhood, segments: Int[Tensor, "B Tq"] | None) -> Neighbourhood:
+def _without_padding(reach: Neighbourhood, segments: Int[Tensor, "#B Tq"] | None) -> Neighbourhood:
     """Padded queries reach nothing."""
     if segments is None:
         return reach
@@ -139,14 +139,14 @@ def _without_padding(reach: Neighbourhood, segments: Int[Tensor, "B Tq"] | None)
     return Neighbourhood(*(x.where(real, 0) for x in reach[:6]), reach.asks.where(real, -1))
 
 
-def _below(ascending: Int[Tensor, "B M"], x: Int[Tensor, "B n"]) -> Int[Tensor, "B n"]:
+def _below(ascending: Int[Tensor, "#B M"], x: Int[Tensor, "#B n"]) -> Int[Tensor, "#B n"]:
     """How many of the numbers are below each x."""
     rows = max(len(ascending), len(x))
     ascending, x = ascending.expand(rows, -1).contiguous(), x.expand(rows, -1).contiguous()
     return torch.searchsorted(ascending, x)
 
 
-def _at(ascending: Int[Tensor, "B M"], place: Int[Tensor, "B n"]) -> Int[Tensor, "B n"]:
+def _at(ascending: Int[Tensor, "#B M"], place: Int[Tensor, "#B n"]) -> Int[Tensor, "#B n"]:
     rows = max(len(ascending), len(place))
     place = place.clamp(0, ascending.shape[1] - 1).expand(rows, -1)
     return ascending.expand(rows, -1).gather(1, place)

@@ -25,12 +25,12 @@ class Summaries(NamedTuple):
     q: `[B, H, M, D]`; `None` where tokens ask.
     """
 
-    k: Float[Tensor, "B Hk M D"]
-    v: Float[Tensor, "B Hk M Dv"]
-    q: Float[Tensor, "B H M D"] | None = None
+    k: Float[Tensor, "#B Hk M D"]
+    v: Float[Tensor, "#B Hk M Dv"]
+    q: Float[Tensor, "#B H M D"] | None = None
 
 
-def gather_members(x: Float[Tensor, "B T D"], groups: Groups) -> Float[Tensor, "B M L D"]:
+def gather_members(x: Float[Tensor, "#B T D"], groups: Groups) -> Float[Tensor, "#B M L D"]:
     """The rows of every group's members; of some token, or zero, where a group has fewer."""
     if groups.even:
         return in_blocks(x.mT, groups.longest, 0).movedim(1, -1)
@@ -41,8 +41,8 @@ def gather_members(x: Float[Tensor, "B T D"], groups: Groups) -> Float[Tensor, "
 
 
 def member_weights(
-    groups: Groups, logits: Float[Tensor, "B M L *W"] | None = None
-) -> Float[Tensor, "B M L *W"]:
+    groups: Groups, logits: Float[Tensor, "#B M L *W"] | None = None
+) -> Float[Tensor, "#B M L *W"]:
     r"""How much each member counts: $w_{ij} = A_{ij} e^{z_{ij}} / \sum_i A_{ij} e^{z_{ij}}$.
 
     Arguments:
@@ -67,8 +67,8 @@ def member_weights(
 
 
 def pooled(
-    x: Float[Tensor, "B M L H D"], weights: Float[Tensor, "B M L *W"]
-) -> Float[Tensor, "B H M D"]:
+    x: Float[Tensor, "#B M L H D"], weights: Float[Tensor, "#B M L *W"]
+) -> Float[Tensor, "#B H M D"]:
     """The weighted mean of every group's members; weights per head and channel, or for all."""
     weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
     out = (widen(x) * weights.to(torch.promote_types(x.dtype, torch.float32))).sum(2)
@@ -76,12 +76,12 @@ def pooled(
 
 
 def summarise(
-    k: Float[Tensor, "B Hk T D"],
-    v: Float[Tensor, "B Hk T Dv"],
+    k: Float[Tensor, "#B Hk T D"],
+    v: Float[Tensor, "#B Hk T Dv"],
     groups: Groups,
     *,
-    logits: Float[Tensor, "B Hk T"] | Float[Tensor, "B Hk T D"] | None = None,
-    q: Float[Tensor, "B H T D"] | None = None,
+    logits: Float[Tensor, "#B Hk T"] | Float[Tensor, "#B Hk T D"] | None = None,
+    q: Float[Tensor, "#B H T D"] | None = None,
 ) -> Summaries:
     r"""Every group's keys and values in one: the mean of its members, by learned weights.
 
@@ -133,11 +133,11 @@ def summarise(
 
 
 def member_attention(
-    q: Float[Tensor, "B T A"],
-    k: Float[Tensor, "B T A"],
-    v: Float[Tensor, "B T A"],
+    q: Float[Tensor, "#B T A"],
+    k: Float[Tensor, "#B T A"],
+    v: Float[Tensor, "#B T A"],
     groups: Groups,
-) -> Float[Tensor, "B M L A"]:
+) -> Float[Tensor, "#B M L A"]:
     r"""What each member takes from the others of its group, less what it has itself.
 
     $$ \Delta_{ij} = \sum_l p^{(j)}_{il} v_l - v_i, \qquad

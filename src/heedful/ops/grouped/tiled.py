@@ -120,7 +120,7 @@ def _by_key_head(
     return out.unflatten(2, (-1, weights.shape[2])).flatten(1, 2)
 
 
-def _rows_by_key_head(q: Float[Tensor, "B H R D"], heads: int) -> Float[Tensor, "B Hk shared*R D"]:
+def _rows_by_key_head(q: Float[Tensor, "B H R D"], heads: int) -> Float[Tensor, "B {heads} rows D"]:
     return q.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -153,7 +153,7 @@ def _group_logits(x: Operands, block: Block) -> Float[Tensor, "B H U G"]:
 
 def _token_logits(
     x: Operands, block: Block
-) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B R C"] | None]:
+) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "#B R C"] | None]:
     """Logits of the tokens, and what no visible summary holds of each, if that is not all."""
     rows, cut = (slice(r.start, r.stop) for r in (block.rows, block.tokens))
     logits = _scores(x.q[:, :, rows], x.k[:, :, cut], x.scale)
