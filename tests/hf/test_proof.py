@@ -55,14 +55,14 @@ def wrong_scale(module, q, k, v, seen, *, scaling=None, **options):
 
 
 def wide_window(*args, **options):
-    actual = mask.seen(*args, **options)
+    actual = mask.attention_context(*args, **options)
     window = actual.visibility.window
     wider = heedful.Visibility(window=window and window + 1, padding=actual.visibility.padding)
     return actual._replace(visibility=wider)
 
 
 def no_padding(*args, **options):
-    actual = mask.seen(*args, **options)
+    actual = mask.attention_context(*args, **options)
     return actual._replace(visibility=heedful.Visibility(window=actual.visibility.window))
 
 
@@ -73,10 +73,11 @@ def forgetful(self, key_states, value_states, *args, **options):
 
 
 attend, kept = attention.attention, cache.LayerCache.update
+CONTEXT = "attention_context"
 BROKEN = {
     "scale": ("no mask", "llama", {}, (attention, "attention", wrong_scale)),
-    "window": ("no mask", "mistral", {"sliding_window": 3}, (attention, "seen", wide_window)),
-    "padding": ("padding on the left", "llama", {}, (attention, "seen", no_padding)),
+    "window": ("no mask", "mistral", {"sliding_window": 3}, (attention, CONTEXT, wide_window)),
+    "padding": ("padding on the left", "llama", {}, (attention, CONTEXT, no_padding)),
     "cache": ("generate with a cache", "llama", {}, (cache.LayerCache, "update", forgetful)),
 }
 

@@ -371,7 +371,7 @@ def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries
 def test_gradients_under_positions_and_queries(mechanism):
     at = torch.randperm(200)[:150].sort().values[None]
     shape = Shape(queries=70, keys=150)
-    if not any(name in mechanism.draw(shape) for name in JOINING):
+    if not joins_neighbours(mechanism):
         hold(mechanism, shape, torch.float32, Visibility(positions=at))
     if "selective" not in mechanism.name:
         queries = Queries(padding=torch.arange(70)[None] < 60)
