@@ -74,7 +74,7 @@ def commands() -> list:
                     if words and Path(words[0]).name == "heedful":
                         out = words.index("--out") + 1 if "--out" in words else len(words)
                         # Comparisons of the README in every run, those of other pages as slow.
-                        late = words[1] == "compare" and page.name != "README.md"
+                        late = words[1] == "compare" and page != ROOT / "README.md"
                         marks = [pytest.mark.slow] * late
                         label = f"{name(page)}: {' '.join(words)}"
                         case = pytest.param(words[1:], id=label, marks=marks)
@@ -212,8 +212,8 @@ def test_launched_commands_run(launcher, tmp_path):
 
 
 def _small(setup: setups.Setup) -> setups.Setup:
-    budget = replace(setup.budget, steps=1, batch=2, evaluations=1, held_out=2)
-    return setup._replace(size=Size(16, 2, 2), budget=budget)
+    small_run = replace(setup.hyperparameters, steps=1, batch=2, evaluations=1, held_out=2)
+    return setup._replace(size=Size(16, 2, 2), hyperparameters=small_run)
 
 
 def _save_small_model(folder: Path) -> None:
