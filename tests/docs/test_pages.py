@@ -275,7 +275,7 @@ def test_every_public_name_is_listed():
 
 def test_a_fresh_clone_needs_one_command_line_each():
     text = (ROOT / "README.md").read_text()
-    for marker, last in (("main command", "heedful compare"), ("test command", "pytest -n 2")):
+    for marker, last in (("main command", "heedful compare"), ("test command", "pytest -n auto")):
         (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
