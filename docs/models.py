@@ -122,7 +122,7 @@ FIXES: dict[str, dict] = {
     "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 6},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention", "mamba"]},
     "helium": {"head_dim": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "jetmoe": {"num_experts_per_tok": 2, "kv_channels": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"n_groups": 1},

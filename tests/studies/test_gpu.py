@@ -19,7 +19,6 @@ from helpers import ROOT
 ALL_STAGES = """
 import sys, time
 from pathlib import Path
-from helpers import ROOT
 from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu.sizes import SMALL
 gpu_session.use("cpu")
