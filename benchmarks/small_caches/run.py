@@ -112,7 +112,7 @@ def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Names
             return max(losses[split] / whole[split] - 1 for split in losses)
         return max(losses[split] - whole[split] for split in losses)
 
-    loss(start, start)
+    loss(start)
     budgets = greedy(start, LEAST_TOKENS, task.length // 8, args.by_layer, loss)
     eviction = replace(MostHidden(tokens=task.length), tokens=budgets)
     final, peak, count = scored(model, task, eviction, args)
