@@ -1,6 +1,7 @@
 """Adapters of PEFT on converted models: trained, saved, reloaded and merged, or warned about."""
 
 import copy
+import pickle
 import warnings
 
 import peft
@@ -133,6 +134,20 @@ def test_a_mechanism_that_an_adapter_saves_writes_with_its_cache(name):
         options = {"max_new_tokens": 9, "do_sample": False, "use_cache": use_cache}
         actual.append(model.generate(input_ids=ids, **options))
     assert torch.equal(*actual)
+
+
+def test_a_cache_from_a_file_knows_its_mechanism_under_an_adapter():
+    """PEFT's module around a layer hides its class; heads alone do not tell mechanisms."""
+    models = [tiny(), tiny()]
+    for model, config in zip(models, (heedful.Standard(), heedful.Selective()), strict=True):
+        heedful.convert(model, config)
+    options = lora(modules_to_save=["heedful"])
+    standard, selective = (peft.get_peft_model(model, options).eval() for model in models)
+    cache = heedful.new_cache(standard.get_base_model())
+    with torch.no_grad():
+        standard(input_ids=tokens(1, 5), cache=cache)
+        with pytest.raises(ValueError, match=r"another model or mechanism \(StandardAttention"):
+            selective(input_ids=tokens(1, 2), cache=pickle.loads(pickle.dumps(cache)))
 
 
 def test_an_adapter_that_would_lose_the_mechanism_is_warned_about():

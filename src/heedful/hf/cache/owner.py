@@ -57,8 +57,10 @@ class Owner:
 
 def kind_of(layer: Layer) -> str:
     """What a cache must fit: the mechanism and the heads."""
+    # PEFT puts a module of its own around a layer that it saves.
+    mechanism = next(type(x).__name__ for x in layer.modules() if isinstance(x, Layer))
     shape = layer.shape
     return (
-        f"{type(layer).__name__} {shape.layer} with {shape.heads} heads, {shape.key_heads} key "
+        f"{mechanism} {shape.layer} with {shape.heads} heads, {shape.key_heads} key "
         f"heads of {shape.dim}, {layer.past_queries} query rows"
     )
