@@ -385,7 +385,7 @@ def _compare(command: CompareCommand) -> int:
 
 @contextmanager
 def _stopping() -> Iterator[list[int]]:
-    """The signals that asked to stop: work ends after its step, at the second one at once."""
+    """The signals to stop that have come: work ends after its step, at the second one at once."""
     signals: list[int] = []
 
     def stop(signum: int, frame: object) -> None:

@@ -34,7 +34,7 @@ def choose(
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"` or `"fused"`. `auto` takes `tiled`, and logs it
             once per operator.
-        unfused: why `fused` cannot serve this call, or `None` if it can; asked only if need be.
+        unfused: why `fused` cannot serve this call, or `None` if it can; called only where it matters.
         tensors: what the call may be differentiated in.
     """
     check_impl(impl)
@@ -92,7 +92,7 @@ def check_impl(impl: str) -> None:
 def no_triton(x: Tensor) -> str | None:
     """Why Triton's kernels cannot run on this tensor, in one clause, or `None`."""
     if torch.compiler.is_compiling():
-        return None  # asked when it was traced the first time, or at run time by Triton itself
+        return None  # checked when it was traced the first time, or by Triton at run time
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     if x.device.type in ("cuda", "meta") or _interpreted():

@@ -35,7 +35,7 @@ _BESIDE = "heedful.json"  # in a checkpoint: what Trainer does not keep
 
 
 class Stopped(Exception):
-    """Training was asked to stop; what is needed to go on is in the run's folder."""
+    """Training was stopped; what is needed to go on is in the run's folder."""
 
 
 def check_device(device: str) -> None:

@@ -136,7 +136,7 @@ def multi_token_attention(
     options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
     options["dropout"] = dropout
     if chosen == "fused":
-        options = {}  # it has been asked for none of them
+        options = {}  # the call has none of them
     if chosen == "fused":
         from heedful.ops.mta.fused.blocks import multi_token_attention_fused as run
     elif chosen == "tiled":

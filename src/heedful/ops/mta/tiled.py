@@ -183,7 +183,7 @@ class _Probabilities(NamedTuple):
 
     z: Tensor | None  # Mask_0(S), where a convolution follows
     c: Tensor | None  # Conv(Z), where mixing follows
-    slope: Tensor | None  # of the soft cap, where there is one and it is asked for
+    slope: Tensor | None  # of the soft cap, where there is one and the caller needs it
     p: Tensor
     sunk: Tensor | None  # what of each row goes to the sink, where there is one
 

@@ -17,7 +17,7 @@ future tokens. Nothing here is T x T, and all of it is differentiable.
 
 The rest of the file says where this form is taken. A kernel of low rank is cheaper as a product of
 wide heads than convolved tile by tile; an identity kernel, which every converted model starts with,
-has rank one. Where nothing else is asked for, torch's own flash kernel computes it, and where all
+has rank one. Where the call has nothing else, torch's own flash kernel computes it, and where all
 parameters are the identity, standard attention does.
 """
 
