@@ -34,7 +34,7 @@ def choose(
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"` or `"fused"`. `auto` takes `tiled`, and logs it
             once per operator.
-        unfused: why `fused` cannot serve this call, or `None` if it can; called only where it matters.
+        unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
         tensors: what the call may be differentiated in.
     """
     check_impl(impl)
