@@ -97,7 +97,8 @@ DRAFTS = {
     "standard": lambda name, family, model: {"assistant_model": converted("standard", family)},
     "other weights": lambda name, family, model: {"assistant_model": converted(name, family)},
     "itself": lambda name, family, model: {"assistant_model": twin(model)},
-    "unconverted": lambda name, family, model: {"assistant_model": tiny(family)},
+    # A stock draft with a sliding window fails in transformers 5.17, whatever the model.
+    "unconverted": lambda name, family, model: {"assistant_model": tiny("llama")},
 }
 GIVEN = {
     "no cache": lambda model: {},
