@@ -152,7 +152,8 @@ def examine_model(name: str, write: Callable[[str], None] = print) -> int:
     import torch
     from transformers.utils import logging
 
-    from heedful.commands.models import configuration_of, stock_class
+    from heedful.commands.models import configuration_of
+    from heedful.hf.stock import stock_class
     from heedful.nn import TABLE
 
     logging.set_verbosity_error()

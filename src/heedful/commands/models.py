@@ -10,21 +10,14 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import check_choice
 from heedful.data import ByteTokenizer, corpus
 from heedful.hf import convert, load
 from heedful.hf.budgets import take_budgets
 from heedful.hf.load import saved_conversion
+from heedful.hf.stock import stock_config, stock_model, stock_tokenizer
 from heedful.nn import Mechanism, from_json, mechanism
 
 BYTES = "bytes"
@@ -63,30 +56,6 @@ def _ordinary(name: str) -> PreTrainedModel:
     return model
 
 
-def stock_model(name: str, **options) -> PreTrainedModel:
-    """A model of transformers with all of its weights, of the class that its folder names.
-
-    Arguments:
-        name: a folder, or a name on the Hugging Face hub.
-        options: for `from_pretrained`.
-    """
-    model, report = stock_class(AutoConfig.from_pretrained(name)).from_pretrained(
-        name, output_loading_info=True, **options
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
-    return model
-
-
-def stock_class(config: PreTrainedConfig) -> type:
-    """What opens a configuration's models: of encoders what they name, of others an Auto class."""
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
-    return AutoModelForMaskedLM
-
-
 def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
     """A model's configuration, and what it is converted to.
 
@@ -102,7 +71,7 @@ def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
             fields = json.loads(path.read_text())
             return AutoConfig.for_model(fields.pop("model_type"), **fields), []
         if not is_converted(path):
-            return AutoConfig.from_pretrained(name), []
+            return stock_config(name), []
         about = saved_conversion(path)
         mechanisms = [str(from_json(part["mechanism"])) for part in about["mechanisms"]]
         return AutoConfig.for_model(**about["base"]), mechanisms
@@ -172,7 +141,7 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
     else:
         transformers.logging.set_verbosity_error()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name or model_name)
+            tokenizer = stock_tokenizer(name or model_name)
         except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
             problem = " ".join(str(error).split())[:200]
             hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"

@@ -271,3 +271,16 @@ def checkpointing_options(wanted: bool) -> dict:
     names = ("activation_checkpointing", "gradient_checkpointing")
     name = next(name for name in names if name in known)
     return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+
+
+def make_ordinary(model: PreTrainedModel) -> None:
+    """Take from a model whose weights were dequantised the marks of a quantized one.
+
+    With them `save_pretrained` and training are refused.
+    """
+    marks = ("quantization_config", "_pre_quantization_dtype", "_is_quantized")
+    for part in (x for x in model.modules() if isinstance(x, PreTrainedModel)):
+        for name in (*marks, "_model_name_or_path"):  # the last: a GGUF file's title
+            vars(part.config).pop(name, None)
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        vars(model).pop(name, None)

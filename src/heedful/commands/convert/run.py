@@ -5,11 +5,10 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from heedful.commands.convert.options import FolderConversion
-from heedful.commands.models import is_converted, mechanisms_named, opening, stock_model
+from heedful.commands.models import is_converted, mechanisms_named, opening
 from heedful.hf import conversion_of, convert, load, revert
+from heedful.hf.stock import stock_model, stock_tokenizer
 
 
 def convert_folder(options: FolderConversion) -> str:
@@ -47,7 +46,7 @@ def convert_folder(options: FolderConversion) -> str:
         whole = Path(folder) / "model"
         model.save_pretrained(whole)
         with suppress(Exception):  # a model without a tokenizer is a model
-            AutoTokenizer.from_pretrained(options.source).save_pretrained(whole)
+            stock_tokenizer(options.source).save_pretrained(whole)
         if out.is_dir():
             out.rmdir()
         os.replace(whole, out)
