@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, register, revert
+    from heedful.hf.adapter_folders import save_adapter
     from heedful.hf.adapters import get_peft_model
     from heedful.hf.cache.new import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
@@ -60,6 +61,7 @@ _ROOMS = {
         "TalkingHeads",
     ),
     "heedful.hf": ("Conversion", "convert", "load", "register", "revert"),
+    "heedful.hf.adapter_folders": ("save_adapter",),
     "heedful.hf.adapters": ("get_peft_model",),
     "heedful.hf.cache.new": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
@@ -98,6 +100,7 @@ __all__ = [
     "new_cache",
     "register",
     "revert",
+    "save_adapter",
     "selective_attention",
     "summarise",
 ]

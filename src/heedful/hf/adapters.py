@@ -56,6 +56,11 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
     return peft.get_peft_model(model, config, **options)
 
 
+def converted_inside(model: "PreTrainedModel | PeftModel") -> PreTrainedModel:
+    """The converted model itself, which PEFT may have wrapped."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def holds_adapter(model: nn.Module) -> bool:
     """Whether PEFT has put its layers into the model."""
     return any(type(module).__module__.split(".")[0] == "peft" for module in model.modules())

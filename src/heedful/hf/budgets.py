@@ -4,9 +4,10 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from heedful.eviction import POLICIES, Eviction
 from heedful.hf.cache.new import attention_modules, new_cache
@@ -98,15 +99,20 @@ def belongs(path: Path, model: nn.Module) -> bool:
 
 
 def fingerprint(model: nn.Module) -> dict:
-    """What tells a model from another one, as JSON-ready values.
+    """What tells a converted model from another one, as JSON-ready values."""
+    modules = attention_modules(model)
+    layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
+    return fingerprint_of(dict(model.named_parameters()), layers)
+
+
+def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:
+    """What tells parameters from others, as JSON-ready values.
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters.
     """
-    named = sorted(model.named_parameters())
-    modules = attention_modules(model)
-    parts = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
-    parts += [f"{name} {tuple(p.shape)}" for name, p in named]
+    named = sorted(parameters.items())
+    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in named)]
     weights = []
     for i in range(_NUMBERS):
         p = named[i * len(named) // _NUMBERS][1].detach().flatten()
@@ -117,7 +123,11 @@ def fingerprint(model: nn.Module) -> dict:
 
 def is_of(saved: object, model: nn.Module) -> bool:
     """Whether a fingerprint is this model's, be it in another precision."""
-    own = fingerprint(model)
+    return same_weights(saved, fingerprint(model))
+
+
+def same_weights(saved: object, own: dict) -> bool:
+    """Whether two fingerprints are of the same weights, be it in another precision."""
     if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
         return False
     pairs = zip(saved.get("weights") or (), own["weights"], strict=False)

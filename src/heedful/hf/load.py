@@ -5,31 +5,33 @@ import os
 from pathlib import Path
 
 import transformers
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.hf import budgets as beside
+from heedful.hf.adapter_folders import base_name, is_adapter, load_adapter
 from heedful.hf.auto_classes import register
-from heedful.hf.convert import Conversion, convert
 from heedful.hf.format import FORMAT, MODEL_TYPE
+from heedful.hf.restore import read_parameters, restore
 from heedful.hf.versions import ignoring
-from heedful.nn import from_json
 from heedful.ops.impl import Impl
 
 
 def load(
-    folder: str | os.PathLike,
+    folder: str | os.PathLike | PreTrainedModel,
     *,
+    adapter: str | os.PathLike | None = None,
     impl: Impl = "auto",
     budgets: bool = True,
     verify: bool | None = None,
     **options,
 ) -> PreTrainedModel:
-    """Load a converted model that `save_pretrained` wrote.
+    """Load a converted model that `save_pretrained` wrote, or a base with an adapter.
 
     Arguments:
-        folder: the checkpoint's folder.
+        folder: the checkpoint's folder; or an adapter's, which knows the name of its base. With
+            `adapter`, the base: a folder, a name on the hub, a GGUF file, `smollm2`, or the model
+            itself, which is converted in place.
+        adapter: a folder of `heedful.save_adapter`. Low-rank matrices are merged into the weights.
         impl: which implementation of the operators runs, as for `convert`.
         budgets: take what `heedful budget` found, if the folder has a `budgets.json`: new caches of
             the model then evict. `heedful.new_cache(model, eviction=False)` keeps everything.
@@ -41,17 +43,22 @@ def load(
         takes the mechanism out.
 
     Raises:
-        ValueError: no such checkpoint, an incompatible version, damaged parameters, or budgets of
-            another model.
+        ValueError: no such checkpoint, an incompatible version, damaged parameters, budgets of
+            another model, or an adapter of another base.
     """
     for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
         if options.get(name):
             raise ValueError(f"{name} is not an option of heedful.load; leave it out")
     register()
+    if adapter is None and not isinstance(folder, PreTrainedModel) and is_adapter(folder):
+        folder, adapter = base_name(folder), folder
+    if adapter is not None:
+        own = {"impl": impl, "budgets": budgets, "verify": verify}
+        return load_adapter(folder, adapter, **own, **options)
     folder = Path(folder)
     about = saved_conversion(folder)
     inner = about["base"]
-    tensors = _read_parameters(folder)
+    tensors = read_parameters(folder)
     named = [name for name in inner.get("architectures") or [] if isinstance(name, str)]
     config = AutoConfig.for_model(**inner | {"architectures": named})
     family = _family(inner, config)
@@ -63,7 +70,7 @@ def load(
         raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
-    _restore(model, about["mechanisms"], tensors, impl, verify)
+    restore(model, about["mechanisms"], tensors, impl, verify)
     if budgets:
         beside.take_budgets(folder, model)
     return model
@@ -81,47 +88,6 @@ def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
             f"{inner.get('architectures')}, model_type={inner.get('model_type')!r})"
         )
     return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
-def _restore(
-    model: PreTrainedModel,
-    mechanisms: list[dict],
-    tensors: dict,
-    impl: Impl,
-    verify: bool | None = None,
-) -> Conversion:
-    """Convert a freshly loaded model to saved mechanisms and give it the saved parameters."""
-    plan, where = {}, {}
-    for part in mechanisms:
-        config = from_json(part["mechanism"])
-        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
-    own = conversion.parameters()
-    problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
-    problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
-    for name in set(own) & set(tensors):
-        if own[name].shape != tensors[name].shape:
-            problems.append(f"{name} has shape {tuple(tensors[name].shape)}")
-        elif not bool(tensors[name].isfinite().all()):
-            problems.append(f"{name} holds NaN or infinity")
-    if problems:
-        known = ", ".join(map(str, conversion.mechanisms))
-        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
-    for name, parameter in own.items():
-        parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
-    return conversion
-
-
-def _read_parameters(folder: Path) -> dict[str, Tensor]:
-    """The mechanism's parameters."""
-    tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}); copy or save it again") from None
-    return tensors
 
 
 def saved_conversion(folder: Path) -> dict:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.hf import budgets as beside
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
-from heedful.nn import Role, to_json
+from heedful.nn import Mechanism, Role, to_json
 
 _MODELS = dict(
     zip(
@@ -76,11 +76,7 @@ def save_converted(
                 **REFUSED_ELSEWHERE,
                 "heedful": {
                     "format": FORMAT,
-                    "mechanisms": [
-                        {"mechanism": to_json(mechanism), "layers": list(layers)}
-                        | _where(conversion.where[mechanism])
-                        for mechanism, layers in conversion.mechanisms.items()
-                    ],
+                    "mechanisms": mechanisms_to_json(conversion.mechanisms, conversion.where),
                     "base": inner,
                 },
             }
@@ -99,9 +95,19 @@ def save_converted(
                 path.unlink()
 
 
-def _where(roles: tuple[Role, ...]) -> dict:
-    """In which attention a mechanism stands; a decoder's self-attention goes without saying."""
-    return {} if roles == ("decoder",) else {"where": list(roles)}
+def mechanisms_to_json(
+    mechanisms: dict[Mechanism, tuple[int, ...]], where: dict[Mechanism, tuple[Role, ...]]
+) -> list[dict]:
+    """Mechanisms with the layers of each and in which attention they stand.
+
+    A decoder's self-attention goes without saying.
+    """
+    parts = []
+    for mechanism, layers in mechanisms.items():
+        parts.append({"mechanism": to_json(mechanism), "layers": list(layers)})
+        if (roles := where[mechanism]) != ("decoder",):
+            parts[-1]["where"] = list(roles)
+    return parts
 
 
 def _carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:

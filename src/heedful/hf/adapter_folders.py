@@ -1,0 +1,204 @@
+"""What was trained beside a frozen base, in a folder of a few MB that opens on that base alone.
+
+`adapter.json` names the mechanisms and the base, with a fingerprint of its weights. The mechanism's
+parameters lie in `adapter.safetensors`; with low-rank matrices, in PEFT's own files instead, which
+PEFT opens too. A `budgets.json` may lie beside them.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from heedful.hf import budgets as beside
+from heedful.hf.adapters import converted_inside, holds_adapter
+from heedful.hf.attention import NAME
+from heedful.hf.convert import conversion_of, revert
+from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.restore import convert_as_saved, read_parameters, restore
+from heedful.hf.save import mechanisms_to_json
+from heedful.hf.stock import stock_model
+from heedful.ops.impl import Impl
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+FORMAT = 1
+ABOUT, WEIGHTS = "adapter.json", "adapter.safetensors"
+_PEFT = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def save_adapter(
+    model: "PreTrainedModel | PeftModel",
+    folder: str | os.PathLike,
+    *,
+    base: str,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Save what a converted model has beside its base; `heedful.load(base, adapter=folder)` opens.
+
+    Arguments:
+        model: converted, or what `heedful.get_peft_model` returned.
+        folder: made if absent; its earlier adapter is replaced.
+        base: the name under which `heedful.load` finds the base: of a folder, on the hub, a GGUF
+            file, or `smollm2`.
+        dtype: of the mechanism's parameters in the file, such as `torch.bfloat16`; by default as
+            they are. Low-rank matrices are saved as they are.
+
+    Raises:
+        ValueError: the model is not converted, or its mechanism has no parameters.
+    """
+    converted = converted_inside(model)
+    conversion = conversion_of(converted)
+    own = conversion.parameters()
+    if not own:
+        known = ", ".join(map(str, conversion.mechanisms))
+        raise ValueError(
+            f"model has no parameters beside its base: {known}; there is nothing to save, convert "
+            "the base again instead"
+        )
+    about = {
+        "format": FORMAT,
+        "base": {"name": os.fspath(base), **fingerprint_of_base(model)},
+        "mechanisms": mechanisms_to_json(conversion.mechanisms, conversion.where),
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
+        if holds_adapter(model):
+            model.save_pretrained(staging)
+            (Path(staging) / "README.md").unlink(missing_ok=True)  # PEFT's empty form
+        else:
+            tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}
+            save_file({k: p.contiguous() for k, p in tensors.items()}, Path(staging) / WEIGHTS)
+            if conversion._budgets is not None:
+                (Path(staging) / beside.NAME).write_text(conversion._budgets)
+        (Path(staging) / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+        for name in (ABOUT, WEIGHTS, *_PEFT, beside.NAME):  # none of an earlier one stays
+            (folder / name).unlink(missing_ok=True)
+        # What makes it an adapter comes last.
+        for path in sorted(Path(staging).iterdir(), key=lambda path: path.name == ABOUT):
+            os.replace(path, folder / path.name)
+
+
+def is_adapter(folder: str | os.PathLike) -> bool:
+    """Whether a folder holds an adapter of `save_adapter`."""
+    return (Path(folder) / ABOUT).is_file()
+
+
+def base_name(folder: str | os.PathLike) -> str:
+    """What an adapter's base is called, as `save_adapter` was told.
+
+    Raises:
+        ValueError: the folder holds no adapter, or a damaged one.
+    """
+    return _read_about(Path(folder))["base"]["name"]
+
+
+def load_adapter(
+    base: str | os.PathLike | PreTrainedModel,
+    folder: str | os.PathLike,
+    *,
+    impl: Impl = "auto",
+    budgets: bool = True,
+    verify: bool | None = None,
+    **options,
+) -> PreTrainedModel:
+    """Open a base with an adapter; low-rank matrices are merged into its weights.
+
+    Arguments:
+        base: its name, or the model itself, which is converted in place.
+        folder: of `save_adapter`.
+        impl, budgets, verify: as for `heedful.load`.
+        options: for transformers' `from_pretrained`.
+
+    Raises:
+        ValueError: there is no such base or adapter, the adapter is damaged, or belongs to another
+            base; a model that was passed in is left as it was.
+    """
+    folder = Path(folder)
+    about = _read_about(folder)
+    model = base if isinstance(base, PreTrainedModel) else stock_model(base, **options).eval()
+    if isinstance(model, ConvertedModel):
+        raise ValueError(
+            "base must be a model without a mechanism, and this one is converted; heedful.revert it"
+        )
+    if not beside.same_weights(about["base"], fingerprint_of_base(model)):
+        raise ValueError(
+            f"adapter {folder} belongs to another base: it was trained on "
+            f"{about['base']['name']!r}, a model of other shapes or other weights; open it on that "
+            "one, or train an adapter for this one"
+        )
+    tensors = {
+        name.removeprefix("base_model.model."): tensor.float()
+        for name, tensor in read_parameters(folder).items()
+    }
+    try:
+        restore(model, about["mechanisms"], tensors, impl, verify)
+        if (folder / _PEFT[0]).is_file():
+            model = _merged(model, folder)
+        if budgets:
+            beside.take_budgets(folder, model)
+    except ValueError:
+        if isinstance(model, ConvertedModel):
+            revert(model)
+        raise
+    return model
+
+
+def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with PEFT's low-rank matrices added to its weights."""
+    import peft
+
+    try:
+        return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+    except Exception as error:  # whatever PEFT raises for a damaged file
+        raise ValueError(f"adapter {folder} cannot be read by PEFT: {error}") from error
+
+
+def fingerprint_of_base(model: nn.Module) -> dict:
+    """What tells a base from another one, whatever stands beside its weights."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        beside_it = (f".{NAME}.", ".lora_", ".modules_to_save.")
+        if any(mark in name for mark in beside_it):
+            continue
+        for mark in (".base_layer", ".original_module"):
+            name = name.replace(mark, "")
+        named[name.removeprefix("base_model.model.")] = parameter
+    return beside.fingerprint_of(named)
+
+
+def _read_about(folder: Path) -> dict:
+    """What `adapter.json` says, checked."""
+    path = folder / ABOUT
+    if not path.is_file():
+        raise ValueError(
+            f"adapter {str(folder)!r} has no {ABOUT}; name a folder of heedful.save_adapter, or of "
+            "heedful train --train mechanism"
+        )
+    try:
+        about = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the adapter is damaged") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{path} must be of format {FORMAT}; open it with the version of its own")
+    base, parts = about.get("base"), about.get("mechanisms")
+    whole = isinstance(base, dict) and isinstance(base.get("name"), str)
+    fields = (("mechanism", dict), ("layers", list))
+    if not whole or not isinstance(parts, list) or not all(
+        isinstance(part, dict) and isinstance(part.get(field), kind)
+        for part in parts
+        for field, kind in fields
+    ):
+        raise ValueError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
+    weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]
+    if len(weights) != 1:
+        raise ValueError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
+    return about

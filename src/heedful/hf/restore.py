@@ -1,0 +1,59 @@
+"""Give a model of transformers the mechanisms that a file holds."""
+
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heedful.hf.convert import Conversion, convert
+from heedful.nn import from_json
+from heedful.ops.impl import Impl
+
+
+def convert_as_saved(
+    model: PreTrainedModel, mechanisms: list[dict], impl: Impl, verify: bool | None
+) -> Conversion:
+    """Convert a model of transformers to saved mechanisms, with new parameters."""
+    plan, where = {}, {}
+    for part in mechanisms:
+        config = from_json(part["mechanism"])
+        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
+    return convert(model, plan, where=where, impl=impl, verify=verify)
+
+
+def restore(
+    model: PreTrainedModel,
+    mechanisms: list[dict],
+    tensors: dict,
+    impl: Impl,
+    verify: bool | None = None,
+) -> Conversion:
+    """Convert a model of transformers to saved mechanisms and give it the saved parameters."""
+    conversion = convert_as_saved(model, mechanisms, impl, verify)
+    own = conversion.parameters()
+    problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
+    problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
+    for name in set(own) & set(tensors):
+        if own[name].shape != tensors[name].shape:
+            problems.append(f"{name} has shape {tuple(tensors[name].shape)}")
+        elif not bool(tensors[name].isfinite().all()):
+            problems.append(f"{name} holds NaN or infinity")
+    if problems:
+        known = ", ".join(map(str, conversion.mechanisms))
+        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
+    for name, parameter in own.items():
+        parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
+    return conversion
+
+
+def read_parameters(folder: Path) -> dict[str, Tensor]:
+    """The mechanism's parameters."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); copy or save it again") from None
+    return tensors
