@@ -43,8 +43,8 @@ def test_an_epoch_predicts_every_token_of_the_text_once(tmp_path):
     encoded = encode([data], [other], tokenizer, tmp_path / "made", length=16, most_tokens=10**6)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     stream = [i for text in texts for i in (bos, *text.encode(), eos)]
-    ids, first = encoded.train.read(0, encoded.train.tokens)
-    assert ids.tolist() == stream
+    ids, first, silent = encoded.train.read(0, encoded.train.tokens)
+    assert ids.tolist() == stream and not silent.any()
     assert np.flatnonzero(first).tolist() == [i for i, token in enumerate(stream) if token == bos]
     assert encoded.train.text_bytes == sum(len(text) for text in texts)
     rows = TrainingSequences(encoded.train, 16, 1, seed=3)

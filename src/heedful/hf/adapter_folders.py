@@ -21,7 +21,7 @@ from heedful.hf.adapters import converted_inside, holds_adapter
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
-from heedful.hf.restore import convert_as_saved, read_parameters, restore
+from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import mechanisms_to_json
 from heedful.hf.stock import stock_model
 from heedful.ops.impl import Impl
@@ -92,6 +92,11 @@ def is_adapter(folder: str | os.PathLike) -> bool:
     return (Path(folder) / ABOUT).is_file()
 
 
+def has_low_rank(folder: str | os.PathLike) -> bool:
+    """Whether an adapter has low-rank matrices beside the mechanism."""
+    return (Path(folder) / _PEFT[0]).is_file()
+
+
 def base_name(folder: str | os.PathLike) -> str:
     """What an adapter's base is called, as `save_adapter` was told.
 
@@ -141,7 +146,7 @@ def load_adapter(
     }
     try:
         restore(model, about["mechanisms"], tensors, impl, verify)
-        if (folder / _PEFT[0]).is_file():
+        if has_low_rank(folder):
             model = _merged(model, folder)
         if budgets:
             beside.take_budgets(folder, model)
@@ -192,10 +197,14 @@ def _read_about(folder: Path) -> dict:
     base, parts = about.get("base"), about.get("mechanisms")
     whole = isinstance(base, dict) and isinstance(base.get("name"), str)
     fields = (("mechanism", dict), ("layers", list))
-    if not whole or not isinstance(parts, list) or not all(
-        isinstance(part, dict) and isinstance(part.get(field), kind)
-        for part in parts
-        for field, kind in fields
+    if (
+        not whole
+        or not isinstance(parts, list)
+        or not all(
+            isinstance(part, dict) and isinstance(part.get(field), kind)
+            for part in parts
+            for field, kind in fields
+        )
     ):
         raise ValueError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
     weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]

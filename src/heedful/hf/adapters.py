@@ -1,6 +1,7 @@
 """Adapters of PEFT on converted models: the mechanism is trained and saved with them."""
 
 import copy
+import importlib.util
 import warnings
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,27 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
     saved = list(config.modules_to_save or ())
     config.modules_to_save = saved if NAME in saved else [*saved, NAME]
     return peft.get_peft_model(model, config, **options)
+
+
+def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":
+    """A converted model with low-rank matrices beside all linear layers of its base.
+
+    Their sum with a weight counts twice the product of the matrices (`lora_alpha` is 2 x rank).
+
+    Raises:
+        ValueError: the package peft is missing, or the model is not converted.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("low-rank matrices need the package peft: pip install 'peft>=0.21'")
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        exclude_modules=rf".*\.{NAME}(\..*)?",
+    )
+    return get_peft_model(model, config)
 
 
 def converted_inside(model: "PreTrainedModel | PeftModel") -> PreTrainedModel:

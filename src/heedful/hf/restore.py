@@ -11,17 +11,6 @@ from heedful.nn import from_json
 from heedful.ops.impl import Impl
 
 
-def convert_as_saved(
-    model: PreTrainedModel, mechanisms: list[dict], impl: Impl, verify: bool | None
-) -> Conversion:
-    """Convert a model of transformers to saved mechanisms, with new parameters."""
-    plan, where = {}, {}
-    for part in mechanisms:
-        config = from_json(part["mechanism"])
-        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    return convert(model, plan, where=where, impl=impl, verify=verify)
-
-
 def restore(
     model: PreTrainedModel,
     mechanisms: list[dict],
@@ -30,7 +19,11 @@ def restore(
     verify: bool | None = None,
 ) -> Conversion:
     """Convert a model of transformers to saved mechanisms and give it the saved parameters."""
-    conversion = convert_as_saved(model, mechanisms, impl, verify)
+    plan, where = {}, {}
+    for part in mechanisms:
+        config = from_json(part["mechanism"])
+        plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
+    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]

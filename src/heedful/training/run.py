@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,6 +31,7 @@ from heedful.training.trainer import LayerTrainer
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+_TRAINED = "trained.safetensors"  # in a checkpoint beside a frozen base
 _BESIDE = "heedful.json"  # in a checkpoint: what Trainer does not keep
 
 
@@ -133,9 +134,23 @@ class RunTrainer(LayerTrainer):
             self.is_fsdp_enabled = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self.write_weights(output_dir, self.whole_weights())
+        if all(p.requires_grad for p in self.model.parameters()):
+            self.write_weights(output_dir, self.whole_weights())
+        elif self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            weights = {name: p.detach().cpu() for name, p in self._trained()}
+            save_file(weights, Path(output_dir) / _TRAINED)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
     def read_weights(self, checkpoint: str) -> None:
+        if (path := Path(checkpoint) / _TRAINED).is_file():
+            weights = load_file(path)
+            with torch.no_grad():
+                for name, p in self._trained():
+                    p.copy_(weights[name])
+            return
         if not self.is_fsdp_enabled:
             super().read_weights(checkpoint)
             return

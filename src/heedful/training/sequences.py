@@ -17,6 +17,8 @@ from heedful.records.files import write_whole
 
 IGNORE = -100
 _FIRST = 1 << 31  # on the first token of a document; no vocabulary is as large
+_SILENT = 1 << 30  # on a token that is read and not learned
+_ID = _SILENT - 1
 _TOGETHER = 1 << 20  # characters that are encoded at a time
 _SHARE = 20  # one document in so many is for evaluation
 _MOST_HELD_OUT = 1 << 17  # tokens
@@ -24,7 +26,7 @@ _ABOUT = "tokens.json"
 
 
 class TokenFile(NamedTuple):
-    """Tokens in a file, four bytes each, documents marked by the highest bit of their first.
+    """Tokens in a file, four bytes each, of which the highest two say what else a token is.
 
     Arguments:
         path: the file.
@@ -36,10 +38,10 @@ class TokenFile(NamedTuple):
     tokens: int
     text_bytes: int
 
-    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids from `start` on, and which of them are the first of a document."""
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids from `start` on, which are the first of a document, and which are not learned."""
         raw = np.fromfile(self.path, np.uint32, count, offset=4 * start)
-        return (raw & (_FIRST - 1)).astype(np.int64), raw >= _FIRST
+        return (raw & _ID).astype(np.int64), raw & _FIRST != 0, raw & _SILENT != 0
 
 
 class EncodedText(NamedTuple):
@@ -81,7 +83,7 @@ def encode(
         ValueError: the text cannot be read, or is too short for a sequence.
     """
     if (folder / _ABOUT).is_file():
-        return _read_back(folder)
+        return EncodedText(*_read_back(folder))
     folder.mkdir(parents=True, exist_ok=True)
     room = max(min(_MOST_HELD_OUT, most_tokens // _SHARE), length)
     apart = not held_out
@@ -115,10 +117,10 @@ def encode(
         for name, writer in (("train", train), ("held-out", others))
     }
     write_whole(folder / _ABOUT, json.dumps(about))
-    return _read_back(folder)
+    return EncodedText(*_read_back(folder))
 
 
-def _read_back(folder: Path) -> EncodedText:
+def _read_back(folder: Path) -> list[TokenFile]:
     about = json.loads((folder / _ABOUT).read_text())
     files = []
     for name, numbers in about.items():
@@ -126,7 +128,49 @@ def _read_back(folder: Path) -> EncodedText:
         if not file.path.is_file() or file.path.stat().st_size != 4 * file.tokens:
             raise ValueError(f"{file.path} is cut short or gone; delete {folder / _ABOUT}")
         files.append(file)
-    return EncodedText(*files)
+    return files
+
+
+class EncodedDocument(NamedTuple):
+    """A document that is encoded already.
+
+    ids: its tokens.
+    learned: which of them are predicted; all by default.
+    text_bytes: that they stand for.
+    """
+
+    ids: list[int]
+    learned: list[bool] | None = None
+    text_bytes: int = 0
+
+
+def encode_documents(
+    documents: Iterable[EncodedDocument], folder: Path, *, most_tokens: int
+) -> TokenFile:
+    """Write documents into a file of `folder`; a folder that holds them already is read back.
+
+    Arguments:
+        documents: taken until there are `most_tokens`.
+        folder: where `train.tokens` and `tokens.json` are written.
+        most_tokens: to train on.
+
+    Raises:
+        ValueError: there is no document.
+    """
+    if (folder / _ABOUT).is_file():
+        return _read_back(folder)[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with _Writer(folder / "train.tokens") as train:
+        for document in documents:
+            part = _Part(True, True, document.text_bytes)
+            train.add(document.ids, part, document.learned)
+            if train.tokens >= most_tokens:
+                break
+        if not train.tokens:
+            raise ValueError("data has a part without a document; leave it out")
+    about = {"train": {"tokens": train.tokens, "text_bytes": train.text_bytes}}
+    write_whole(folder / _ABOUT, json.dumps(about))
+    return _read_back(folder)[0]
 
 
 class _Part(NamedTuple):
@@ -205,8 +249,10 @@ class _Writer:
         else:
             self._unfinished.unlink()
 
-    def add(self, ids: list[int], part: _Part) -> None:
+    def add(self, ids: list[int], part: _Part, learned: list[bool] | None = None) -> None:
         raw = np.array(ids, np.uint32)
+        if learned is not None:
+            raw[~np.array(learned)] |= _SILENT
         if part.first:
             raw[:1] |= _FIRST
         self._file.write(raw.tobytes())
@@ -232,7 +278,7 @@ def _move_end(train: _Writer, held_out: _Writer, tokenizer, count: int) -> None:
     if train.tokens < count:
         return
     raw = train.cut_end(count)
-    ids = (raw[1:] & (_FIRST - 1)).tolist()  # nothing predicts the first
+    ids = (raw[1:] & _ID).tolist()  # nothing predicts the first
     size = len(tokenizer.decode(ids, skip_special_tokens=True).encode())
     train.text_bytes -= size
     held_out.text_bytes += size
@@ -267,6 +313,39 @@ class TrainingSequences(torch.utils.data.Dataset):
         return _row(*self.file.read(place * (self.length - 1), self.length))
 
 
+class MixedSequences(torch.utils.data.Dataset):
+    """The sequences of a run from several files, each in its share, in an order from the seed.
+
+    Of every so many sequences in a row, as the weights have in sum, each file gives as many as its
+    weight.
+
+    Arguments:
+        files: the tokens.
+        weights: whole numbers, one for each file.
+        length: tokens of a sequence.
+        rows: sequences of the whole run.
+        seed: of the order.
+    """
+
+    def __init__(
+        self, files: Sequence[TokenFile], weights: Sequence[int], length: int, rows: int, seed: int
+    ) -> None:
+        self.parts = [TrainingSequences(file, length, rows, seed) for file in files]
+        self.weights, self.rows, self.seed = tuple(weights), rows, seed
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Int[Tensor, " T"]]:
+        turn, place = divmod(index, sum(self.weights))
+        place = shuffled(place, sum(self.weights), self.seed + turn)
+        for part, weight in zip(self.parts, self.weights, strict=True):
+            if place < weight:
+                return part[turn * weight + place]
+            place -= weight
+        raise IndexError(index)
+
+
 class EvaluationSequences(torch.utils.data.Dataset):
     """Sequences that cover a file once, in order; the last is filled up with tokens without loss.
 
@@ -285,16 +364,17 @@ class EvaluationSequences(torch.utils.data.Dataset):
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, " T"]]:
-        ids, first = self.file.read(index * (self.length - 1), self.length)
-        missing = self.length - len(ids)
-        return _row(np.pad(ids, (0, missing)), np.pad(first, (0, missing), constant_values=True))
+        ids, first, silent = self.file.read(index * (self.length - 1), self.length)
+        room = (0, self.length - len(ids))
+        first = np.pad(first, room, constant_values=True)
+        return _row(np.pad(ids, room), first, np.pad(silent, room))
 
 
-def _row(ids: np.ndarray, first: np.ndarray) -> dict[str, Int[Tensor, " T"]]:
+def _row(ids: np.ndarray, first: np.ndarray, silent: np.ndarray) -> dict[str, Int[Tensor, " T"]]:
     """Tokens with their positions, which start anew in each document, and what is predicted."""
     at = np.arange(len(ids))
     positions = at - np.maximum.accumulate(np.where(first, at, 0))
-    labels = np.where(first, IGNORE, ids)  # no document tells how the next one begins
+    labels = np.where(first | silent, IGNORE, ids)  # no document tells how the next one begins
     arrays = {"input_ids": ids, "labels": labels, "position_ids": positions}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 

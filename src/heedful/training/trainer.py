@@ -1,13 +1,17 @@
 """transformers' Trainer for converted models: what it adds to the loss, and how it saves."""
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import ModelOutput
 
 from heedful.hf import conversion_of
+from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import TrainerSteps
 from heedful.nn import Layer
 from heedful.training.losses import GroupingLoss, MemoryLoss
+from heedful.training.sequences import IGNORE
 
 
 def parameter_groups(
@@ -23,12 +27,12 @@ def parameter_groups(
     pull a kernel to zero instead of to the identity; nor have vectors, such as norms and biases.
 
     Arguments:
-        model: converted; frozen parameters are left out.
+        model: converted, or PEFT's wrapper of such a model; frozen parameters are left out.
         learning_rate: of the model's weights.
         mechanism_rate: factor on it for the mechanism's parameters.
         weight_decay: of the model's matrices.
     """
-    own = {id(p) for p in conversion_of(model).parameters().values()}
+    own = {id(p) for p in conversion_of(converted_inside(model)).parameters().values()}
     trained = [p for p in model.parameters() if p.requires_grad]
     others = [p for p in trained if id(p) not in own]
     groups = [
@@ -50,15 +54,26 @@ class LayerTrainer(TrainerSteps, Trainer):
 
     Arguments:
         memory_loss: factor of the memory loss; 0 is none.
+        tau: of the memory loss.
+        teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
+            the trained model's predictions from its, in nats per token, wherever there is a label.
         args, kwargs: as Trainer's.
 
     Raises:
         ValueError: a memory loss is requested of a model without a layer that reports memory.
     """
 
-    def __init__(self, *args, memory_loss: float = 0.0, **kwargs) -> None:
+    def __init__(
+        self,
+        *args,
+        memory_loss: float = 0.0,
+        tau: float = 1.0,
+        teacher: nn.Module | None = None,
+        **kwargs,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.memory_factor = memory_loss
+        self.memory_factor, self.tau = memory_loss, tau
+        self.teacher = None if teacher is None else teacher.to(self.args.device)
         self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
         if memory_loss:
             MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
@@ -66,7 +81,7 @@ class LayerTrainer(TrainerSteps, Trainer):
     def train(self, *args, **kwargs):
         """As Trainer's; the hooks of the added losses stand in the model meanwhile."""
         if self.memory_factor:
-            self._added.append((self.memory_factor, MemoryLoss(self.model)))
+            self._added.append((self.memory_factor, MemoryLoss(self.model, self.tau)))
         if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
             self._added.append((1.0, GroupingLoss(self.model)))
         try:
@@ -83,7 +98,10 @@ class LayerTrainer(TrainerSteps, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ):
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if self.teacher is None:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        else:
+            loss, outputs = self._divergence(model, inputs, num_items_in_batch)
         # A loss that is divided by the tokens of the whole step is summed over the step's parts.
         summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         part = self.current_gradient_accumulation_steps
@@ -91,6 +109,24 @@ class LayerTrainer(TrainerSteps, Trainer):
         for factor, added in self._added if model.training else ():
             loss = loss + factor * added() / (part if summed else 1)
         return (loss, outputs) if return_outputs else loss
+
+    def _divergence(
+        self, model: nn.Module, inputs: dict[str, Tensor], predicted: Tensor | int | None
+    ) -> tuple[Tensor, ModelOutput]:
+        """How far the model's predictions are from the teacher's, and its output."""
+        inputs = {**inputs, "use_cache": False}
+        labels = inputs.pop("labels")[:, 1:]
+        with torch.no_grad():
+            target = self.teacher(**inputs).logits
+        outputs = model(**inputs)
+        counts = labels != IGNORE
+        ours, theirs = (x[:, :-1][counts].float().log_softmax(-1) for x in (outputs.logits, target))
+        total = nn.functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+        if predicted is None:
+            return total / counts.sum().clamp(min=1), outputs
+        if self.args.average_tokens_across_devices:
+            total = total * self.accelerator.num_processes
+        return total / predicted, outputs
 
     def note_loss(self, loss: Tensor) -> None:
         """Called with what every part of a step adds to the loss, without what layers report."""

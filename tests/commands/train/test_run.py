@@ -107,7 +107,7 @@ def test_how_much_of_the_text_a_run_draws_from(options):
     ):
         with pytest.raises(Stopped):
             quietly(replace(options, out=f"run-{number}", **more), stop_after(1))
-        counts = json.loads(Path(f"run-{number}/unfinished/text/tokens.json").read_text())
+        counts = json.loads(Path(f"run-{number}/unfinished/text/0/tokens.json").read_text())
         assert least <= counts["train"]["tokens"] < least + 60
     with pytest.raises(ValueError, match="read_tokens must be"):
         replace(options, read_tokens=0)

@@ -1,6 +1,7 @@
 """The options of `heedful train` and `heedful convert`; imports nothing heavy."""
 
 import math
+import re
 from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
@@ -12,7 +13,9 @@ from heedful.checks import check_choice, check_literals, check_whole
 from heedful.commands.options import Device, RoleName, check_memory_loss
 
 Schedule = Literal["cosine", "linear", "constant"]
-RecipeName = Literal["auto", "scratch", "adapt", "mta", "mta-long", "selective"]
+RecipeName = Literal["auto", "scratch", "adapt", "hide", "mta", "mta-long", "selective"]
+Trained = Literal["all", "lora", "mechanism"]
+Targets = Literal["text", "base"]
 
 
 class TrainingRecipe(NamedTuple):
@@ -27,11 +30,18 @@ class TrainingRecipe(NamedTuple):
     mechanism_rate: float
     weight_decay: float
     beta2: float
+    train: Trained = "all"
+    targets: Targets = "text"
+    memory_loss: float = 0.0
+    tau: float = 1.0
 
 
 RECIPES = {
     "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
     "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
+    "hide": TrainingRecipe(
+        600, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "base", 0.3
+    ),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
     "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
@@ -39,7 +49,23 @@ RECIPES = {
     # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
     "selective": TrainingRecipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
 }
-"""Of the two papers, and two for everyday: a model from scratch, and one that has weights."""
+"""Of the two papers, and three for everyday: a model from scratch, one that has weights, and one
+that learns which tokens its cache can do without."""
+
+HIDE = "hide"
+HIDING = "selective:selector=extra"
+"""The mechanism of that last one, unless another is named."""
+
+
+RECALL = "recall"
+"""What stands for generated facts in a mixture."""
+
+
+class Part(NamedTuple):
+    """What belongs together in a mixture: some of `data`, and how many sequences in a row."""
+
+    data: tuple[str, ...]
+    weight: int
 
 
 class Shape(NamedTuple):
@@ -77,11 +103,14 @@ class Training:
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """Folder of a model, a name on the Hugging Face hub, a configuration (FILE.json), or a size:
-    30m 100m (selective attention's paper), 300m 550m 880m 1b (multi-token attention's)."""
+    """Folder of a model or an adapter, a name on the Hugging Face hub, a GGUF file, a configuration
+    (FILE.json), or a size: 30m 100m (selective attention's paper), 300m 550m 880m 1b (multi-token
+    attention's)."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text files, .jsonl files with "text", either with .gz, folders, hf:NAME[:CONFIG][:SPLIT].
-    Default: the Python standard library's sources."""
+    Default: the Python standard library's sources. A mixture says how many sequences of each come
+    in a row, as in books:3 chat.jsonl:1 recall:1, where recall is generated questions after a text,
+    and a .jsonl with "messages" holds conversations."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/train"
     """Folder for the model, with its tokenizer, training.json and log.jsonl."""
     mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()
@@ -100,8 +129,17 @@ class Training:
     vocabulary: int | None = None
     """Tokens of a vocabulary that is trained here; default: what the model has room for."""
     recipe: RecipeName = "auto"
-    """Where the following are left out: scratch, adapt (a model with weights), or a paper's: mta,
-    mta-long, selective. auto is scratch or adapt."""
+    """Where the following are left out: scratch, adapt (a model with weights), hide (a model with
+    weights learns which tokens its cache can do without), or a paper's: mta, mta-long, selective.
+    auto is scratch or adapt."""
+    train: Trained | None = None
+    """What is trained: all; the mechanism alone; or lora, the mechanism and low-rank matrices
+    beside the frozen linear layers. The last two write an adapter in place of a model."""
+    rank: int = 16
+    """Of the matrices of lora."""
+    targets: Targets | None = None
+    """What is learned: the text's next token, or what the base, which must be frozen, predicts
+    without the mechanism; that takes a second forward pass."""
     steps: int | None = None
     """Optimiser steps."""
     batch: int | None = None
@@ -120,8 +158,10 @@ class Training:
     """Of matrices; vectors and the mechanism's parameters have none."""
     beta2: float | None = None
     """Of AdamW; beta1 is 0.9. Gradients are clipped at a norm of 1."""
-    memory_loss: float = 0.0
+    memory_loss: float | None = None
     """Factor of the memory loss of selective attention; the paper has 0.1."""
+    tau: float | None = None
+    """From which F on a token counts as hidden in that loss; the paper has 1."""
     accumulate: int = 1
     """Take each step in so many parts, for batches that do not fit."""
     checkpointing: bool = False
@@ -147,7 +187,7 @@ class Training:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        for name in ("steps", "batch", "accumulate", "evaluations"):
+        for name in ("steps", "batch", "accumulate", "evaluations", "rank"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
         for name, least in (
@@ -163,6 +203,7 @@ class Training:
             ("learning_rate", math.inf),
             ("mechanism_rate", math.inf),
             ("save_minutes", math.inf),
+            ("tau", math.inf),
             ("beta2", 1.0),
         ):
             value = getattr(self, name)
@@ -173,8 +214,12 @@ class Training:
             _is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
         ):
             raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
-        check_memory_loss(self.memory_loss)
-        for evaluation, training in product(self.held_out, self.data):
+        if self.memory_loss is not None:
+            check_memory_loss(self.memory_loss)
+        named = [path for part in self.parts() for path in part.data]
+        if named == [RECALL]:
+            raise ValueError("data must name a text beside recall, such as books:3 recall:1")
+        for evaluation, training in product(self.held_out, named):
             first, second = Path(evaluation).resolve(), Path(training).resolve()
             if first == second or second in first.parents or first in second.parents:
                 raise ValueError(
@@ -186,6 +231,29 @@ class Training:
         if self.where and not self.mechanism:
             raise ValueError("where says where a mechanism stands: add --mechanism")
 
+    def parts(self) -> list[Part]:
+        """The mixture that `data` names; without weights, all of it is one part.
+
+        Raises:
+            ValueError: some have a weight and others none, or one is no whole number above 0.
+        """
+        words = [re.fullmatch(r"(.+):(\d+)", word) for word in self.data]
+        if not any(words):
+            return [Part(self.data, 1)]
+        if not all(words):
+            without = next(w for w, match in zip(self.data, words, strict=True) if not match)
+            raise ValueError(
+                f"data: {without!r} has no weight, and others have one; write {without}:1"
+            )
+        parts = [Part((match[1],), int(match[2])) for match in words]
+        if empty := [part.data[0] for part in parts if part.weight == 0]:
+            raise ValueError(f"data: {empty[0]!r} has the weight 0; leave it out, or give it 1")
+        return parts
+
+    def mechanisms(self) -> tuple[str, ...]:
+        """As spelled by `mechanism`, or by the recipe."""
+        return self.mechanism or ((HIDING,) if self.recipe == HIDE else ())
+
     def filled(self, has_weights: bool) -> TrainingRecipe:
         """The recipe, with the given options in its place."""
         name = self.recipe
@@ -193,6 +261,20 @@ class Training:
             name = "adapt" if has_weights else "scratch"
         own = {field: getattr(self, field) for field in TrainingRecipe._fields}
         recipe = RECIPES[name]._replace(**{k: v for k, v in own.items() if v is not None})
+        if recipe.train != "all" and not has_weights:
+            raise ValueError(
+                f"train={recipe.train!r} freezes the weights of MODEL, and {self.model!r} has "
+                "none; name a trained model, or --train all"
+            )
+        if recipe.train != "all" and self.fsdp:
+            raise ValueError(
+                f"fsdp shares what is trained, and train={recipe.train!r} trains little: leave it "
+                "out, and each process holds the frozen base"
+            )
+        if recipe.targets == "base" and recipe.train == "all":
+            raise ValueError(
+                "targets='base' needs a frozen base: add --train mechanism or --train lora"
+            )
         if recipe.batch % self.accumulate:
             raise ValueError(
                 f"accumulate must divide the batch of {recipe.batch} sequences, got "

@@ -1,7 +1,8 @@
 """`heedful train`: a language model on text, on one device or several, killed and resumed at will.
 
-The output folder holds the model, `training.json` (options and results) and `log.jsonl`;
-while the run lasts, `unfinished/` in it holds the encoded text, the vocabulary and checkpoints.
+The output folder holds the model or the adapter, `training.json` (options and results) and
+`log.jsonl`; while the run lasts, `unfinished/` in it holds the encoded text, the vocabulary and
+checkpoints.
 """
 
 import json
@@ -19,9 +20,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from heedful.commands.train.mixture import Mixture, read_mixture
 from heedful.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
-from heedful.commands.train.start import has_weights, model_and_tokenizer
+from heedful.commands.train.start import Start, has_weights, starting_point
 from heedful.hf import conversion_of, load, revert
+from heedful.hf.adapter_folders import save_adapter
+from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import checkpointing_options
 from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
@@ -29,20 +33,14 @@ from heedful.records.files import only_writer, write_lines, write_whole
 from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
-from heedful.training.sequences import (
-    IGNORE,
-    EncodedText,
-    EvaluationSequences,
-    TrainingSequences,
-    encode,
-)
+from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
 from heedful.training.trainer import parameter_groups
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
 
 class TrainingResult(NamedTuple):
-    """What a training run came to."""
+    """What a training run came to; `parameters` are those that were trained."""
 
     folder: Path
     parameters: int
@@ -115,9 +113,8 @@ def _check_reports(names: tuple[str, ...]) -> None:
 
 
 class _RunParts(NamedTuple):
-    model: PreTrainedModel
-    tokenizer: object
-    text: EncodedText
+    start: Start
+    text: Mixture
     checkpoints: Checkpoints
 
 
@@ -163,17 +160,17 @@ def _begin(
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     try:
-        model, tokenizer = model_and_tokenizer(options, recipe.length, folder / "tokenizer")
-        if options.memory_loss:
-            MemoryLoss(model).remove()  # refused before the text is read
-        text = encode(
-            options.data,
+        start = starting_point(options, recipe, folder / "tokenizer")
+        if recipe.memory_loss:
+            MemoryLoss(start.model).remove()  # refused before the text is read
+        text = read_mixture(
+            options.parts(),
             options.held_out,
-            tokenizer,
+            start.tokenizer,
             folder / "text",
             length=recipe.length,
-            most_tokens=options.read_tokens
-            or recipe.steps * recipe.batch * (recipe.length - 1) + 1,
+            tokens=options.read_tokens or recipe.steps * recipe.batch * (recipe.length - 1),
+            seed=options.seed,
             show=show,
         )
     except BaseException:
@@ -181,17 +178,17 @@ def _begin(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     identity = {"asked": run_identity(options), "recipe": recipe._asdict()}
-    identity |= {"parameters": sum(p.numel() for p in model.parameters())}
+    identity |= {"parameters": sum(p.numel() for p in start.model.parameters())}
     checkpoints = Checkpoints(folder / "state", identity)
     if arguments.process_index == 0:
-        _write_about(out, options, recipe, model, ended=None)
-    return _RunParts(model, tokenizer, text, checkpoints)
+        _write_about(out, options, recipe, start.model, ended=None)
+    return _RunParts(start, text, checkpoints)
 
 
 def _write_about(
     out: Path, options: Training, recipe: TrainingRecipe, model: PreTrainedModel, ended: dict | None
 ) -> None:
-    conversion = conversion_of(model)
+    conversion = conversion_of(converted_inside(model))
     about = {
         "asked": run_identity(options),
         "harmless": _harmless(options),
@@ -231,15 +228,19 @@ def _train(
     sequences = recipe.steps * recipe.batch
     together = arguments.world_size * arguments.per_device_eval_batch_size
     trainer = RunTrainer(
-        model=run.model,
+        model=run.start.model,
         args=arguments,
-        train_dataset=TrainingSequences(run.text.train, recipe.length, sequences, options.seed),
+        train_dataset=MixedSequences(
+            run.text.files, run.text.weights, recipe.length, sequences, options.seed
+        ),
         eval_dataset=EvaluationSequences(run.text.held_out, recipe.length, together),
         data_collator=torch.utils.data.default_collate,
         optimizer=partial(_optimizer, recipe),
         evaluation=partial(_evaluation, run.text.held_out.text_bytes),
         callbacks=[callback, display],
-        memory_loss=options.memory_loss,
+        memory_loss=recipe.memory_loss,
+        tau=recipe.tau,
+        teacher=run.start.teacher,
     )
     try:
         callback.train(trainer)
@@ -279,9 +280,9 @@ def _finish(
     run: _RunParts,
 ) -> TrainingResult:
     """Write the model and what came out, then remove what an unfinished run needs."""
-    model = run.model
+    model, tokenizer = run.start.model, run.start.tokenizer
     ended = {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "steps": recipe.steps,
         "tokens": recipe.steps * recipe.batch * recipe.length,
         "seconds": callback.seconds(),
@@ -291,14 +292,17 @@ def _finish(
     }
     weights = trainer.whole_weights()
     if trainer.args.process_index == 0:
-        if weights is not None:
-            model.save_pretrained(out, state_dict=weights)
-            model = load(out)
-        if set(conversion_of(model).mechanisms) == {Standard()}:
-            revert(model)
-        model.save_pretrained(out)
-        if hasattr(run.tokenizer, "save_pretrained"):
-            run.tokenizer.save_pretrained(out)
+        if run.start.base is not None:
+            save_adapter(model, out, base=run.start.base, dtype=torch.bfloat16)
+        else:
+            if weights is not None:
+                model.save_pretrained(out, state_dict=weights)
+                model = load(out)
+            if set(conversion_of(model).mechanisms) == {Standard()}:
+                revert(model)
+            model.save_pretrained(out)
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(out)
         about = json.loads((out / _ABOUT).read_text())
         write_whole(out / _ABOUT, json.dumps(about | {"ended": ended}, indent=2) + "\n")
         shutil.rmtree(out / _UNFINISHED)
@@ -396,8 +400,8 @@ def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> Train
 def formatted(trained: TrainingResult) -> str:
     """What came out, for the terminal."""
     return (
-        f"{trained.parameters:,} parameters, {trained.steps} steps, {trained.tokens:,} tokens in "
-        f"{trained.seconds:,.0f} s ({trained.tokens_per_second:,.0f} tokens/s): "
+        f"{trained.parameters:,} parameters trained, {trained.steps} steps, {trained.tokens:,} "
+        f"tokens in {trained.seconds:,.0f} s ({trained.tokens_per_second:,.0f} tokens/s): "
         f"{trained.bits_per_byte:.4f} bits per byte of the evaluation set, {trained.loss:.4f} nats "
         f"per token\nmodel: {trained.folder}"
     )

@@ -1,7 +1,9 @@
-"""The model that a training run begins with, and its tokenizer, by the options."""
+"""The model that a training run begins with, its tokenizer and its teacher, by the options."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -22,10 +24,13 @@ from heedful.commands.models import (
     open_tokenizer,
     opening,
 )
-from heedful.commands.train.options import SIZES, Training
+from heedful.commands.train.options import SIZES, Training, TrainingRecipe
 from heedful.data import ByteTokenizer, pieces
 from heedful.hf import conversion_of, convert, load
+from heedful.hf.adapter_folders import base_name, has_low_rank, is_adapter, load_adapter
+from heedful.hf.adapters import with_low_rank
 from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.stock import stock_model
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"
@@ -38,14 +43,27 @@ def has_weights(name: str) -> bool:
     return name not in SIZES and not name.endswith(".json")
 
 
-def model_and_tokenizer(
-    options: Training, length: int, kept: Path
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast | ByteTokenizer]:
-    """The model, converted and in float32, and its tokenizer.
+class Start(NamedTuple):
+    """What a run begins with.
+
+    model: converted, in float32; with low-rank matrices, PEFT's wrapper of it.
+    tokenizer: its own, or one that is trained here.
+    teacher: the base without a mechanism, of the same weights, where it says what to predict.
+    base: its name, where it is frozen.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast | ByteTokenizer
+    teacher: PreTrainedModel | None = None
+    base: str | None = None
+
+
+def starting_point(options: Training, recipe: TrainingRecipe, kept: Path) -> Start:
+    """The model that is trained, with what belongs to it.
 
     Arguments:
         options: what to train.
-        length: tokens of a sequence.
+        recipe: how.
         kept: a folder for a tokenizer that is trained here; one that is there is taken.
 
     Raises:
@@ -61,26 +79,71 @@ def model_and_tokenizer(
                 "leave out --vocabulary and --tokenizer bpe"
             )
         model = _with_weights(options.model)
-        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+        tokenizer = open_tokenizer(options.tokenizer, _base(options.model), model)
     else:
         config = _config(options.model)
         tokenizer = _new_tokenizer(options, options.vocabulary or config.vocab_size, kept)
-        model = _from_scratch(config, options, tokenizer, length)
+        model = _from_scratch(config, options, tokenizer, recipe.length)
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"model {options.model!r} is a {type(model).__name__}, and heedful train trains models "
             "that predict the next token"
         )
     room = longest(model)
-    if room is not None and length > room:
-        raise ValueError(f"length must be at most {room}, the model's positions, got {length}")
-    _give_mechanism(model, options)
-    return model.float().train(), tokenizer
+    if room is not None and recipe.length > room:
+        raise ValueError(
+            f"length must be at most {room}, the model's positions, got {recipe.length}"
+        )
+    model = model.float()
+    if recipe.train == "all":
+        _give_mechanism(model, options)
+        return Start(model.train(), tokenizer)
+    return _beside_frozen(model, tokenizer, options, recipe)
+
+
+def _beside_frozen(model: PreTrainedModel, tokenizer, options: Training, recipe) -> Start:
+    """The mechanism, with low-rank matrices or without, beside a base that stays what it is."""
+    if isinstance(model, ConvertedModel):
+        raise ValueError(
+            f"model {options.model!r} is converted, and --train {recipe.train} goes beside a model "
+            "without a mechanism: take it out first, heedful convert MODEL OUT --revert"
+        )
+    model.requires_grad_(False)
+    teacher = None
+    if recipe.targets == "base":  # it shares the weights
+        teacher = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+    if is_adapter(options.model):
+        if options.mechanism or has_low_rank(options.model):
+            raise ValueError(
+                f"model {options.model!r} is an adapter: leave out --mechanism, which it has"
+                if options.mechanism
+                else f"model {options.model!r} has low-rank matrices, which training does not "
+                "resume; train from its base again"
+            )
+        load_adapter(model, options.model, budgets=False)
+    else:
+        _give_mechanism(model, options)
+    own = conversion_of(model).parameters().values()
+    if not own:
+        raise ValueError(
+            f"train={recipe.train!r} needs a mechanism with parameters; name one, such as "
+            "--mechanism selective:selector=extra or --mechanism mta"
+        )
+    for parameter in own:
+        parameter.requires_grad_()
+    if recipe.train == "lora":
+        model = with_low_rank(model, options.rank)
+    return Start(model.train(), tokenizer, teacher, _base(options.model))
+
+
+def _base(name: str) -> str:
+    """The base of an adapter; any other model is its own."""
+    return base_name(name) if is_adapter(name) else name
 
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
     """Convert it; one that is converted already keeps what it has."""
-    named = mechanisms_named(options.mechanism)
+    named = mechanisms_named(options.mechanisms())
     if isinstance(model, ConvertedModel):
         own = conversion_of(model).mechanisms
         if any(own.get(x) is None or layers not in (None, own[x]) for x, layers in named.items()):
@@ -181,10 +244,12 @@ def _from_scratch(
 
 
 def _with_weights(name: str) -> PreTrainedModel:
+    """A converted model as it is saved, or a stock one; of an adapter, the base."""
+    name = _base(name)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if is_converted(folder):
             return load(folder, budgets=False, dtype=torch.float32)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        return stock_model(name, dtype=torch.float32)

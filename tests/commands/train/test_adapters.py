@@ -1,0 +1,149 @@
+"""`heedful train` beside a frozen base: what is trained, what is written, what it opens on."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+import heedful
+from heedful.commands.train.options import Training
+from heedful.commands.train.run import train_text
+from heedful.hf.stock import stock_model
+from heedful.tasks.vocabulary import bytes_alone
+from heedful.training.run import Stopped
+from heedful.training.sequences import IGNORE, MixedSequences, TokenFile
+
+TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(400))
+FILES = ["adapter.json", "adapter.safetensors", "log.jsonl", "training.json"]
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> Training:
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    Path("text.txt").write_text(TEXT)
+    return Training(
+        "base", ("text.txt",), "run", recipe="hide", steps=6, batch=2, length=32, evaluations=2,
+        device="cpu",
+    )  # fmt: skip
+
+
+def quietly(options: Training, stop=lambda: False):
+    return train_text(options, stop, show=False)
+
+
+def test_a_recipe_trains_selectors_alone_and_writes_an_adapter(options):
+    done = quietly(options)
+    assert sorted(os.listdir("run")) == FILES
+    trained = load_file("run/adapter.safetensors")
+    assert len(trained) == 4 and {x.dtype for x in trained.values()} == {torch.bfloat16}
+    assert done.parameters == sum(x.numel() for x in trained.values()) == 2 * 2 * 32 * 8
+    base, model = stock_model("base"), heedful.load("run")
+    for name, parameter in base.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    assert str(heedful.load("base", adapter="run")._heedful.mechanism).startswith("Selective")
+    keys = [x for name, x in trained.items() if "key" in name]
+    assert all(x.any() for x in keys)  # zero before training
+
+
+def test_a_killed_adapter_run_goes_on_to_the_same_bits(options):
+    quietly(options)
+    answers = iter([False, False])
+    with pytest.raises(Stopped):
+        quietly(replace(options, out="killed"), lambda: next(answers, True))
+    kept = sorted(os.listdir("killed/unfinished/state/checkpoint-3"))
+    assert "trained.safetensors" in kept and "model.safetensors" not in kept
+    quietly(replace(options, out="killed"))
+    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_what_the_base_predicts_is_learned_and_not_the_text(options):
+    """At the start nothing is hidden, so that the loss is that of memory alone: no divergence."""
+    quietly(replace(options, steps=1, evaluations=1))
+    log = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
+    assert [x["loss"] for x in log if "loss" in x] == [pytest.approx(0, abs=1e-6)]
+    quietly(replace(options, out="text", targets="text", steps=1, evaluations=1))
+    log = [json.loads(line) for line in Path("text/log.jsonl").read_text().splitlines()]
+    assert next(x["loss"] for x in log if "loss" in x) > 5
+
+
+def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
+    lora = replace(
+        options, recipe="adapt", mechanism=("mta",), train="lora", rank=2, learning_rate=1e-2
+    )
+    quietly(lora)
+    assert "adapter_config.json" in os.listdir("run") and "README.md" not in os.listdir("run")
+    base, model = stock_model("base"), heedful.load("run")
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    change = model.get_parameter(weight) - base.get_parameter(weight)
+    assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
+    assert model.model.layers[0].self_attn.heedful is not None
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_training_resumes_from_an_adapter(options):
+    quietly(options)
+    quietly(replace(options, model="run", out="further", seed=1))
+    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "further"))
+    assert one.keys() == other.keys() and any(not torch.equal(one[x], other[x]) for x in one)
+    assert json.loads(Path("further/adapter.json").read_text())["base"]["name"] == "base"
+
+
+def test_a_mixture_takes_its_parts_by_their_weights(options):
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
+    Path("chat.jsonl").write_text(200 * (json.dumps({"messages": turns}) + "\n"))
+    tokenizer = Path("base/tokenizer_config.json")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    fields = json.loads(tokenizer.read_text()) | {"chat_template": template}
+    tokenizer.write_text(json.dumps(fields))
+    mixed = replace(
+        options, data=("text.txt:2", "chat.jsonl:1", "recall:1"), length=512, batch=1, steps=4
+    )
+    with pytest.raises(Stopped):
+        quietly(mixed, lambda: True)
+    files = []
+    for part in range(3):
+        folder = Path(f"run/unfinished/text/{part}")
+        about = json.loads((folder / "tokens.json").read_text())["train"]
+        files.append(TokenFile(folder / "train.tokens", **about))
+    rows = MixedSequences(files, (2, 1, 1), 512, 8, seed=0)
+    kinds = [kind_of(row) for row in rows]
+    assert [sorted(kinds[i : i + 4]) for i in (0, 4)] == 2 * [["chat", "recall", "text", "text"]]
+
+
+def kind_of(row: dict[str, torch.Tensor]) -> str:
+    """Only of generated facts is most of a sequence not learned."""
+    if (row["labels"] == IGNORE).float().mean() > 0.4:
+        return "recall"
+    text = bytes(i for i in row["input_ids"].tolist() if i < 256)
+    return "chat" if b"<user>a?<assistant>b." in text else "text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": "all", "targets": "base"}, "needs a frozen base"),
+        ({"model": "30m"}, "has none; name a trained model"),
+        ({"mechanism": ("standard",)}, "needs a mechanism with parameters"),
+        ({"data": ("recall:1",)}, "must name a text beside recall"),
+        ({"data": ("text.txt:1", "other.txt")}, "'other.txt' has no weight"),
+        ({"data": ("text.txt:0",)}, "has the weight 0"),
+        ({"fsdp": True}, "leave it out"),
+        ({"rank": 0}, "rank must be"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_leaves_nothing(options, changes, message):
+    with pytest.raises(ValueError, match=message):
+        quietly(replace(options, **changes))
+    assert not Path("run").exists()
