@@ -34,6 +34,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
 from helpers import ROOT
+from helpers.gguf_files import write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
@@ -140,9 +141,11 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
     lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
     (tmp_path / "pairs.tsv").write_text("".join(lines))
+    pairs = tokenizer_of_words(pairs=("re",))
+    write_gguf(tmp_path / "model.gguf", small(positions=64), pairs)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
-    mine = ("my-model", "my-baseline", "runs/selective-30m")
+    mine = ("my-model", "my-baseline", "runs/selective-30m", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     for folder in folders - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):

@@ -1,5 +1,6 @@
 """Small models, tokenizers and what they write, for the tests of the commands."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,11 +25,12 @@ def small(layers: int = 2, vocabulary: int = 260, positions: int = 256, seed: in
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def tokenizer_of_words(chat: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte, BOS in front, and a chat template on request."""
+def tokenizer_of_words(chat: bool = False, pairs: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per byte and one per pair, BOS in front, and a chat template on request."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {c: i for i, c in enumerate(letters)} | {"<bos>": 256, "<user>": 257, "<bot>": 258}
-    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    vocabulary |= {pair: i for i, pair in enumerate(pairs, start=len(vocabulary))}
+    words = Tokenizer(models.BPE(vocab=vocabulary, merges=[(a, b) for a, b in pairs]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     words.add_special_tokens(["<bos>", "<user>", "<bot>"])

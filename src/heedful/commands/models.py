@@ -17,7 +17,7 @@ from heedful.data import ByteTokenizer, corpus
 from heedful.hf import convert, load
 from heedful.hf.budgets import take_budgets
 from heedful.hf.load import saved_conversion
-from heedful.hf.stock import stock_config, stock_model, stock_tokenizer
+from heedful.hf.stock import is_gguf, stock_config, stock_model, stock_tokenizer
 from heedful.nn import Mechanism, from_json, mechanism
 
 BYTES = "bytes"
@@ -29,7 +29,7 @@ def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTr
     """A converted model as it is saved; an ordinary one with standard attention of heedful.
 
     Arguments:
-        name: a folder, or a name on the Hugging Face hub.
+        name: a folder, or what `heedful.hf.stock.stock_model` opens.
         device: `cpu` or `cuda`.
         budgets: take the `budgets.json` beside the model, if any.
 
@@ -60,7 +60,7 @@ def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
     """A model's configuration, and what it is converted to.
 
     Arguments:
-        name: a folder, a name on the Hugging Face hub, or a configuration (FILE.json).
+        name: as for `open_model`, or a configuration (FILE.json).
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -103,7 +103,7 @@ def opening(what: str, name: str) -> Iterator[None]:
 def _problem(name: str, error: Exception) -> str:
     """An error's message in one line; of a name that may be a misspelt folder, that it is none."""
     message = " ".join(str(error).split())[:600].rstrip(".")
-    if Path(name).exists() or name.endswith(".json"):
+    if Path(name).exists() or name.endswith(".json") or is_gguf(name):
         return message
     return f"there is no such folder, nor can it be had from the hub: {message}"
 

