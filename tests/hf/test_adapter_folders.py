@@ -88,11 +88,11 @@ def test_low_rank_matrices_are_merged_and_peft_opens_the_folder_too(base, tmp_pa
 def test_budgets_go_with_an_adapter(base, tmp_path):
     heedful.save_adapter(trained(base), tmp_path / "a", base=str(tmp_path / "base"))
     model = heedful.load(tmp_path / "a")
-    write_budgets(tmp_path / "a" / "budgets.json", MostHidden(budget=8), model, {})
+    write_budgets(tmp_path / "a" / "budgets.json", MostHidden(tokens=16), model, {})
     model = heedful.load(tmp_path / "a")
-    assert model._heedful.eviction == MostHidden(budget=8)
+    assert model._heedful.eviction == MostHidden(tokens=16)
     heedful.save_adapter(model, tmp_path / "b", base=str(tmp_path / "base"))
-    assert heedful.load(tmp_path / "b")._heedful.eviction == MostHidden(budget=8)
+    assert heedful.load(tmp_path / "b")._heedful.eviction == MostHidden(tokens=16)
     assert heedful.load(tmp_path / "b", budgets=False)._heedful.eviction is None
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from heedful.checks import check_choice
 from heedful.data import ByteTokenizer, corpus
 from heedful.hf import convert, load
+from heedful.hf.adapter_folders import base_of, is_adapter, read_about
 from heedful.hf.budgets import take_budgets
 from heedful.hf.load import saved_conversion
 from heedful.hf.stock import is_gguf, stock_config, stock_model, stock_tokenizer
@@ -25,13 +26,16 @@ BYTES = "bytes"
 _MOST_BYTES = 512  # tokens of a model of bytes: 256, a few of its own, and rounded up
 
 
-def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTrainedModel:
+def open_model(
+    name: str, device: str = "cpu", *, adapter: str | None = None, budgets: bool = True
+) -> PreTrainedModel:
     """A converted model as it is saved; an ordinary one with standard attention of heedful.
 
     Arguments:
-        name: a folder, or what `heedful.hf.stock.stock_model` opens.
+        name: a folder of a model or an adapter, or what `heedful.hf.stock.stock_model` opens.
         device: `cpu` or `cuda`.
-        budgets: take the `budgets.json` beside the model, if any.
+        adapter: the folder of an adapter, for an ordinary model.
+        budgets: take the `budgets.json` beside the model or the adapter, if any.
 
     Raises:
         ValueError: there is no such model, it cannot be read, or cannot be converted.
@@ -39,11 +43,16 @@ def open_model(name: str, device: str = "cpu", *, budgets: bool = True) -> PreTr
     check_choice("device", device.split(":")[0], ("cpu", "cuda"))
     if device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r} needs a GPU, and torch sees none; use cpu")
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if adapter is None and is_adapter(name):
+        name, adapter = base_of(name), name
+    folder = Path(name if adapter is None else adapter)
+    if adapter is None and folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
-        model = load(folder, budgets=False) if is_converted(folder) else _ordinary(name)
+        if adapter is not None:
+            model = load(name, adapter=adapter, budgets=False)
+        else:
+            model = load(folder, budgets=False) if is_converted(folder) else _ordinary(name)
     if budgets and folder.is_dir():
         take_budgets(folder, model)
     return model.eval().to(device)
@@ -70,6 +79,9 @@ def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
         if path.suffix == ".json":
             fields = json.loads(path.read_text())
             return AutoConfig.for_model(fields.pop("model_type"), **fields), []
+        if is_adapter(path):
+            mechanisms = [str(from_json(x["mechanism"])) for x in read_about(path)["mechanisms"]]
+            return stock_config(base_of(path)), mechanisms
         if not is_converted(path):
             return stock_config(name), []
         about = saved_conversion(path)
@@ -141,7 +153,7 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
     else:
         transformers.logging.set_verbosity_error()
         try:
-            tokenizer = stock_tokenizer(name or model_name)
+            tokenizer = stock_tokenizer(name or base_of(model_name))
         except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
             problem = " ".join(str(error).split())[:200]
             hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"

@@ -97,13 +97,13 @@ def has_low_rank(folder: str | os.PathLike) -> bool:
     return (Path(folder) / _PEFT[0]).is_file()
 
 
-def base_name(folder: str | os.PathLike) -> str:
-    """What an adapter's base is called, as `save_adapter` was told.
+def base_of(name: str | os.PathLike) -> str:
+    """What the base of an adapter's folder is called; any other name is returned as it is.
 
     Raises:
-        ValueError: the folder holds no adapter, or a damaged one.
+        ValueError: the adapter is damaged.
     """
-    return _read_about(Path(folder))["base"]["name"]
+    return read_about(Path(name))["base"]["name"] if is_adapter(name) else os.fspath(name)
 
 
 def load_adapter(
@@ -128,7 +128,7 @@ def load_adapter(
             base; a model that was passed in is left as it was.
     """
     folder = Path(folder)
-    about = _read_about(folder)
+    about = read_about(folder)
     model = base if isinstance(base, PreTrainedModel) else stock_model(base, **options).eval()
     if isinstance(model, ConvertedModel):
         raise ValueError(
@@ -180,8 +180,8 @@ def fingerprint_of_base(model: nn.Module) -> dict:
     return beside.fingerprint_of(named)
 
 
-def _read_about(folder: Path) -> dict:
-    """What `adapter.json` says, checked."""
+def read_about(folder: Path) -> dict:
+    """What `adapter.json` says, checked: `mechanisms`, and `base` with its name."""
     path = folder / ABOUT
     if not path.is_file():
         raise ValueError(

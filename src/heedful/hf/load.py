@@ -8,7 +8,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.hf import budgets as beside
-from heedful.hf.adapter_folders import base_name, is_adapter, load_adapter
+from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
 from heedful.hf.auto_classes import register
 from heedful.hf.format import FORMAT, MODEL_TYPE
 from heedful.hf.restore import read_parameters, restore
@@ -51,7 +51,7 @@ def load(
             raise ValueError(f"{name} is not an option of heedful.load; leave it out")
     register()
     if adapter is None and not isinstance(folder, PreTrainedModel) and is_adapter(folder):
-        folder, adapter = base_name(folder), folder
+        folder, adapter = base_of(folder), folder
     if adapter is not None:
         own = {"impl": impl, "budgets": budgets, "verify": verify}
         return load_adapter(folder, adapter, **own, **options)

@@ -13,12 +13,14 @@ from heedful.commands.options import RoleName
 class FolderConversion:
     """Convert a model's folder to a mechanism, or take the mechanism out of it again.
 
+    Of an adapter, write its base with it into one folder.
+
     The new folder has the weights, the tokenizer and the configuration, and is opened by
     heedful.load, heedful generate and heedful train; with --revert, by transformers alone.
     """
 
     source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="SRC")]]
-    """Folder of a model, a GGUF file, smollm2, or a name on the Hugging Face hub."""
+    """Folder of a model or an adapter, a GGUF file, smollm2, or a name on the Hugging Face hub."""
     out: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
     """Folder to write, which must be new or empty."""
     mechanism: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME[:OPTIONS][@LAYERS] ...")] = ()
@@ -30,7 +32,7 @@ class FolderConversion:
 
     def __post_init__(self) -> None:
         check_literals(self)
-        if self.revert == bool(self.mechanism):
+        if self.revert and self.mechanism:
             raise ValueError("give either --mechanism, or --revert to take it out")
         if self.where and self.revert:
             raise ValueError("where is for --mechanism: --revert takes everything out")

@@ -8,6 +8,7 @@ from pathlib import Path
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.models import is_converted, mechanisms_named, opening
 from heedful.hf import conversion_of, convert, load, revert
+from heedful.hf.adapter_folders import base_of, is_adapter
 from heedful.hf.stock import stock_model, stock_tokenizer
 
 
@@ -22,7 +23,14 @@ def convert_folder(options: FolderConversion) -> str:
     out, source = Path(options.out), Path(options.source)
     if not options.out or out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ValueError(f"out must be a new or empty folder, got {options.out!r}; name another")
-    converted = is_converted(source)
+    converted, adapter = is_converted(source), is_adapter(source)
+    if not (options.mechanism or options.revert or adapter):
+        raise ValueError("give either --mechanism, or --revert to take it out")
+    if adapter and (options.mechanism or options.revert):
+        raise ValueError(
+            f"source {options.source!r} is an adapter, which is written with its base: leave "
+            "--mechanism and --revert out"
+        )
     if converted != options.revert:
         state, way = "is no converted model", "there is nothing to take out"
         if converted:
@@ -30,8 +38,14 @@ def convert_folder(options: FolderConversion) -> str:
         raise ValueError(f"source {options.source!r} {state}; {way}")
     named = mechanisms_named(options.mechanism)
     with opening("source", options.source):
-        model = load(source, budgets=False) if converted else stock_model(options.source)
-    if options.revert:
+        if converted or adapter:
+            model = load(source, budgets=adapter)
+        else:
+            model = stock_model(options.source)
+    if adapter:
+        known = ", ".join(map(str, conversion_of(model).mechanisms))
+        about = f"{base_of(source)} with {known}"
+    elif options.revert:
         about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
         revert(model)
     else:
@@ -46,7 +60,7 @@ def convert_folder(options: FolderConversion) -> str:
         whole = Path(folder) / "model"
         model.save_pretrained(whole)
         with suppress(Exception):  # a model without a tokenizer is a model
-            stock_tokenizer(options.source).save_pretrained(whole)
+            stock_tokenizer(base_of(options.source)).save_pretrained(whole)
         if out.is_dir():
             out.rmdir()
         os.replace(whole, out)

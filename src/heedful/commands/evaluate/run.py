@@ -70,7 +70,8 @@ def evaluate(options: Evaluation) -> EvaluationResult:
         total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
-                model = open_model(plan.name, options.device, budgets=OWN in options.budget)
+                own = OWN in options.budget
+                model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
                 store.register(plan, model, options)
                 for cache, eviction in _caches(options, plan.name, model).items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
@@ -103,7 +104,7 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
                 f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
                 "causal language model; only those can be evaluated"
             )
-        if OWN in options.budget and not (Path(name) / NAME).is_file():
+        if OWN in options.budget and not (Path(options.adapter or name) / NAME).is_file():
             raise ValueError(
                 f"budget 'own': no {NAME} stands beside {name!r}; search one with `heedful budget "
                 f"{name} --data FILE`, or give a number"

@@ -58,7 +58,9 @@ def generate(options: Generation, write: Callable[[str], None]) -> GenerationRes
         ValueError: an option cannot be read, or does not fit the model.
     """
     text = options.prompt if options.file is None else read_text(Path(options.file))
-    model = open_model(options.model, options.device, budgets=reads_budgets(options))
+    model = open_model(
+        options.model, options.device, adapter=options.adapter, budgets=reads_budgets(options)
+    )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)
     paired = model.config.is_encoder_decoder

@@ -25,6 +25,9 @@ class Inspection:
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a decoder or an encoder, converted or not, a GGUF file, smollm2, or a name on the
     Hugging Face hub."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
+    base that it names."""
     text: str | None = None
     """The text to look at."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None

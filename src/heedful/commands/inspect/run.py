@@ -53,7 +53,9 @@ def inside(options: Inspection) -> InspectionResult:
     text = options.text if options.file is None else read_text(Path(options.file))
     if not text:
         raise ValueError("text must have at least one character, got an empty one")
-    model = open_model(options.model, options.device, budgets=reads_budgets(options))
+    model = open_model(
+        options.model, options.device, adapter=options.adapter, budgets=reads_budgets(options)
+    )
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "

@@ -27,7 +27,7 @@ from heedful.commands.models import (
 from heedful.commands.train.options import SIZES, Training, TrainingRecipe
 from heedful.data import ByteTokenizer, pieces
 from heedful.hf import conversion_of, convert, load
-from heedful.hf.adapter_folders import base_name, has_low_rank, is_adapter, load_adapter
+from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
 from heedful.hf.adapters import with_low_rank
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model
@@ -79,7 +79,7 @@ def starting_point(options: Training, recipe: TrainingRecipe, kept: Path) -> Sta
                 "leave out --vocabulary and --tokenizer bpe"
             )
         model = _with_weights(options.model)
-        tokenizer = open_tokenizer(options.tokenizer, _base(options.model), model)
+        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     else:
         config = _config(options.model)
         tokenizer = _new_tokenizer(options, options.vocabulary or config.vocab_size, kept)
@@ -133,12 +133,7 @@ def _beside_frozen(model: PreTrainedModel, tokenizer, options: Training, recipe)
         parameter.requires_grad_()
     if recipe.train == "lora":
         model = with_low_rank(model, options.rank)
-    return Start(model.train(), tokenizer, teacher, _base(options.model))
-
-
-def _base(name: str) -> str:
-    """The base of an adapter; any other model is its own."""
-    return base_name(name) if is_adapter(name) else name
+    return Start(model.train(), tokenizer, teacher, base_of(options.model))
 
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
@@ -245,7 +240,7 @@ def _from_scratch(
 
 def _with_weights(name: str) -> PreTrainedModel:
     """A converted model as it is saved, or a stock one; of an adapter, the base."""
-    name = _base(name)
+    name = base_of(name)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")

@@ -1,0 +1,79 @@
+"""An adapter in the commands: as MODEL, and with --adapter; in one folder with its base."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+import heedful
+from heedful.commands.convert.options import FolderConversion
+from heedful.commands.convert.run import convert_folder
+from heedful.commands.evaluate.options import Evaluation
+from heedful.commands.evaluate.run import evaluate
+from heedful.commands.generate.options import Generation
+from heedful.commands.generate.run import generate
+from heedful.commands.models import configuration_of, open_model
+from heedful.tasks.vocabulary import bytes_alone
+from helpers.families import stir
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    stir(model, 0.2)
+    model.save_pretrained("base")
+    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    heedful.convert(model, heedful.Selective(selector="extra"))
+    stir(model, 0.5, ".heedful.")
+    heedful.save_adapter(model, "adapter", base="base")
+
+
+def test_both_ways_to_name_an_adapter_open_the_same_model():
+    ids = torch.arange(40)[None]
+    by_folder, by_option = open_model("adapter"), open_model("base", adapter="adapter")
+    assert torch.equal(by_folder(ids).logits, by_option(ids).logits)
+    assert not torch.equal(by_folder(ids).logits, open_model("base")(ids).logits)
+    assert configuration_of("adapter")[1] == [str(heedful.Selective(selector="extra"))]
+    texts = [
+        generate(Generation(*model, prompt="abc", max_new_tokens=5, budget="16"), lambda _: None)
+        for model in (("adapter",), ("base", "adapter"))
+    ]
+    assert texts[0].text == texts[1].text and texts[0].nbytes == texts[1].nbytes
+
+
+def test_an_adapter_is_evaluated_beside_its_base():
+    options = Evaluation(
+        ("base", "adapter"),
+        tasks=("perplexity",),
+        out="out",
+        length=32,
+        samples=1,
+        data=("text.txt",),
+    )
+    with open("text.txt", "w") as file:
+        file.write("a quiet text " * 20)
+    scores = {x.model: x for x in evaluate(options).samples}
+    assert scores.keys() == {"base", "adapter"}
+
+
+def test_an_adapter_and_its_base_are_written_into_one_folder():
+    assert "base with Selective" in convert_folder(FolderConversion("adapter", "whole"))
+    ids = torch.arange(40)[None]
+    whole = heedful.load("whole")
+    assert torch.equal(whole(ids).logits, heedful.load("adapter")(ids).logits)
+    assert "tokenizer.json" in os.listdir("whole")
+
+
+def test_what_is_no_adapter_is_refused():
+    with pytest.raises(ValueError, match=r"'base' has no adapter\.json"):
+        open_model("base", adapter="base")
+    with pytest.raises(ValueError, match="leave --mechanism"):
+        convert_folder(FolderConversion("adapter", "out", ("mta",)))
+    with pytest.raises(ValueError, match="either --mechanism"):
+        convert_folder(FolderConversion("base", "out"))
