@@ -1,0 +1,136 @@
+"""A pretrained model under small caches: perplexity, needles and bytes of every policy.
+
+Books that no adapter was trained on are read token by token, from a place within each, and scored
+against the same model with its whole cache. Needles are numbers in such a book (`heedful eval`'s);
+the prompt comes in chunks of 64 tokens, so that the question is not known while the text is read.
+
+    python -m benchmarks.real.run smollm2 adapters/smollm2-135m-hide --books books-test \
+        --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
+
+What is in the file already is not scored again.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from benchmarks.parts import read_partial
+from heedful.commands.evaluate.answers import LanguageModel
+from heedful.commands.models import open_model, open_tokenizer
+from heedful.commands.policies import policy_named
+from heedful.eviction import Eviction
+from heedful.hf.adapter_folders import is_adapter
+from heedful.hf.cache.new import new_cache
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.versions import cache_argument
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+from heedful.tasks.background import Background, background_sentences
+from heedful.tasks.needles import UNWANTED, Needles, all_found
+
+POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window")
+HIDING = ("most-hidden", "tova", "streaming-llm")
+DEPTHS = (0.1, 0.5, 0.9)
+CHUNK = 64
+ROOM = 12  # tokens of an answer
+SKIPPED = 4000  # characters at the beginning of a book: title, licence, contents
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", help="MODEL or an adapter's folder")
+    parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 128, 64])
+    parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
+    parser.add_argument("--rows", type=int, default=5, help="books for perplexity")
+    parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    for name in options.models:
+        measure(name, options)
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
+    """All settings of a model that the file does not have."""
+    model = open_model(name, budgets=False)
+    tokenizer = open_tokenizer(None, name, model)
+    policies = options.policies or (HIDING if is_adapter(name) else POLICIES)
+    settings = [("whole", options.length), *product(policies, options.tokens)]
+    done = {(x["model"], x["policy"], x["tokens"], x["length"]) for x in read_partial(options.out)}
+    for policy, tokens in tqdm(settings, desc=name):
+        if (name, policy, tokens, options.length) in done:
+            continue
+        eviction = None if policy == "whole" else policy_named(policy, model, tokens)
+        line = {"model": name, "policy": policy, "tokens": tokens, "length": options.length}
+        line |= perplexity(model, eviction, rows(tokenizer, options))
+        if options.needles:
+            line["needles"] = needles(model, tokenizer, eviction, options)
+        line |= {"peak_nbytes": peak_nbytes(model, eviction, options.length)}
+        append_line(options.out, json.dumps(line | {"environment": environment()}))
+
+
+def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:
+    """The tokens of each book, `[1, T]`, from behind its beginning."""
+    for path in sorted(options.books.glob("*.txt"))[: options.rows]:
+        text = path.read_text()[SKIPPED : SKIPPED + 16 * options.length]
+        yield torch.tensor([tokenizer(text, verbose=False)["input_ids"][: options.length]])
+
+
+@torch.no_grad()
+def perplexity(
+    model: PreTrainedModel, eviction: Eviction | None, sequences: Iterator[Tensor]
+) -> dict:
+    """Of all books together, and the nats of each."""
+    nats = []
+    with evicting(model, eviction):
+        for ids in sequences:
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            nats.append(cross_entropy(logits, ids[0, 1:]).item())
+    return {"perplexity": math.exp(sum(nats) / len(nats)), "nats": nats}
+
+
+def needles(
+    model: PreTrainedModel, tokenizer, eviction: Eviction | None, options: argparse.Namespace
+) -> dict[str, float]:
+    """The share of numbers that are found, by depth."""
+
+    def count(text: str) -> int:
+        return len(tokenizer(text, verbose=False)["input_ids"])
+
+    paths = [str(path) for path in sorted(options.books.glob("*.txt"))]
+    background = Background(background_sentences(paths, 8 * options.length, UNWANTED), count)
+    writer = LanguageModel(model, tokenizer, eviction or False)
+    shares = {}
+    for depth in DEPTHS:
+        questions = Needles(options.length, depth=depth).sample(
+            options.needles, 0, background, count
+        )
+        prompts = [tokenizer(x.prompt)["input_ids"] for x in questions]
+        replies = [writer.write([prompt], ROOM)[0] for prompt in prompts]
+        hits = [all_found(reply, x.answers) for reply, x in zip(replies, questions, strict=True)]
+        shares[f"{depth:g}"] = sum(hits) / len(hits)
+    return shares
+
+
+@torch.no_grad()
+def peak_nbytes(model: PreTrainedModel, eviction: Eviction | None, length: int) -> int:
+    """The most bytes of the cache, of a text that is read in chunks and one token more."""
+    cache = new_cache(model, eviction or False)
+    ids = torch.arange(length)[None] % 997 + 3
+    for chunk in (*ids[:, :-1].split(CHUNK, 1), ids[:, -1:]):
+        model(input_ids=chunk, **cache_argument(model, cache))
+    return cache.peak_nbytes
+
+
+if __name__ == "__main__":
+    main()
