@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from heedful.commands.budget.search import greedy
+from heedful.commands.budget.shrink import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
 from heedful.commands.compare.scratch import Hyperparameters

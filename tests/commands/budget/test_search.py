@@ -14,12 +14,13 @@ import heedful
 from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import LOG, SearchLog, SearchResult, greedy, search
+from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
 from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
+from helpers.budget_searches import plain_greedy
 from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
@@ -89,26 +90,9 @@ def options_for(folder: Path, name: str = "selective", **options) -> BudgetSearc
     return BudgetSearch(**(defaults | options))
 
 
-def plain_greedy(start, least, step, limit, perplexity_of) -> tuple[int, ...]:
-    """Every layer at every step, from the rule itself."""
-    budgets = list(start)
-    while step >= 1:
-        while True:
-            values = {}
-            for i in range(len(budgets)):
-                trial = [*budgets[:i], budgets[i] - step, *budgets[i + 1 :]]
-                if trial[i] >= least and (value := perplexity_of(tuple(trial))) <= limit:
-                    values[i] = value
-            if not values:
-                break
-            budgets[min(values, key=values.__getitem__)] -= step
-        step //= 2
-    return tuple(budgets)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["selective", "standard"])
-def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
+def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, name):
     result = finished[1] if name == "selective" else search(options_for(folder, name))
     model = heedful.load(folder / name)
     rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
@@ -128,38 +112,12 @@ def test_the_search_finds_what_the_plain_one_finds(folder, finished, name):
     for i in range(3):  # no layer can give up one more
         less = tuple(n - (j == i) for j, n in enumerate(result.eviction.tokens))
         assert less[i] < 6 or value(less) > result.limit
-    expected = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
-    assert result.eviction == policy(tokens=expected, sinks=1, recent=4)
-    assert result.kept == sum(expected) / (3 * LENGTH) < 0.9
-    assert len(set(expected)) > 1  # layers differ
+    known.clear()
+    plain = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
+    assert result.eviction == policy(tokens=result.eviction.tokens, sinks=1, recent=4)
+    assert result.ended and result.kept <= sum(plain) / (3 * LENGTH) < 0.9
+    assert len(set(result.eviction.tokens)) > 1  # layers differ
     assert result.trials < len(known)
-
-
-def test_greedy_on_costs_that_add_up():
-    """Against the plain rule, on many tables of costs, and in fewer trials."""
-    trials = {"plain": 0, "lazy": 0}  # different ones
-    for seed in range(40):
-        torch.manual_seed(seed)
-        costs = torch.rand(6, 40).square().sort().values.cumsum(1)  # of keeping 40, 39, ... tokens
-
-        known = set()
-
-        def cost(budgets, kind, costs=costs, known=known) -> float:
-            trials[kind] += (kind, budgets) not in known
-            known.add((kind, budgets))
-            return 1 + sum(float(costs[i, 40 - n]) if n < 40 else 0 for i, n in enumerate(budgets))
-
-        limit = 1 + 20 * float(torch.rand(()))
-        budgets = greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "lazy"))
-        expected = plain_greedy((40,) * 6, 3, 5, limit, lambda x, cost=cost: cost(x, "plain"))
-        assert budgets == expected
-        assert cost(budgets, "lazy") <= limit
-    assert trials["lazy"] < trials["plain"]
-
-
-def test_layers_without_a_budget_take_no_part():
-    budgets = greedy((20, None, 20), 5, 4, 100, lambda x: sum(20 - (n or 20) for n in x))
-    assert budgets == (5, None, 5)
 
 
 def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
@@ -294,6 +252,41 @@ def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
     assert again.eviction == whole.eviction and again.measured == 0
 
 
+def test_trials_bound_the_search_and_more_of_them_go_on(folder, finished):
+    few = search(options_for(folder, trials=8))
+    assert (few.trials, few.measured, few.ended) == (8, 8, False)
+    assert few.perplexity <= few.limit
+    assert "a higher --trials goes on" in budget.format_result(few)
+    assert (folder / "selective" / "budgets.json").is_file()
+    more = search(options_for(folder, trials=0))
+    assert more.measured == more.trials - 8 and more.ended
+    assert more.eviction == finished[1].eviction and more.kept <= few.kept
+
+
+def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, monkeypatch):
+    monkeypatch.setattr(budget, "_PIECES", LENGTH // 4)
+    result = search(options_for(folder))
+    model = heedful.load(folder / "selective", budgets=False)
+    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    by_token = float(perplexity(model, rows, result.eviction))
+    assert result.perplexity == pytest.approx(by_token, rel=1e-10) and by_token <= result.limit
+    log = SearchLog(folder / "selective" / LOG, _first(folder / "selective" / LOG), False)
+    assert {step for _, step in log.known} == {1, 4}
+    for (tokens, step), value in log.known.items():
+        with evicting(model, MostHidden(tokens=tokens, sinks=1, recent=4), step=step):
+            logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        assert value == pytest.approx(float(expected.exp()), rel=1e-10)
+    again = search(options_for(folder))
+    assert again.measured == 0 and again.eviction == result.eviction
+
+
+def _first(path: Path) -> dict:
+    identity = json.loads(path.read_text().splitlines()[0])
+    del identity["format"]
+    return identity
+
+
 def test_another_search_is_refused_unless_told(searched):
     folder, first = searched
     before = files_of(folder)
@@ -349,8 +342,10 @@ def test_as_a_command(searched, capsys):
         assert printed[1 + i].split() == [str(i), str(n), f"{n / 48:.1%}"]
     assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
     assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
-    assert re.search(r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens \[\d+ trials",
-                     captured.err)  # fmt: skip
+    bar = (
+        r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens \[\d+ of at most 150 trials"
+    )
+    assert re.search(bar + r", [\d:]+, at most [\d:?]+ left\]", captured.err)
 
 
 def refused(capsys, arguments: list[str]) -> str:
@@ -371,6 +366,7 @@ WRONG = {
     "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],
     "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
     "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
+    "trials must be a whole number of at least 0, got -1": ["--trials", "-1"],
     "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],
     "tokens must be whole numbers of at least sinks . recent . 1 = 75, got 48": ["--sinks", "70"],
     "length must be more than the 48 tokens that every budget holds, got 48": ["--recent", "46"],

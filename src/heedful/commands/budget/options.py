@@ -14,10 +14,11 @@ class BudgetSearch:
     """Search how many tokens each layer's KV cache needs, and write budgets.json into the model's
     folder.
 
-    From budgets that hold everything, the layer that loses least gives up a few tokens, again and
-    again, while the perplexity of the data stays below a limit. What is found is used by
-    `heedful.load`, `heedful.new_cache` and `heedful generate` by themselves. The same command
-    goes on where it was stopped.
+    First a budget that all layers share; then tokens go where they are missed most; then the layer
+    that loses least gives up a few, again and again. The perplexity of the data stays below a
+    limit, and --trials bounds the time. What is found is used by `heedful.load`,
+    `heedful.new_cache` and `heedful generate` by themselves. The same command goes on where it was
+    stopped.
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
@@ -39,6 +40,8 @@ class BudgetSearch:
     """First tokens that are never evicted; 4 by default, for window none."""
     recent: int = 8
     """Newest tokens that are never evicted."""
+    trials: int = 150
+    """The most budgets that are tried; 0: until no layer can give up one more token."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
     device: str = "cpu"
@@ -57,5 +60,6 @@ class BudgetSearch:
         if self.sinks is not None:
             check_whole("sinks", self.sinks, 0)
         check_whole("recent", self.recent, 0)
+        check_whole("trials", self.trials, 0)
         if not 0 <= self.loss < float("inf"):
             raise ValueError(f"loss must be a percentage of at least 0, got {self.loss}")

@@ -1,9 +1,8 @@
-"""Search how many tokens each layer's cache needs: greedily, one layer at a time.
+"""Search how many tokens each layer's cache needs; how is in shrink.py.
 
-Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703, section 4:
-all budgets start at the full length; again and again the layer whose shrinking costs least
-perplexity shrinks. Here the steps grow finer: what no layer can give up in steps of s tokens is
-tried in steps of s / 2.
+Long sequences are tried in pieces of a 64th: a step of each layer's cache takes a piece in place of
+a token, which is several times faster. What is found that way is measured token by token at the
+end, and raised where that passes the limit.
 """
 
 import dataclasses
@@ -13,6 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.shrink import Budgets, greedy, raised, shrink, total
 from heedful.commands.models import longest, open_model, open_tokenizer, rows_of
 from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
@@ -37,10 +38,12 @@ from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1
-_LOGITS = 2**26  # numbers of logits at a time, which decides how many sequences run together
+_LOGITS = 2**27  # numbers of logits at a time, which decides how many sequences run together
 _MOST = 700.0  # exp of more is no number
 
-Budgets = tuple[int | None, ...]
+_OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
+_BAR = "{desc} [{n} of at most {total} trials, {elapsed}, at most {remaining} left]"
+_PIECES = 64  # of a sequence, while searching
 
 
 class SearchResult(NamedTuple):
@@ -52,6 +55,7 @@ class SearchResult(NamedTuple):
     perplexity: under it; `whole` with all tokens; `limit`: what it must not pass.
     rows, length: of the data.
     trials: budgets that were tried; `measured`: those of them that this run measured.
+    ended: no layer can give up one more token; else the trials were used up before.
     seconds: that this run took.
     """
 
@@ -65,6 +69,7 @@ class SearchResult(NamedTuple):
     length: int
     trials: int
     measured: int
+    ended: bool
     seconds: float
 
     @property
@@ -108,9 +113,10 @@ def search(options: BudgetSearch) -> SearchResult:
     with only_writer(folder):
         identity = _search_identity(options, policy, rows, model, reference)
         log = SearchLog(folder / LOG, identity, options.restart)
-        with tqdm(unit=" trials", bar_format="{desc} [{n} trials, {elapsed}]") as bar:
-            measure = _Measure(model, rows, policy, log, bar)
-            whole = measure(start)
+        most = options.trials or None
+        with tqdm(unit=" trials", total=most, bar_format=_BAR if most else _OPEN_BAR) as bar:
+            exact = _Measure(model, rows, policy, log, bar)
+            whole = exact(start)
             if not math.isfinite(whole):
                 raise ValueError(f"model {options.model!r} has a perplexity of {whole} on the data")
             limit = whole * (1 + options.loss / 100)
@@ -118,62 +124,64 @@ def search(options: BudgetSearch) -> SearchResult:
                 limit = log.once("reference", lambda: perplexity(reference, rows))
                 _check_reference(options.reference, whole, limit)
                 limit = max(limit, whole)  # the same model may differ by rounding
-            measure.limit, reference = limit, None
-            budgets = greedy(start, _least(policy, model), options.length // 8, limit, measure)
+            exact.limit, reference = limit, None
+            pieces = max(1, options.length // _PIECES)
+            rough = exact if pieces == 1 else _Measure(model, rows, policy, log, bar, pieces, limit)
+            budgets, ended = _shrunk(start, _least(policy, model), limit, rough, most)
+            if rough is not exact:
+                budgets = raised(budgets, start, limit, exact)
         eviction = dataclasses.replace(policy, tokens=budgets)
         result = SearchResult(
             path=folder / NAME, eviction=eviction, start=start,
-            perplexity=log.known[budgets], whole=whole, limit=limit,
+            perplexity=exact(budgets), whole=whole, limit=limit,
             rows=options.rows, length=options.length, trials=len(log.known),
-            measured=measure.measured, seconds=time.perf_counter() - begun,
+            measured=exact.measured + (rough.measured if rough is not exact else 0), ended=ended,
+            seconds=time.perf_counter() - begun,
         )  # fmt: skip
         write_budgets(result.path, eviction, model, _about(options, result))
     return result
 
 
-def greedy(
-    start: Budgets,
-    least: int,
-    step: int,
-    limit: float,
-    measure: Callable[[Budgets], float],
-) -> Budgets:
-    """Budgets at which no layer can give up one more token.
+def _shrunk(
+    start: Budgets, least: int, limit: float, measure: "_Measure", most: int | None
+) -> tuple[Budgets, bool]:
+    """The smallest budgets in so many trials, and whether the search came to its end."""
+    best, tried = start, set()
 
-    A layer that did not fit is left alone for the rest of its step's size, as the others only
-    become smaller. But less context is sometimes better, so at the end all are tried once more.
+    def counted(trial: Budgets) -> float:
+        nonlocal best
+        if trial not in tried and most is not None and len(tried) >= most:
+            raise _NoTrialsLeft
+        value = measure(trial)
+        measure.bar.update(trial not in tried)
+        tried.add(trial)
+        if value <= limit and total(trial) < total(best):
+            best = trial
+        return value
 
-    Arguments:
-        start: budgets that hold everything; layers with `None` take no part.
-        least: no budget goes below it.
-        step: tokens that a layer gives up at first; halved down to one.
-        limit: perplexity that is not passed.
-        measure: perplexity of budgets.
-    """
-    budgets, everyone = start, [i for i, tokens in enumerate(start) if tokens is not None]
-    while step >= 1:
-        before, layers = budgets, everyone
-        while layers:
-            trials = {
-                i: (*budgets[:i], budgets[i] - step, *budgets[i + 1 :])
-                for i in layers
-                if budgets[i] - step >= least
-            }
-            values = {i: measure(trial) for i, trial in trials.items()}
-            layers = [i for i, value in values.items() if value <= limit]
-            if layers:
-                budgets = trials[min(layers, key=values.__getitem__)]
-        if step > 1 or budgets == before:
-            step //= 2
-    return budgets
+    with suppress(_NoTrialsLeft):
+        found = shrink(start, least, measure.rows.shape[1], limit, counted)
+        while total(best) < total(found):  # a trial on the way that held fewer
+            found = greedy(best, least, 1, limit, counted)
+        return found, True
+    return best, False
+
+
+class _NoTrialsLeft(Exception):
+    """All trials were used up."""
 
 
 @torch.no_grad()
-def perplexity(model: PreTrainedModel, rows: Tensor, eviction: Eviction | None = None) -> float:
-    """Perplexity of sequences `[rows, length]` without padding, first tokens aside."""
+def perplexity(
+    model: PreTrainedModel, rows: Tensor, eviction: Eviction | None = None, step: int = 1
+) -> float:
+    """Perplexity of sequences `[rows, length]` without padding, first tokens aside.
+
+    step: tokens that come in each call of a cache.
+    """
     vocabulary, total = model.get_output_embeddings().weight.shape[0], 0.0
     size = max(1, _LOGITS // (rows.shape[1] * vocabulary))
-    with evicting(model, eviction):
+    with evicting(model, eviction, step=step):
         for ids in rows.to(model.device).split(size):
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
             logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -184,25 +192,36 @@ def perplexity(model: PreTrainedModel, rows: Tensor, eviction: Eviction | None =
 
 
 class _Measure:
-    """Perplexity of budgets, from the log where it is known."""
+    """Perplexity of budgets, from the log where it is known.
+
+    step: tokens that a cache gets at a time.
+    limit: perplexity that budgets must not pass, once it is known.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, rows: Tensor, policy: Eviction, log: "SearchLog", bar: tqdm
+        self,
+        model: PreTrainedModel,
+        rows: Tensor,
+        policy: Eviction,
+        log: "SearchLog",
+        bar: tqdm,
+        step: int = 1,
+        limit: float | None = None,
     ) -> None:
         self.model, self.rows, self.policy, self.log, self.bar = model, rows, policy, log, bar
-        self.limit: float | None = None
+        self.step, self.limit = step, limit
         self.measured = 0
 
     def __call__(self, trial: Budgets) -> float:
-        if trial not in self.log.known:
+        value = self.log.known.get((trial, self.step))
+        if value is None:
             policy = dataclasses.replace(self.policy, tokens=trial)
-            self.log.add(trial, perplexity(self.model, self.rows, policy))
+            value = perplexity(self.model, self.rows, policy, self.step)
+            self.log.add(trial, self.step, value)
             self.measured += 1
-        value = self.log.known[trial]
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
         kept = share(trial, self.policy.tokens, self.rows.shape[1])
         self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {kept:.1%} of the tokens")
-        self.bar.update()
         return value
 
 
@@ -220,7 +239,7 @@ class SearchLog:
 
     def __init__(self, path: Path, identity: dict, restart: bool) -> None:
         self.path = path
-        self.known: dict[Budgets, float] = {}
+        self.known: dict[tuple[Budgets, int], float] = {}  # by budgets and step
         self.others: dict[str, float] = {}
         identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
         if restart or not path.exists():
@@ -232,7 +251,8 @@ class SearchLog:
             first, *lines = [json.loads(line) for line in whole.splitlines()]
             for line in lines:
                 if "budgets" in line:
-                    self.known[tuple(line["budgets"])] = float(line["perplexity"])
+                    key = (tuple(line["budgets"]), int(line.get("step", 1)))
+                    self.known[key] = float(line["perplexity"])
                 else:
                     self.others[line["name"]] = float(line["perplexity"])
         except (ValueError, TypeError, KeyError) as error:
@@ -248,10 +268,11 @@ class SearchLog:
             warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=2)
             write_whole(path, whole)
 
-    def add(self, budgets: Budgets, perplexity: float) -> None:
+    def add(self, budgets: Budgets, step: int, perplexity: float) -> None:
         """Write down one trial."""
-        self.known[budgets] = perplexity
-        self._log_trial({"budgets": budgets, "perplexity": perplexity})
+        self.known[budgets, step] = perplexity
+        steps = {} if step == 1 else {"step": step}
+        self._log_trial({"budgets": budgets, **steps, "perplexity": perplexity})
 
     def once(self, name: str, measure: Callable[[], float]) -> float:
         """A perplexity of another kind, measured unless it is there."""
@@ -376,7 +397,12 @@ def format_result(result: SearchResult) -> str:
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
         f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} sequences)",
-        f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s",
+        f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s; "
+        + (
+            "no layer can give up one more token"
+            if result.ended
+            else "a higher --trials goes on (0: until no layer can give up a token)"
+        ),
         f"written: {result.path}; heedful.load, heedful.new_cache and heedful generate use it",
     ]
     return "\n".join(lines)
