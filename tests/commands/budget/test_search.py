@@ -342,10 +342,9 @@ def test_as_a_command(searched, capsys):
         assert printed[1 + i].split() == [str(i), str(n), f"{n / 48:.1%}"]
     assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
     assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
-    bar = (
-        r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens \[\d+ of at most 150 trials"
-    )
-    assert re.search(bar + r", [\d:]+, at most [\d:?]+ left\]", captured.err)
+    told = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
+    left = r"\[\d+ of at most 120 trials, [\d:]+, at most [\d:?]+ left\]"
+    assert re.search(told + left, captured.err)
 
 
 def refused(capsys, arguments: list[str]) -> str:

@@ -40,7 +40,7 @@ class BudgetSearch:
     """First tokens that are never evicted; 4 by default, for window none."""
     recent: int = 8
     """Newest tokens that are never evicted."""
-    trials: int = 150
+    trials: int = 120
     """The most budgets that are tried; 0: until no layer can give up one more token."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
