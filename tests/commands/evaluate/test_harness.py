@@ -10,10 +10,12 @@ import pytest
 
 import heedful
 from heedful.commands.evaluate import run as runner
+from heedful.commands.evaluate.harness import HarnessResult
 from heedful.commands.evaluate.numbers import summed_up
 from heedful.commands.evaluate.options import WRITTEN, Evaluation
 from heedful.commands.evaluate.run import EvaluationPlan, evaluate, export
 from heedful.commands.models import open_model
+from heedful.records.samples import Sample
 from helpers.evaluations import evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -111,9 +113,10 @@ def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
     """Also where budgets of the model's own are requested; and what it found is kept."""
     policies = []
 
-    def run_task(options, name, model, tokenizer):
+    def run_task(options, name, model, tokenizer, label):
         policies.append(model._heedful.eviction)
-        return {name: {"acc": 0.5}}
+        sample = Sample(label, "", f"lm-eval:{name}", "0", "", {}, {"acc": 1.0})
+        return HarnessResult({name: {"acc": 0.5}}, [sample])
 
     monkeypatch.setattr(runner, "run_task", run_task)
     tasks = ("lm-eval:heedful_needles,heedful_babilong", "lm-eval:heedful_lambada")
@@ -123,6 +126,7 @@ def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
         assert list(result.harness["selective"]) == [
             "heedful_needles", "heedful_babilong", "heedful_lambada",
         ]  # fmt: skip
+        assert [x.values for x in result.samples] == [{"acc": 1.0}] * 3
     assert policies == [None] * 3
     evaluate(evaluation_of(tmp_path, "selective", **options | {"samples": 3}))
     assert len(policies) == 6

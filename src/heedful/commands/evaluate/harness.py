@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from heedful.commands.evaluate.items import Texts, reply_room
+from heedful.commands.evaluate.numbers import SHARES
+from heedful.commands.evaluate.on_disk import ON_DISK, task_files
 from heedful.commands.evaluate.options import LM_EVAL, Evaluation
 from heedful.commands.models import longest
 from heedful.data import ByteTokenizer
 from heedful.records.files import write_lines, write_whole
+from heedful.records.samples import Sample
 from heedful.tasks.last_words import Passage
 
 GRADING = "heedful_grading"
@@ -67,6 +71,7 @@ def _manager(folders: tuple[str, ...], names: tuple[str, ...]):
         raise ImportError(
             f"tasks that begin with {LM_EVAL!r} need lm-evaluation-harness: pip install lm-eval"
         ) from None
+    folders = tuple(task_files() if x == ON_DISK else x for x in folders)
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"lm_eval_tasks names {folder!r}, which is no folder")
@@ -123,10 +128,23 @@ def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
         )
 
 
+class HarnessResult(NamedTuple):
+    """What the harness found for a task or a group.
+
+    results: by task and measure, `_stderr` beside each.
+    samples: what it graded, sample by sample.
+    """
+
+    results: dict[str, dict[str, float]]
+    samples: list[Sample]
+
+
 def run_task(
-    options: Evaluation, name: str, model: PreTrainedModel, tokenizer
-) -> dict[str, dict[str, float]]:
-    """What the harness finds for a task or a group, by task and measure, `_stderr` beside each.
+    options: Evaluation, name: str, model: PreTrainedModel, tokenizer, label: str
+) -> HarnessResult:
+    """Ask a task or a group of the harness.
+
+    label: the model's name in samples.
 
     Raises:
         ValueError: a request is longer than the model's positions, or the data cannot be loaded.
@@ -144,7 +162,6 @@ def run_task(
             numpy_random_seed=options.seed,
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
-            log_samples=False,
         )
     results = {}
     for task, measures in output["results"].items():
@@ -155,7 +172,25 @@ def run_task(
         }
         numbers["samples"] = output["n-samples"].get(task, {}).get("effective", 0)
         results[task] = numbers
-    return results
+    samples = [
+        _sample(label, task, about)
+        for task, several in output["samples"].items()
+        for about in several
+    ]
+    return HarnessResult(results, [sample for sample in samples if sample.values])
+
+
+def _sample(model: str, task: str, about: dict) -> Sample:
+    """A graded sample: shares as they are, the likelihood behind a perplexity as nats."""
+    values = {
+        name: float(about[name])
+        for name in SHARES
+        if isinstance(about.get(name), int | float) and math.isfinite(about[name])
+    }
+    if isinstance(likelihood := about.get("perplexity"), float):
+        values["nats"] = -likelihood
+    digest = about["doc_hash"] + about["prompt_hash"]
+    return Sample(model, "", f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from heedful.commands.evaluate.options import LM_EVAL
 from heedful.records.samples import Sample
 from heedful.records.tables import format_table
 
@@ -62,7 +63,10 @@ MEASURES = {
     "lambada-detokenised": (ACCURACY, WORDS),
     "perplexity": (PERPLEXITY, BITS),
 }
-"""Of the other tasks the error."""
+"""Of tasks of lm-evaluation-harness what their samples have, of other tasks the error."""
+
+SHARES = ("acc", "acc_norm", "exact_match")
+"""Measures of lm-evaluation-harness that are means of zeros and ones over samples."""
 
 _PARTS = {"needles": "needles", "babilong": "kind", "perplexity": "domain"}
 """By what a task's samples are grouped in further lines."""
@@ -99,7 +103,7 @@ def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[EvaluationLine]:
     for task in dict.fromkeys(x.task for x in samples):
         own = [x for x in samples if x.task == task]
         for name, part in _parts(task, own):
-            for measure in MEASURES.get(task, (ERROR,)):
+            for measure in _measures(task, own):
                 by_entry = {e: {x.key: x for x in part if x.entry == e} for e in entries}
                 first = by_entry[entries[0]]
                 for entry, those in by_entry.items():
@@ -113,6 +117,13 @@ def summed_up(samples: Sequence[Sample], seed: int = 0) -> list[EvaluationLine]:
                         EvaluationLine(name, measure, entry, estimate, difference, len(those))
                     )
     return lines
+
+
+def _measures(task: str, samples: list[Sample]) -> Sequence[Measure]:
+    if not task.startswith(LM_EVAL):
+        return MEASURES.get(task, (ERROR,))
+    shares = [Measure(x, x, None, percent=True) for x in SHARES if x in samples[0].values]
+    return [*shares, WORDS] if "nats" in samples[0].values else shares
 
 
 def _parts(task: str, samples: list[Sample]) -> list[tuple[str, list[Sample]]]:

