@@ -93,13 +93,13 @@ def search(options: BudgetSearch) -> SearchResult:
         ValueError: an option cannot be read, does not fit the model, or cannot be met; or
             the folder holds another search.
     """
-    folder, begun = Path(options.model), time.perf_counter()
+    folder, begun = Path(options.adapter or options.model), time.perf_counter()
     if not folder.is_dir():
         raise ValueError(
             f"model must be a folder, as budgets.json is written into it, got {options.model!r}; "
             f"heedful convert {options.model} OUT --mechanism standard makes one"
         )
-    model = open_model(options.model, options.device, budgets=False)
+    model = open_model(options.model, options.device, adapter=options.adapter, budgets=False)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
