@@ -32,7 +32,7 @@ from benchmarks.parts import ROOT
 from benchmarks.training.run import MECHANISMS as COMPARED
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
-from heedful.commands.train.start import model_and_tokenizer
+from heedful.commands.train.start import starting_point
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.training.sequences import TrainingSequences, encode
@@ -90,11 +90,11 @@ def run_of(kind: str, steps: int, folder: Path, clock: Clock) -> None:
 
 
 def _plain(options: Training, folder: Path, clock: Clock) -> None:
-    converted, tokenizer = model_and_tokenizer(options, LENGTH, folder / "tokenizer")
-    text = encode(options.data, options.held_out, tokenizer, folder / "text", length=LENGTH,
+    start = starting_point(options, options.filled(has_weights=False), folder / "tokenizer")
+    text = encode(options.data, options.held_out, start.tokenizer, folder / "text", length=LENGTH,
                   most_tokens=options.steps * BATCH * LENGTH)  # fmt: skip
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(converted.config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(start.model.config, attn_implementation="sdpa")
     arguments = TrainingArguments(
         str(folder / "plain"), max_steps=options.steps, per_device_train_batch_size=BATCH,
         report_to="none", save_strategy="no", logging_strategy="no", use_cpu=True,
