@@ -66,7 +66,7 @@ def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":
         ValueError: the package peft is missing, or the model is not converted.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("low-rank matrices need the package peft: pip install 'peft>=0.21'")
+        raise ValueError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
     from peft import LoraConfig
 
     config = LoraConfig(

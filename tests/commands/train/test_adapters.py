@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 import heedful
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
+from heedful.commands.train.start import starting_point
 from heedful.hf.stock import stock_model
 from heedful.tasks.vocabulary import bytes_alone
 from heedful.training.run import Stopped
@@ -90,6 +91,15 @@ def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
     assert model.model.layers[0].self_attn.heedful is not None
     assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_a_frozen_base_is_held_in_half_precision(options):
+    start = starting_point(options, options.filled(True), Path("none"), half=True)
+    kinds = {".heedful." in name: p.dtype for name, p in start.model.named_parameters()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
+    assert {p.dtype for p in start.teacher.parameters()} == {torch.bfloat16}
+    done = quietly(replace(options, dtype="bfloat16"))
+    assert done.loss < 8 and heedful.load("base", adapter="run") is not None
 
 
 def test_training_resumes_from_an_adapter(options):

@@ -160,7 +160,7 @@ def _begin(
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     try:
-        start = starting_point(options, recipe, folder / "tokenizer")
+        start = starting_point(options, recipe, folder / "tokenizer", arguments.bf16)
         if recipe.memory_loss:
             MemoryLoss(start.model).remove()  # refused before the text is read
         text = read_mixture(

@@ -46,7 +46,7 @@ def has_weights(name: str) -> bool:
 class Start(NamedTuple):
     """What a run begins with.
 
-    model: converted, in float32; with low-rank matrices, PEFT's wrapper of it.
+    model: converted; with low-rank matrices, PEFT's wrapper of it.
     tokenizer: its own, or one that is trained here.
     teacher: the base without a mechanism, of the same weights, where it says what to predict.
     base: its name, where it is frozen.
@@ -58,13 +58,17 @@ class Start(NamedTuple):
     base: str | None = None
 
 
-def starting_point(options: Training, recipe: TrainingRecipe, kept: Path) -> Start:
+def starting_point(
+    options: Training, recipe: TrainingRecipe, kept: Path, half: bool = False
+) -> Start:
     """The model that is trained, with what belongs to it.
 
     Arguments:
         options: what to train.
         recipe: how.
         kept: a folder for a tokenizer that is trained here; one that is there is taken.
+        half: whether the computation is in bfloat16, as a frozen base then is; what is trained has
+            float32.
 
     Raises:
         ValueError: there is no such model or tokenizer, or it does not fit the mechanism, the
@@ -94,10 +98,11 @@ def starting_point(options: Training, recipe: TrainingRecipe, kept: Path) -> Sta
         raise ValueError(
             f"length must be at most {room}, the model's positions, got {recipe.length}"
         )
-    model = model.float()
     if recipe.train == "all":
         _give_mechanism(model, options)
-        return Start(model.train(), tokenizer)
+        return Start(model.float().train(), tokenizer)
+    if half and not getattr(model, "is_quantized", False):
+        model = model.bfloat16()
     return _beside_frozen(model, tokenizer, options, recipe)
 
 
@@ -130,6 +135,7 @@ def _beside_frozen(model: PreTrainedModel, tokenizer, options: Training, recipe)
             "--mechanism selective:selector=extra or --mechanism mta"
         )
     for parameter in own:
+        parameter.data = parameter.data.float()
         parameter.requires_grad_()
     if recipe.train == "lora":
         model = with_low_rank(model, options.rank)
