@@ -146,7 +146,8 @@ def _shrunk(
     start: Budgets, least: int, limit: float, measure: "_Measure", most: int | None
 ) -> tuple[Budgets, bool]:
     """The smallest budgets in so many trials, and whether the search came to its end."""
-    best, tried = start, set()
+    best, tried = start, {start}
+    measure.bar.update()
 
     def counted(trial: Budgets) -> float:
         nonlocal best
