@@ -16,7 +16,7 @@ from heedful.nn import (
     Standard,
     mechanism,
 )
-from helpers.families import stir, tiny
+from helpers.families import exactly, stir, tiny
 
 MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
@@ -61,7 +61,8 @@ def in_steps(model, ids: Tensor, sizes: list[int], cache=None, **options) -> Ten
         done += piece.shape[1]
         if mask is not None:
             options["attention_mask"] = mask[:, :done]
-        out = model(input_ids=piece, cache=cache, use_cache=True, **options)
+        with exactly():
+            out = model(input_ids=piece, cache=cache, use_cache=True, **options)
         cache = cache_of(out)
         parts.append(out.logits)
     return torch.cat(parts, dim=1)

@@ -86,8 +86,9 @@ FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and v
 
 def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
-    widened = name == "differential-v2"
-    return not widened or family not in (*FUSED, "olmo2")
+    if name.startswith("grouped"):
+        return family not in EAGER
+    return name != "differential-v2" or family not in (*FUSED, "olmo2")
 
 
 def config_of(family: str, **changes: object):

@@ -1,4 +1,4 @@
-"""Families that cap logits or have sinks: training, caches and maps as their own attention."""
+"""Families that cap logits or have sinks: training and maps as their own attention."""
 
 import pytest
 import torch
@@ -6,8 +6,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
 import heedful
-from heedful.hf.versions import cache_of
-from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
+from heedful.nn import MultiToken, Selective, Standard, TalkingHeads
 from helpers import encoder_families
 from helpers.encoder_families import ENCODER_DECODERS
 from helpers.families import EAGER, exactly, logits, ragged_mask, stir, tiny, tokens, twin
@@ -18,11 +17,6 @@ UNCHANGING = {
     "mta": MultiToken(conv_every=1, mix=2),
     "talking-heads": TalkingHeads(),
     "selective": Selective(selector="extra"),
-}
-MECHANISMS = UNCHANGING | {
-    "local": Standard(window=5),
-    "selective by a head": Selective(),
-    "differential": Differential(),
 }
 
 
@@ -51,40 +45,6 @@ def test_one_step_of_training(family, mechanism):
     torch.optim.SGD(model.parameters(), lr=1e-3).step()
     with torch.no_grad():
         assert model(input_ids=ids, labels=ids, use_cache=False).loss < loss
-
-
-@each_family
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_cached_steps_are_the_full_forward(name, family):
-    """Longer than the sliding windows of 4; left padding in one row."""
-    model, ids, mask = tiny(family), tokens(2, 19), ragged_mask(2, 19)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    expected = logits(model, ids, attention_mask=mask)
-    parts, done, cache = [], 0, None
-    for piece in ids.split([6, 1, 1, 5, 1, 1, 1, 1, 2], dim=1):
-        done += piece.shape[1]
-        options = {"attention_mask": mask[:, :done], "cache": cache, "use_cache": True}
-        with torch.no_grad(), exactly():
-            out = model(input_ids=piece, **options)
-        cache = cache_of(out)
-        parts.append(out.logits)
-    real = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=1e-11)
-
-
-@each_family
-@pytest.mark.parametrize("name", MECHANISMS)
-def test_generate_is_the_repeated_full_forward(name, family):
-    model, ids = tiny(family), tokens(2, 7)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
-    actual = model.generate(ids, **options)
-    assert torch.equal(actual, model.generate(ids, use_cache=False, **options))
-    if name != "mta":  # whose convolutions no budget serves
-        cache = heedful.new_cache(model, heedful.eviction.TOVA(tokens=17, recent=3))
-        assert torch.equal(model.generate(ids, cache=cache, **options), actual)
 
 
 @each_family

@@ -37,7 +37,6 @@ from heedful.nn import (
     Selective,
     TalkingHeads,
 )
-from heedful.testing import assert_causal
 from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
 
 EVERYWHERE = {
@@ -73,41 +72,6 @@ def refuse(model, message: str, mechanism="mta", **options) -> None:
     with pytest.raises(ValueError, match=message):
         heedful.convert(model, mechanism, **options)
     assert state(model) == before
-
-
-@every
-def test_no_token_changes_an_earlier_logit(name):
-    model = tiny(num_hidden_layers=2)
-    heedful.convert(model, EVERYWHERE[name])
-    stir(model, 0.2, only=".heedful.")
-    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
-
-
-@every
-def test_a_padded_row_is_the_row_alone(name):
-    model = tiny(num_hidden_layers=2)
-    heedful.convert(model, EVERYWHERE[name])
-    stir(model, 0.2, only=".heedful.")
-    ids = tokens(3)
-    for left in (True, False):
-        mask = ragged_mask(3, left=left)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        padded = logits(model, ids, attention_mask=mask, position_ids=positions)
-        for row, real in enumerate(mask.bool()):
-            alone = logits(model, ids[row : row + 1, real])
-            torch.testing.assert_close(padded[row, real], alone[0], rtol=0, atol=1e-11)
-
-
-@every
-def test_packed_documents_are_separate_documents(name):
-    model = tiny(num_hidden_layers=2)
-    heedful.convert(model, EVERYWHERE[name])
-    stir(model, 0.2, only=".heedful.")
-    lengths = [4, 1, 6]
-    ids = tokens(1, sum(lengths))
-    packed = logits(model, ids, position_ids=torch.cat([torch.arange(n) for n in lengths])[None])
-    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
-        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
 
 
 @every

@@ -58,6 +58,7 @@ def converted(family: str, mechanism: object, **options):
     return model
 
 
+@pytest.mark.crossed
 @every
 @pytest.mark.parametrize("mechanism", UNCHANGING)
 def test_logits_are_unchanged(family, mechanism):
@@ -75,6 +76,7 @@ def test_logits_are_unchanged(family, mechanism):
         torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=tolerance)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["t5", "bart", "marian", "mbart"])
 @pytest.mark.parametrize("mechanism", UNCHANGING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -216,6 +218,7 @@ def test_the_cache_knows_its_bytes(family, name):
     assert cache.nbytes == 0 and cache.get_seq_length() == 0 and copied.get_seq_length() == 6
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
@@ -248,6 +251,7 @@ def test_auto_classes_load_a_checkpoint(tmp_path):
     torch.testing.assert_close(actual, logits(model, source, target))
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_revert_restores_everything(family, name):
@@ -272,6 +276,7 @@ def test_revert_restores_everything(family, name):
     assert torch.equal(logits(model, source, target), at_first)
 
 
+@pytest.mark.crossed
 @every
 @each
 def test_gradients_reach_every_parameter(family, name):

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
 from heedful.nn import NAMES, mechanism
-from helpers.families import VOCABULARY, fits, logits, stir, tiny, tokens
+from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens
 
 
 def converted(name: str, family: str = "llama"):
@@ -23,17 +23,14 @@ def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
     return ids
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("name", "family"),
-    [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2") if fits(x, y)],
+    [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2", *EAGER) if fits(x, y)],
 )
 def test_generate_is_the_repeated_full_forward(name, family):
     """Longer than Mistral's window of 4, so that its cache drops keys."""
-    changes = {"layer_types": None} if family == "gemma3_text" else {}
-    model = tiny(family, **changes)
-    heedful.convert(model, mechanism(name))
-    stir(model, 0.2, only=".heedful.")
-    ids = tokens(2, 7)
+    model, ids = converted(name, family), tokens(2, 7)
     actual = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
     )
@@ -41,6 +38,7 @@ def test_generate_is_the_repeated_full_forward(name, family):
     assert len(set(actual[:, 7:].flatten().tolist())) > 1
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_ragged_batch_is_its_rows(name, family):

@@ -1,7 +1,6 @@
 """Grouped attention as a layer: no token changes an earlier output, whatever is grouped how."""
 
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -24,10 +23,15 @@ GROUPINGS: dict[str, dict] = {
     "cif": {"size": 3, "longest": 7},
 }
 REFINES = ("mean", "weighted", "channel", "attention")
-GRID = [
-    pytest.param(name, refine, queries, id=f"{name}-{refine}-{queries}")
-    for name, refine, queries in product(GROUPINGS, REFINES, ("tokens", "groups"))
-]
+
+
+def grid(test: Callable) -> Callable:
+    """Every grouping, refinement and kind of queries: a cover of the cross."""
+    for name, values in (
+        ("queries", ("tokens", "groups")), ("refine", REFINES), ("name", GROUPINGS),
+    ):  # fmt: skip
+        test = pytest.mark.parametrize(name, values)(test)
+    return pytest.mark.crossed(test)
 
 
 class Turning:
@@ -73,12 +77,17 @@ class Whole:
         x = self.table[ids] * 1.0
         # Neighbours count too, as in a model: features depend on more than the token itself.
         x = x + torch.nn.functional.pad(x, (0, 0, 1, -1)) * 0.3 if visibility is None else x
+        qkv, inputs = self.parts(ids, x, positions)
+        return self.layer(*qkv, visibility=visibility, inputs=inputs).output.transpose(1, 2)
+
+    def parts(self, ids: Tensor, x: Tensor | None = None, positions: Tensor | None = None):
+        """Queries, keys and values, and what a layer is given beside them."""
+        x = self.table[ids] if x is None else x
         positions = torch.arange(ids.shape[1])[None] if positions is None else positions
         inputs = LayerInputs(
             input=x, token_ids=ids, positions=positions, rotation=self.turn, shared={}
         )
-        out = self.layer(*self.qkv(x, positions), visibility=visibility, inputs=inputs)
-        return out.output.transpose(1, 2)
+        return self.qkv(x, positions), inputs
 
 
 def ids(tokens: int = TOKENS, rows: int = 2) -> Tensor:
@@ -100,7 +109,7 @@ def assert_no_leak(whole: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
         assert bool(((after[:, t] - before[:, t]).abs().amax((1, 2)) > 1e-3).all()), t
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
     """Everything is computed anew: features, groups, summaries, outputs; for every position."""
@@ -109,19 +118,15 @@ def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
     assert_no_leak(Whole(layer), ids())
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
     """The same by the Jacobian, which sees leaks that one change of a token may miss."""
     layer = built(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
     whole = Whole(layer)
     inputs = ids(14, rows=1)
     x = whole.table[inputs].requires_grad_()
-    positions = torch.arange(14)[None]
-    q, k, v = whole.qkv(x, positions)
-    beside = LayerInputs(
-        input=x, token_ids=inputs, positions=positions, rotation=whole.turn, shared={}
-    )
-    out = layer(q, k, v, inputs=beside).output
+    qkv, beside = whole.parts(inputs, x)
+    out = layer(*qkv, inputs=beside).output
     for t in range(14):
         direction = torch.randn(out[:, :, t].shape, dtype=torch.float64)
         (slope,) = torch.autograd.grad((out[:, :, t] * direction).sum(), x, retain_graph=True)
@@ -129,7 +134,7 @@ def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
         assert bool(slope[:, t].any()), t
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
     layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     whole, tokens = Whole(layer), ids(23)
@@ -138,7 +143,7 @@ def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
         torch.testing.assert_close(whole(tokens[:, :n]), longest[:, :n], **EXACT)
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 def test_padding_and_packing_change_nothing(name, refine, queries):
     layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
     whole = Whole(layer, Visibility())
@@ -163,52 +168,36 @@ def test_padding_and_packing_change_nothing(name, refine, queries):
     assert not bool(padded[~real].any())
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
-def test_nothing_is_summed_up_within_the_window(name, refine, queries):
-    """A window as long as the row is standard attention, whatever the groups are (I2)."""
-    layer = built(Grouped(name, window=99, refine=refine, queries=queries, **GROUPINGS[name]))
-    whole, tokens = Whole(layer), ids()
-    x = whole.table[tokens]
-    q, k, v = whole.qkv(x, torch.arange(TOKENS)[None])
-    actual = layer(q, k, v, inputs=LayerInputs(input=x, token_ids=tokens,
-                  positions=torch.arange(TOKENS)[None], rotation=whole.turn)).output  # fmt: skip
-    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(actual, expected, **EXACT)
-
-
-SINGLE: dict[str, Callable[..., Grouped]] = {
-    "fixed": lambda **more: Grouped("fixed", size=1, **more),
-    "sliding": lambda **more: Grouped("sliding", size=1, stride=1, **more),
-    "sentence": lambda **more: Grouped("sentence", size=1, longest=1, closing=(1,), **more),
-    "slots": lambda **more: Grouped("slots", size=1, stride=1, **more),
+SINGLE = {
+    "fixed": {"size": 1},
+    "sliding": {"size": 1, "stride": 1},
+    "sentence": {"size": 1, "longest": 1, "closing": (1,)},
+    "slots": {"size": 1, "stride": 1},
 }
 
 
-@pytest.mark.parametrize("refine", REFINES)
-@pytest.mark.parametrize("queries", ["tokens", "groups"])
-@pytest.mark.parametrize("name", SINGLE)
-@pytest.mark.parametrize("window", [1, 7])
-def test_groups_of_one_token_are_standard_attention(name, queries, refine, window):
-    """Whatever the parameters are (I1, I5)."""
-    layer = built(SINGLE[name](window=window, refine=refine, queries=queries))
-    whole, tokens = Whole(layer), ids()
-    x, positions = whole.table[tokens], torch.arange(TOKENS)[None]
-    q, k, v = whole.qkv(x, positions)
-    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
-    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(layer(q, k, v, inputs=inputs).output, expected, **EXACT)
+@grid
+@pytest.mark.parametrize("window", [1, 7, 99])
+def test_groups_of_one_token_and_windows_over_all_are_standard_attention(
+    name, refine, queries, window
+):
+    """Whatever the parameters are (I1, I5), and whatever the groups where none is far (I2)."""
+    sizes = GROUPINGS[name] if window == 99 else SINGLE.get(name, SINGLE["fixed"])
+    name = name if window == 99 or name in SINGLE else "fixed"  # cif knows none of one token
+    layer = built(Grouped(name, window=window, refine=refine, queries=queries, **sizes))
+    qkv, inputs = Whole(layer).parts(ids())
+    expected = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(layer(*qkv, inputs=inputs).output, expected, **EXACT)
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 def test_every_parameter_learns(name, refine, queries):
     config = Grouped(
         name, window=2, refine=refine, queries=queries, size_bias="learned", **GROUPINGS[name]
     )
     layer = built(config)
-    whole, tokens = Whole(layer), ids(33)
-    x, positions = whole.table[tokens], torch.arange(33)[None]
-    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
-    out = layer(*whole.qkv(x, positions), inputs=inputs)
+    qkv, inputs = Whole(layer).parts(ids(33))
+    out = layer(*qkv, inputs=inputs)
     (out.output * torch.randn_like(out.output)).sum().backward()
     for part, p in layer.named_parameters():
         assert p.grad is not None and bool(p.grad.isfinite().all()), part
@@ -229,7 +218,7 @@ def test_what_makes_groups_learns_from_its_first_values_on(name):
 
 
 def test_the_first_values_are_the_mean():
-    x, tokens = torch.randn(2, TOKENS, 20).double(), ids()
+    x = torch.randn(2, TOKENS, 20).double()
     inputs = LayerInputs(input=x, positions=torch.arange(TOKENS)[None])
     q, k, v = (torch.randn(2, n, TOKENS, 6).double() for n in (4, 2, 2))
     expected = (
@@ -239,18 +228,14 @@ def test_the_first_values_are_the_mean():
         layer = Grouped(size=4, window=3, refine=refine, size_bias="learned").build(SHAPE).double()
         actual = layer(q, k, v, inputs=inputs)
         torch.testing.assert_close(actual.output, expected.output, **EXACT)
-    assert tokens.shape == (2, TOKENS)
 
 
-@pytest.mark.parametrize(("name", "refine", "queries"), GRID)
+@grid
 def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     if refine == "attention":
         refine = "weighted"  # moves values between the members, which no map shows
     layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
-    whole, tokens = Whole(layer), ids(19)
-    x, positions = whole.table[tokens], torch.arange(19)[None]
-    q, k, v = whole.qkv(x, positions)
-    inputs = LayerInputs(input=x, token_ids=tokens, positions=positions, rotation=whole.turn)
+    (q, k, v), inputs = Whole(layer).parts(ids(19))
     weights = layer.maps(q, k, inputs=inputs).weights
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
     if refine != "channel":

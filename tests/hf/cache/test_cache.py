@@ -12,17 +12,15 @@ from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.versions import cache_of
 from helpers.cached import MECHANISMS, converted, greedy, in_steps
-from helpers.families import fits, logits, ragged_mask, tiny, tokens, twin
+from helpers.families import EAGER, fits, logits, ragged_mask, tiny, tokens, twin
 
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
 RIVALS = ["differential-v2", "knocking-heads", "canon", "canon-wide", "local-global"]
 FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential", *GROUPED]
 FEW += RIVALS
 EVERY_GROUPED = [name for name in MECHANISMS if name.startswith("grouped") and name not in FEW]
-FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "gpt_neox", "qwen3"]
+FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "gpt_neox", "qwen3", "phi3", "olmo2", *EAGER]
 FITTING = [(name, family) for name in MECHANISMS for family in FAMILIES if fits(name, family)]
-FITTING += [(name, family) for name in RIVALS for family in ("gemma2", "phi3", "olmo2", "gpt_oss")
-            if fits(name, family)]  # fmt: skip
 
 
 @pytest.mark.crossed
@@ -37,8 +35,8 @@ def test_cached_steps_are_the_full_forward(name, family):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.crossed
+@pytest.mark.parametrize(("name", "family"), FITTING)
 def test_padded_rows_in_steps_are_the_full_forward(name, family):
     model, ids, mask = converted(name, family), tokens(3, 17), ragged_mask(3, 17)
     expected = logits(model, ids, attention_mask=mask)

@@ -15,7 +15,7 @@ from heedful.hf.versions import cache_of
 from heedful.nn import HeadShape, LayerInputs, Selective, Standard
 from heedful.ops import Visibility, multi_token_attention
 from helpers.cached import converted, greedy, in_steps
-from helpers.families import chunked, logits, ragged_mask, tiny, tokens
+from helpers.families import EAGER, chunked, logits, ragged_mask, tiny, tokens
 
 GENERAL = [StreamingLLM, H2O, TOVA, SnapKV, Window, Random]
 SERVED = [(name, policy) for name in ("standard", "selective", "talking-heads", "differential")
@@ -26,7 +26,7 @@ SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "can
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", *EAGER])
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_a_full_budget_is_none_bit_for_bit(name, policy, family):
     model, ids = converted(name, family, dtype=torch.float32), tokens(2, 21)

@@ -8,6 +8,7 @@ import heedful
 from heedful.hf.versions import implementation_of
 from heedful.nn import (
     Canon,
+    Differential,
     DifferentialV2,
     KnockingHeads,
     LocalGlobal,
@@ -30,15 +31,25 @@ UNCHANGING = {
     "knocking-heads with a gate": KnockingHeads(form="mlp"),
     "canon": Canon(),
 }
-# Whose parts act before the rotation, where families differ.
-RIVALS = {
+MECHANISMS = {
+    "standard": Standard(),
+    "mta": MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=2),
+    "mta-published": MultiToken(conv_every=1, norm="plain", gate="scalar"),
+    "mta-v1": MultiToken.v1(),
+    "talking-heads": TalkingHeads(),
+    "selective": Selective(),
+    "selective-bilinear": Selective("bilinear"),
+    "selective-extra": Selective(selector="extra"),
+    "differential": Differential(),
+    # Parts of these act before the rotation, where families differ.
     "knocking-heads": KnockingHeads(("q", "k", "v")),
+    "knocking-heads-mlp": KnockingHeads(form="mlp"),
     "canon": Canon(),
     "differential-v2": DifferentialV2(),
     "local-global": LocalGlobal(window=3, every=2),
 }
-rivals = pytest.mark.parametrize(
-    ("name", "family"), [(x, y) for x in RIVALS for y in FAMILIES if fits(x, y)]
+pairs = pytest.mark.parametrize(
+    ("name", "family"), [(x, y) for x in MECHANISMS for y in FAMILIES if fits(x, y)]
 )
 MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}
 
@@ -82,26 +93,6 @@ def test_outputs_in_fp32_err_no_more_than_the_unconverted_model(family, mechanis
 
 
 @every
-@pytest.mark.parametrize("name", ["mta-published", "selective"])
-def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
-    model = tiny(family, torch.float32)
-    heedful.convert(model, "mta-published" if name == "mta-published" else Selective("bilinear"))
-    stir(model, 0.1, only=".heedful.")
-    model.save_pretrained(tmp_path)
-    again = heedful.load(tmp_path)
-    assert type(again) is type(model) and not again.training
-    own, saved = model.state_dict(), again.state_dict()
-    assert own.keys() == saved.keys()
-    assert all(torch.equal(own[key], saved[key]) for key in own)
-    ids = tokens()
-    assert torch.equal(logits(again, ids), logits(model, ids))
-    mask = ragged_mask()
-    assert torch.equal(
-        logits(again, ids, attention_mask=mask), logits(model, ids, attention_mask=mask)
-    )
-
-
-@every
 def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_path):
     """Two mechanisms and a standard layer; the cache, and gradients down to their parameters."""
     model = tiny(family, torch.float32)
@@ -130,46 +121,24 @@ def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_pat
     assert all(not torch.equal(p, before[name]) for name, p in own.items())
 
 
-@every
-def test_no_token_changes_an_earlier_logit(family):
-    model = tiny(family)
-    heedful.convert(model, MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=2))
-    stir(model, 0.2, only=".heedful.")
-    assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
-
-
-@every
-def test_packed_documents_are_separate_documents(family):
-    """Positions that restart at 0 mark documents, where the family reads them."""
-    model = tiny(family)
-    heedful.convert(model, MultiToken(conv_every=1))
-    stir(model, 0.2, only=".heedful.")
-    lengths = [5, 1, 7]
-    ids = tokens(1, sum(lengths))
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packed = logits(model, ids, position_ids=positions)
-    for part, alone in zip(packed.split(lengths, 1), ids.split(lengths, 1), strict=True):
-        torch.testing.assert_close(part, logits(model, alone), rtol=0, atol=1e-11)
-
-
-def rival(name: str, family: str, dtype: torch.dtype = torch.float64):
+def converted(name: str, family: str, dtype: torch.dtype = torch.float64):
     model = tiny(family, dtype)
-    heedful.convert(model, RIVALS[name])
+    heedful.convert(model, MECHANISMS[name])
     stir(model, 0.2, only=".heedful.")
     return model
 
 
 @pytest.mark.crossed
-@rivals
-def test_before_the_rotation_no_token_changes_an_earlier_logit(name, family):
-    model = rival(name, family)
+@pairs
+def test_no_token_changes_an_earlier_logit(name, family):
+    model = converted(name, family)
     assert_causal(lambda ids: logits(model, ids), tokens(3, 9), dim=1)
 
 
 @pytest.mark.crossed
-@rivals
-def test_before_the_rotation_padded_and_packed_rows_are_rows_alone(name, family):
-    model, ids = rival(name, family), tokens(3)
+@pairs
+def test_padded_and_packed_rows_are_rows_alone(name, family):
+    model, ids = converted(name, family), tokens(3)
     for left in (True, False):
         mask = ragged_mask(3, left=left)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -186,12 +155,18 @@ def test_before_the_rotation_padded_and_packed_rows_are_rows_alone(name, family)
 
 
 @pytest.mark.crossed
-@rivals
-def test_before_the_rotation_a_checkpoint_comes_back_and_reverts(name, family, tmp_path):
-    model, ids = rival(name, family, torch.float32), tokens()
+@pairs
+def test_a_checkpoint_comes_back_bit_for_bit_and_reverts(name, family, tmp_path):
+    model, ids = converted(name, family, torch.float32), tokens()
     model.save_pretrained(tmp_path)
     again = heedful.load(tmp_path)
-    assert torch.equal(logits(again, ids), logits(model, ids))
+    assert type(again) is type(model) and not again.training
+    own, saved = model.state_dict(), again.state_dict()
+    assert own.keys() == saved.keys()
+    assert all(torch.equal(own[key], saved[key]) for key in own)
+    for mask in MASKS.values():
+        actual, expected = (logits(x, ids, attention_mask=mask) for x in (again, model))
+        assert torch.equal(actual, expected)
     plain = logits(heedful.revert(model), ids)
     heedful.revert(again).set_attn_implementation(implementation_of(model.config))  # not saved
     assert torch.equal(logits(again, ids), plain)
