@@ -30,7 +30,7 @@ def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
 )
 def test_generate_is_the_repeated_full_forward(name, family):
     """Longer than Mistral's window of 4, so that its cache drops keys."""
-    model, ids = converted(name, family), tokens(2, 7)
+    model, ids = converted(name, family), tokens(3, 7)
     actual = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
     )

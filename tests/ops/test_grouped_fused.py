@@ -128,6 +128,7 @@ def test_a_later_token_changes_no_earlier_output(case, asking):
         assert (after[:, :, t] - before[:, :, t]).abs().max() > 1e-3
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("visible", SEEN)
 @pytest.mark.parametrize("window", [1, 40, 500])
 def test_every_column_that_a_row_reaches_is_in_its_blocks(visible, window):

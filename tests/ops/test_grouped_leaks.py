@@ -146,10 +146,10 @@ def test_a_leak_through_shares_that_fall_off_but_never_end():
 @each_impl
 def test_gradients_by_finite_differences(impl, asking):
     """Through shares that are learned, too: cif's are piecewise linear, slots' are smooth."""
-    alpha = (0.3 + 0.3 * torch.rand(1, 12, dtype=torch.float64)).requires_grad_()
-    z = draw(1, 12, 2).requires_grad_()
-    q, k, v = (draw(1, h, 12, 3).requires_grad_() for h in (2, 1, 1))
-    logits, beta = draw(1, 1, 12, 3).requires_grad_(), torch.rand(2).double().requires_grad_()
+    alpha = (0.3 + 0.3 * torch.rand(1, 9, dtype=torch.float64)).requires_grad_()
+    z = draw(1, 9, 2).requires_grad_()
+    q, k, v = (draw(1, h, 9, 3).requires_grad_() for h in (2, 1, 1))
+    logits, beta = draw(1, 1, 9, 3).requires_grad_(), torch.rand(2).double().requires_grad_()
     values = (q, k, v, logits, beta)
 
     def run(*inputs, groups):

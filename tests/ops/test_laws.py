@@ -90,8 +90,8 @@ def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monke
 @fused
 def test_fused_too_through_the_public_functions(mechanism, interpreted):
     """One case each; the fused kernels have test files of their own."""
-    shape = Shape(batch=1).long(37)
-    hold(mechanism, shape, torch.float32, Visibility(window=30), impl="fused")
+    shape = Shape(batch=1).long(20)
+    hold(mechanism, shape, torch.float32, Visibility(window=15), impl="fused")
 
 
 @every

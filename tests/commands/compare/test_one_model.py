@@ -1,7 +1,6 @@
 """Training: deterministic, resumable, and able to learn."""
 
 import math
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -14,17 +13,37 @@ from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.nn import Selective, Standard
 from heedful.tasks import Copy, Parity, Text
+from heedful.testing import process_peak_mib
 from heedful.training.run import Stopped
 from heedful.training.trainer import parameter_groups
+from helpers import ROOT
 
 TASK = Parity(bits=6)
 SIZE = Size(32, 2, 2)
 HYPERPARAMETERS = Hyperparameters(steps=12, batch=8, evaluations=3, held_out=16, warmup=2)
 
 
+def trained(folder, *, seed: int = 0, hyperparameters=HYPERPARAMETERS, mechanism=None, **options):
+    """A run of the task; selective unless another mechanism is named."""
+    mechanism = Selective() if mechanism is None else mechanism
+    return train(TASK, mechanism, SIZE, hyperparameters, seed, folder, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run without a break."""
+    return trained(tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="module")
+def with_loss(tmp_path_factory):
+    """The same with the memory loss."""
+    return trained(tmp_path_factory.mktemp("loss") / "run", memory_loss=0.1)
+
+
 def test_the_same_seed_gives_the_same_run_and_another_another(tmp_path):
     runs = [
-        train(TASK, Standard(), SIZE, HYPERPARAMETERS, seed, tmp_path / str(n), device="cpu")
+        trained(tmp_path / str(n), seed=seed, mechanism=Standard())
         for n, seed in enumerate((0, 0, 1))
     ]
     assert runs[0].loss_curve == runs[1].loss_curve
@@ -39,24 +58,20 @@ def test_all_mechanisms_start_from_the_same_weights():
     assert all(torch.equal(standard[name], selective[name]) for name in standard)
 
 
-def test_a_stopped_run_goes_on_to_the_same_end(tmp_path):
-    whole = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "whole", device="cpu")
+def test_a_stopped_run_goes_on_to_the_same_end(whole, tmp_path):
     steps = []
 
     def five_steps_and_stop() -> bool:
         return len(steps) >= 5
 
     with pytest.raises(Stopped):
-        train(
-            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu",
-            progress=lambda step, value: steps.append(step), should_stop=five_steps_and_stop,
+        trained(
+            tmp_path / "parts", progress=lambda step, _: steps.append(step),
+            should_stop=five_steps_and_stop,
         )  # fmt: skip
     assert steps == [1, 2, 3, 4, 5]
     steps = []
-    resumed = train(
-        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu",
-        progress=lambda step, value: steps.append(step),
-    )  # fmt: skip
+    resumed = trained(tmp_path / "parts", progress=lambda step, _: steps.append(step))
     assert steps == [6, 7, 8, 9, 10, 11, 12]
     assert_same(resumed, whole)
     assert not (tmp_path / "parts").exists()
@@ -79,16 +94,13 @@ def killed_at(step: int, folder, hyperparameters: Hyperparameters, save_seconds:
             raise Killed
 
     with pytest.raises(Killed):
-        train(
-            TASK, Selective(), SIZE, hyperparameters, 0, folder, device="cpu", progress=die,
-            save_seconds=save_seconds,
-        )  # fmt: skip
+        trained(folder, hyperparameters=hyperparameters, progress=die, save_seconds=save_seconds)
 
 
 def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
     """Also between two means of the loss: 100 steps have one of every second."""
     hyperparameters = replace(HYPERPARAMETERS, steps=100)
-    whole = train(TASK, Selective(), SIZE, hyperparameters, 0, tmp_path / "whole", device="cpu")
+    whole = trained(tmp_path / "whole", hyperparameters=hyperparameters)
     assert [step for step, _ in whole.loss_curve] == list(range(2, 101, 2))
     parts = tmp_path / "parts"
     killed_at(4, parts, hyperparameters, save_seconds=math.inf)
@@ -98,42 +110,32 @@ def test_a_killed_run_goes_on_from_the_last_save(tmp_path):
         "checkpoint-4", "checkpoint-5",
     ]  # fmt: skip
     steps = []
-    resumed = train(
-        TASK, Selective(), SIZE, hyperparameters, 0, parts, device="cpu",
-        progress=lambda step, value: steps.append(step),
-    )  # fmt: skip
+    resumed = trained(
+        parts, hyperparameters=hyperparameters, progress=lambda step, _: steps.append(step)
+    )
     assert steps[0] == 6
     assert_same(resumed, whole)
     assert resumed.tokens_per_second > 0 and resumed.seconds > 0
 
 
-def test_a_damaged_checkpoint_costs_its_steps_alone(tmp_path):
-    whole = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "whole", device="cpu")
+def test_a_damaged_checkpoint_costs_its_steps_alone(whole, tmp_path):
     parts = tmp_path / "parts"
     killed_at(8, parts, HYPERPARAMETERS, save_seconds=0)
     weights = parts / "checkpoint-7" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     steps = []
     with pytest.warns(UserWarning, match="cut short|going on from step 6"):
-        resumed = train(
-            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, parts, device="cpu",
-            progress=lambda step, value: steps.append(step),
-        )  # fmt: skip
+        resumed = trained(parts, progress=lambda step, _: steps.append(step))
     assert steps[0] == 7
     assert_same(resumed, whole)
 
 
-def test_the_memory_loss_trains_another_model_that_needs_less(tmp_path):
-    plain = train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu")
-    with_it = train(
-        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu", memory_loss=0.1
-    )
+def test_the_memory_loss_trains_another_model_that_needs_less(whole, with_loss, tmp_path):
+    plain, with_it = whole, with_loss
     assert plain.loss_curve[0] == with_it.loss_curve[0], "losses are told without the term"
     assert plain.loss_curve[-1] != with_it.loss_curve[-1]
     rows, needs = TASK.held_out(64).input_ids, []
-    strong = train(
-        TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "run", device="cpu", memory_loss=3.0
-    )
+    strong = trained(tmp_path / "run", memory_loss=3.0)
     for run in (plain, with_it, strong):
         with torch.no_grad(), MemoryLoss(run.model) as memory:  # the run has taken its own away
             run.model(input_ids=rows)
@@ -157,62 +159,37 @@ def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", first)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(1.0))
     with pytest.raises(Killed):
-        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu", memory_loss=0.1)
+        trained(tmp_path, memory_loss=0.1)
     for actual, wanted in zip(grads[0], expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(tmp_path):
-    def begin(folder, **options):
-        return train(
-            TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / folder, device="cpu",
-            memory_loss=0.1, **options,
-        )  # fmt: skip
-
-    whole, steps = begin("whole"), []
+def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(with_loss, tmp_path):
+    steps = []
     with pytest.raises(Stopped):
-        begin(
-            "parts", progress=lambda *step: steps.append(step), should_stop=lambda: len(steps) > 4
-        )
+        trained(
+            tmp_path, memory_loss=0.1, progress=lambda *step: steps.append(step),
+            should_stop=lambda: len(steps) > 4,
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"another run: memory_loss was 0\.1 and is absent now"):
-        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path / "parts", device="cpu")
-    assert_same(begin("parts"), whole)
+        trained(tmp_path)
+    assert_same(trained(tmp_path, memory_loss=0.1), with_loss)
 
 
 def test_a_model_that_reports_no_memory_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must have layers that report memory"):
-        train(
-            TASK,
-            Standard(),
-            SIZE,
-            HYPERPARAMETERS,
-            0,
-            tmp_path / "run",
-            memory_loss=0.1,
-            device="cpu",
-        )
+        trained(tmp_path / "run", mechanism=Standard(), memory_loss=0.1)
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="memory_loss must be a number of at least 0"):
-        train(
-            TASK,
-            Selective(),
-            SIZE,
-            HYPERPARAMETERS,
-            0,
-            tmp_path / "run",
-            memory_loss=-1,
-            device="cpu",
-        )
+        trained(tmp_path / "run", memory_loss=-1)
 
 
 def test_another_run_s_state_is_refused_by_what_differs(tmp_path):
     killed_at(3, tmp_path, HYPERPARAMETERS, save_seconds=0)
     with pytest.raises(ValueError, match=r"holds the state of another run: seed was 0 and is 1"):
-        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 1, tmp_path, device="cpu")
+        trained(tmp_path, seed=1)
     with pytest.raises(ValueError, match=r"budget\.steps was 12 and is 13 now"):
-        train(
-            TASK, Selective(), SIZE, replace(HYPERPARAMETERS, steps=13), 0, tmp_path, device="cpu"
-        )
+        trained(tmp_path, hyperparameters=replace(HYPERPARAMETERS, steps=13))
     assert (tmp_path / "checkpoint-2").is_dir()
 
 
@@ -240,35 +217,28 @@ def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"state cannot be saved in "):
         patch.setattr(torch, "save", full)
-        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu", save_seconds=0)
+        trained(tmp_path, save_seconds=0)
     steps = []
     with pytest.warns(UserWarning, match="cut short|going on from step 3"):
-        train(TASK, Selective(), SIZE, HYPERPARAMETERS, 0, tmp_path, device="cpu",
-              progress=lambda step, value: steps.append(step))  # fmt: skip
+        trained(tmp_path, progress=lambda step, _: steps.append(step))
     assert steps[0] == 4
 
 
 def test_a_diverged_model_is_said(tmp_path):
     hyperparameters = replace(HYPERPARAMETERS, learning_rate=1e30)
     with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:
-        train(TASK, Standard(), SIZE, hyperparameters, 0, tmp_path / "run", device="cpu")
+        trained(tmp_path / "run", mechanism=Standard(), hyperparameters=hyperparameters)
     assert isinstance(raised.value, ValueError) and raised.value.step < hyperparameters.steps
     run = raised.value.run
     assert all(map(math.isnan, run.final.values())) and run.tokens_per_second > 0
     assert not (tmp_path / "run").exists()
 
 
-def test_without_the_system_s_count_the_peak_of_memory_is_nan():
-    code = (
-        "import sys\n"
-        "from transformers import LlamaConfig, Trainer\n"  # psutil, below it, wants the module
-        "sys.modules['resource'] = None\n"
-        "import heedful.commands.compare.run, heedful.commands.bench.measure\n"
-        "from heedful.testing import process_peak_mib\n"
-        "print(process_peak_mib())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "nan\n", done.stderr
+def test_without_the_system_s_count_the_peak_of_memory_is_nan(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert math.isnan(process_peak_mib())
+    files = (ROOT / "src").rglob("*.py")
+    assert not [path for path in files if "\nimport resource" in path.read_text()]
 
 
 def test_training_learns(tmp_path):

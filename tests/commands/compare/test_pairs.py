@@ -30,7 +30,7 @@ from heedful.training.run import Stopped
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)
 COMPARISON = Comparison(
-    tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=6,
+    tasks=("translate", "summarise", "spans"), mechanisms=("standard", "selective"), steps=4,
     batch=4, device="cpu",
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ def small():
     def small_setups(data=()):
         return {
             name: setup._replace(
-                size=SIZE, hyperparameters=replace(setup.hyperparameters, held_out=6, evaluations=2)
+                size=SIZE, hyperparameters=replace(setup.hyperparameters, held_out=4, evaluations=2)
             )
             for name, setup in real(data).items()
         }
@@ -116,7 +116,7 @@ def test_saved_models_write_what_the_trained_ones_did(finished):
     out, records = finished
     model = heedful.load(out / "models" / "translate-selective-0").eval()
     record = next(r for r in records if (r.task, r.mechanism) == ("translate", "selective"))
-    scores = score(model, Translate(), Hyperparameters(batch=4, held_out=6))
+    scores = score(model, Translate(), Hyperparameters(batch=4, held_out=4))
     assert scores["loss"] == pytest.approx(record.final["loss"], rel=1e-5)
     assert scores["error"] == record.final["held-out"] and scores["bleu"] == record.final["bleu"]
     tokenizer = AutoTokenizer.from_pretrained(out / "models" / "translate-selective-0")
@@ -167,7 +167,7 @@ def test_padding_teaches_nothing():
 def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
     """Within a run of a selective model, and between two runs; everything ends as without."""
     _, whole = finished
-    for steps, there in ((9, 1), (13, 3)):  # each run has 6; 3 are left of the second
+    for steps, there in ((6, 1), (9, 3)):  # each run has 4; 2 are left of the second
         calls = iter(range(1000))
 
         def stop(calls=calls, steps=steps) -> bool:

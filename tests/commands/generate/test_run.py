@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -179,23 +177,21 @@ def test_budgets_beside_a_model_are_used(folders, tmp_path):
         assert as_file._replace(tokens_per_second=0) == generation._replace(tokens_per_second=0)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "heedful", "generate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders):
-    folder = str(folders / "chat")
-    done = run(folder, "--prompt", PROMPT, "--budget", "20", "--max-new-tokens", "12")
+def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, capsys):
     expected, _ = generation_of(folders / "chat", budget="20")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == expected.text + "\n"
+    capsys.readouterr()
+    words = ["--prompt", PROMPT, "--budget", "20", "--max-new-tokens", "12"]
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", str(folders / "chat"), *words])
+    out, err = capsys.readouterr()
+    assert stop.value.code == 0, err
+    assert out == expected.text + "\n"
     size, peak, whole = (
         f"{size / 1024:.1f} KiB"
         for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
     )
     error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
-    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}\n", done.stderr)
+    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}\n", err)
     assert float(size.split()[0]) < float(whole.split()[0])
 
 
