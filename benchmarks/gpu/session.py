@@ -2,7 +2,7 @@
 
 1. versions, memory bandwidth, matrix products, and the laws of the operators on the real kernels;
 2. the operators beside SDPA, as models call them: bf16, batch 4, 16 heads of 128, transposed views;
-3. alternatives: other launches, forms, torch.compile, CUDA graphs; and where the time goes;
+3. where the time of a call goes;
 4. the fastest of stage 2 at 8k to 32k tokens, with peak memory;
 5. training steps of the 880M model of the multi-token paper;
 6. one new token with up to 32k keys.
@@ -43,7 +43,7 @@ def stages(out: Path) -> dict[int, Callable[[Sizes], Iterator[SessionCase]]]:
     return {
         1: ceilings,
         2: beside_sdpa,
-        3: alternatives,
+        3: parts_of_calls,
         4: partial(winners, out),
         5: training_steps,
         6: decoding,
@@ -306,20 +306,11 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
 # Stage 3
 
 
-def alternatives(sizes: Sizes) -> Iterator[SessionCase]:
-    """Alternatives beside what is there, forward and backward; then the kernels of a call."""
-    from benchmarks.gpu.alternatives import ALTERNATIVES, brief, measure
-
-    passed = "forward+backward"
-    for tokens in sizes.alternative:
-        yield from sdpa_cases(sizes, passed, tokens)
-        for x in brief(ALTERNATIVES) if sizes.brief else ALTERNATIVES:
-            config = config_of(sizes, x.mechanism, x.impl, passed, tokens)
-            config |= {"alternative": x.about, "way": x.way, "compiler": sizes.compiler}
-            name = f"{x.mechanism} {x.impl} {x.about or 'as it is'} {tokens}"
-            yield SessionCase(name, config, partial(measure, sizes, x, tokens))
-        for mechanism in ("mta", "selective") if sizes.brief else FUSED:
-            config = config_of(sizes, mechanism, "fused", passed, tokens)
+def parts_of_calls(sizes: Sizes) -> Iterator[SessionCase]:
+    """The kernels of a call, forward and backward."""
+    for tokens in sizes.profiled:
+        for mechanism in FUSED:
+            config = config_of(sizes, mechanism, "fused", "forward+backward", tokens)
             parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
             yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)
 

@@ -10,19 +10,17 @@ class Sizes:
     """Of all stages.
 
     bench: batch, heads, head dim, precision and layout of the operators' inputs.
-    lengths, alternative, long, decode: tokens in stages 2, 3, 4 and 6; checked: in the check that
+    lengths, profiled, long, decode: tokens in stages 2, 3, 4 and 6; checked: in the check that
         comes before a measurement.
     sdpa: torch's kernels by name, since its own choice between them varies.
     milliseconds: what the calls of one case may take together, about.
     copied, product: bytes and rows of stage 1; tests: arguments of pytest.
     step: of the model of stage 5, where it is not the 880M model.
-    compiler: of `torch.compile`.
-    brief: of alternatives that differ in numbers only, the first.
     """
 
     bench: Bench
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    alternative: tuple[int, ...] = (2048, 4096)
+    profiled: tuple[int, ...] = (2048, 4096)
     long: tuple[int, ...] = (8192, 16384, 32768)
     decode: tuple[int, ...] = (512, 2048, 8192, 32768)
     checked: int = 150
@@ -32,15 +30,13 @@ class Sizes:
     product: int = 8192
     tests: tuple[str, ...] = ("tests/ops",)
     step: tuple[tuple[str, int], ...] = ()
-    compiler: str = "inductor"
-    brief: bool = False
 
 
 FULL = Sizes(Bench(batch=4, heads=16, dim=128, dtype="bfloat16", layout="transposed"))
 SMALL = Sizes(
     Bench(heads=2, dim=16, layout="transposed"),  # the interpreter has no products of bfloat16
     lengths=(24,),
-    alternative=(20,),
+    profiled=(20,),
     long=(70,),
     decode=(33,),
     checked=20,
@@ -51,6 +47,4 @@ SMALL = Sizes(
     tests=("tests/ops/test_visibility.py", "-k", "window"),
     step=(("layers", 1), ("hidden", 32), ("heads", 2), ("feed_forward", 48), ("vocabulary", 50),
           ("batch", 1), ("tokens", 20), ("steps", 1), ("autocast", False)),
-    compiler="aot_eager",
-    brief=True,
 )  # fmt: skip

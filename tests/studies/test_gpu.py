@@ -1,7 +1,6 @@
 """The session for a GPU works before there is one: every stage at small sizes, and what goes wrong
 on the way is on record."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -11,7 +10,6 @@ import time
 import pytest
 
 from benchmarks.gpu import session as gpu_session
-from benchmarks.gpu.alternatives import ALTERNATIVES
 from heedful.commands.bench import session
 from heedful.commands.bench.session import SessionCase, read, watch, work
 from helpers import ROOT
@@ -60,10 +58,7 @@ def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
 
 def check_stage(these: list[dict], stage: int) -> None:
     assert these, stage
-    wrong = {r["case"]: r["error"] for r in these if r["status"] != "measured"}
-    graphs = {case for case in wrong if "CUDA graph" in case}
-    assert all(wrong.pop(case).endswith("CUDA graphs need a GPU") for case in graphs)
-    assert not wrong and len(graphs) == (9 if stage == 3 else 0), stage
+    assert not {r["case"]: r["error"] for r in these if r["status"] != "measured"}, stage
     for record in these:
         assert record["config"]["device"] == "cpu"
         assert {"command", "commit", "machine", "versions"} <= set(record["environment"])
@@ -99,14 +94,6 @@ def test_outcomes_of_tests_are_read_with_and_without_workers():
         "tests/ops/b.py::test_three[z]": "PASSED",
         "tests/ops/b.py::test_four": "ERROR",
     }
-
-
-def test_what_alternatives_replace_is_there():
-    places = {place for alternative in ALTERNATIVES for place, _ in alternative.changes}
-    assert len(places) == 6 and len(set(ALTERNATIVES)) == len(ALTERNATIVES)
-    for place in places:
-        module, _, name = place.rpartition(".")
-        assert hasattr(importlib.import_module(module), name), place
 
 
 def cases(seconds: float = 0.0) -> list[SessionCase]:

@@ -6,8 +6,8 @@ import torch
 import heedful
 from heedful.eviction import POLICIES, MostHidden, Window
 from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.meter import nbytes_of
 from heedful.hf.cache.summaries import SummaryCache
 from helpers.cached import MECHANISMS, converted, in_steps, tensors_in
 from helpers.encoder_families import tiny as tiny_pair

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from heedful.hf.cache.budget import Budget
-from heedful.hf.cache.counters import Counters
-from heedful.hf.cache.meter import Meter, nbytes_of
+from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.owner import Owner
 from heedful.hf.versions import hand_over
 from heedful.nn import Layer

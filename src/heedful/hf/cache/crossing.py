@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.meter import Meter, nbytes_of
 from heedful.hf.cache.rows import PastRows
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Queries, Visibility

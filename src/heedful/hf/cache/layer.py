@@ -15,7 +15,7 @@ from torch import Tensor
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, EvictionStep
-from heedful.hf.cache.meter import Meter
+from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.owner import kind_of
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK

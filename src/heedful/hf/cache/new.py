@@ -18,9 +18,9 @@ from transformers.cache_utils import (
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.meter import Meter
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.family.modules import attends_twice
 from heedful.nn import HeadShape, Layer, Role

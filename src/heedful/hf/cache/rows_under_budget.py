@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.meter import Meter
 from heedful.hf.cache.new import attention_modules
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS

@@ -15,8 +15,8 @@ from torch.nn.functional import pad
 from heedful.eviction import gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.ledger import Entry, entry_of, newest_complete
-from heedful.hf.cache.meter import Meter, nbytes_of
 from heedful.hf.cache.owner import Reference
 from heedful.hf.cache.slots import LEAST, SLACK
 from heedful.hf.cache.summary_state import GroupTokens, SummaryState, SummaryUndo
