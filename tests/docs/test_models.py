@@ -33,7 +33,7 @@ def encoders(models, monkeypatch):
     return script(DOCS / "encoders.py")
 
 
-@pytest.mark.filterwarnings("ignore:this mechanism has no cache")
+@pytest.mark.filterwarnings("ignore:this family's cache is not enough")
 @pytest.mark.parametrize(
     ("kind", "outcome"),
     [

@@ -116,10 +116,15 @@ def test_the_same_command_adds_what_is_missing_and_nothing_else(finished):
     comparison, out = finished
     path = out / "budgets.jsonl"
     before = path.read_text()
-    compare(comparison, out)
+    with pytest.warns(UserWarning, match="cannot be evicted from the caches of mta"):
+        compare(comparison, out)
     assert path.read_text() == before
     path.write_text(before[: len(before) // 2])  # as a crash leaves it
-    with pytest.warns(UserWarning, match="removed a last line that was cut off"):
+    with (
+        pytest.warns(UserWarning, match="cannot be evicted from the caches of mta"),
+        pytest.warns(UserWarning, match="left out a last line that was cut off"),
+        pytest.warns(UserWarning, match="removed a last line that was cut off"),
+    ):
         compare(replace(comparison, budgets=(0.5, 14, 20)), out)
     assert all(UnderBudget.from_json(line) for line in path.read_text().splitlines())
     values = {x.key: x.value for x in read_budgeted(path)}
