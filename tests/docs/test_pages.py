@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import heedful
 from benchmarks import tables
@@ -134,11 +135,14 @@ def test_scripts_of_a_page_run(page, script, tmp_path):
 @pytest.mark.parametrize("arguments", commands())
 def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for place in ("my-notes", "notes", "books", "books-held-out"):
+    for place in ("my-notes", "notes", "books", "books-held-out", "books-train"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
     for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
+    (tmp_path / "letter.txt").write_text("heed the needful. " * 30)
+    turns = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me."}]
+    (tmp_path / "chats.jsonl").write_text(300 * (json.dumps({"messages": turns}) + "\n"))
     lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
     (tmp_path / "pairs.tsv").write_text("".join(lines))
     pairs = tokenizer_of_words(pairs=("re",))
@@ -147,12 +151,15 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     mine = ("my-model", "my-baseline", "runs/selective-30m", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
+    length = 512 if any(x.startswith("recall:") for x in arguments) else 48
     for folder in folders - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
         if arguments[0] in ("train", "convert", "doctor"):
-            small(positions=64).save_pretrained(tmp_path / folder)
-            tokenizer_of_words().save_pretrained(tmp_path / folder)
+            small(positions=length + 16).save_pretrained(tmp_path / folder)
+            tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
+    if "runs/hide" in arguments and arguments[0] != "train":
+        _save_small_adapter(tmp_path / "runs" / "hide", tmp_path / "smollm2")
     real, measure = setups.setups, bench.bench
 
     def small_setups(data=()):
@@ -164,14 +171,14 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         return measure(replace(config, lengths=(150,), rounds=1, memory=False, **sizes))
 
     if arguments[0] == "train":
-        arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", "48"]
+        arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", str(length)]
         monkeypatch.setattr(trained_models, "SIZES", dict.fromkeys(SIZES, TINY))
     if arguments[0] == "eval":
         few = "--samples 2 --lengths 900 --depths 0.5 --needles 2 --length 48 --kinds 1"
         arguments = [*arguments, *few.split()]
     if "--revert" in arguments:
         heedful.convert(small(), "mta").model.save_pretrained(tmp_path / "runs" / "with-mta")
-    smaller = {"--steps": "1", "--seeds": "1", "--length": "48", "--hidden": "16"}
+    smaller = {"--steps": "1", "--seeds": "1", "--length": str(length), "--hidden": "16"}
     smaller |= {"--layers": "2", "--heads": "2"}
     for option, small_value in smaller.items():
         if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
@@ -217,6 +224,15 @@ def test_launched_commands_run(launcher, tmp_path):
 def _small(setup: setups.Setup) -> setups.Setup:
     small_run = replace(setup.hyperparameters, steps=1, batch=2, evaluations=1, held_out=2)
     return setup._replace(size=Size(16, 2, 2), hyperparameters=small_run)
+
+
+def _save_small_adapter(folder: Path, base: Path) -> None:
+    """Selectors for a model of standard attention, with its tokenizer."""
+    small(positions=2048).save_pretrained(base)
+    tokenizer_of_words(chat=True).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    heedful.convert(model, heedful.Selective(selector="extra"))
+    heedful.save_adapter(model, folder, base=base.name)
 
 
 def _save_small_model(folder: Path) -> None:

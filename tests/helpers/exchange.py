@@ -2,8 +2,8 @@
 
 Run by two interpreters with different versions, in both directions:
 
-    .venv-oldest/bin/python tests/hf/exchange.py write FOLDER
-    .venv/bin/python tests/hf/exchange.py read FOLDER
+    PYTHONPATH=tests .venv-oldest/bin/python -m helpers.exchange write FOLDER
+    PYTHONPATH=tests .venv/bin/python -m helpers.exchange read FOLDER
 """
 
 import sys

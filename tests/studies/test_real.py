@@ -1,0 +1,68 @@
+"""The study of a pretrained model under small caches, on a model that takes seconds."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+import heedful
+from heedful.tasks.vocabulary import bytes_alone
+from helpers.families import stir
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """A base, an adapter, two books, and the script as its command would run."""
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    stir(model, 0.2)
+    model.save_pretrained("base")
+    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    heedful.convert(model, heedful.Selective(selector="extra"))
+    stir(model, 0.5, ".heedful.")
+    heedful.save_adapter(model, "adapter", base="base")
+    Path("books").mkdir()
+    for number in range(2):
+        lines = [f"Book {number} has line {i}, and it is a quiet one." for i in range(300)]
+        Path(f"books/{number}.txt").write_text("\n\n".join(lines))
+
+    def call(*arguments: str) -> list[dict]:
+        fixed = ["--books", "books", "--length", "256", "--rows", "2", "--out", "out.jsonl"]
+        monkeypatch.setattr(sys, "argv", ["benchmarks.real.run", *arguments, *fixed])
+        importlib.import_module("benchmarks.real.run").main()
+        return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+    return call
+
+
+def test_each_setting_is_scored_once_against_the_whole_cache(study):
+    options = ("--tokens", "64", "--needles", "1")
+    lines = study("base", "--policies", "streaming-llm", *options)
+    assert [(x["policy"], x["tokens"]) for x in lines] == [("whole", 256), ("streaming-llm", 64)]
+    whole, small = lines
+    assert small["peak_nbytes"] < whole["peak_nbytes"] / 2 - 1
+    assert whole["needles"].keys() == {"0.1", "0.5", "0.9"}
+    text = Path("books/0.txt").read_text()[4000:]
+    ids = torch.tensor([list(text.encode()[:256])])
+    with torch.no_grad():
+        base = AutoModelForCausalLM.from_pretrained("base")
+        expected = base(input_ids=ids, labels=ids).loss.item()
+    assert whole["nats"][0] == pytest.approx(expected, rel=1e-5)
+    assert whole["perplexity"] == pytest.approx(math.exp(sum(whole["nats"]) / 2))
+    assert small["nats"] != whole["nats"]
+    again = study("adapter", *options, "--policies", "streaming-llm", "most-hidden")
+    assert again[:2] == lines
+    assert [(x["model"], x["policy"]) for x in again[2:]] == [
+        ("adapter", "whole"),
+        ("adapter", "streaming-llm"),
+        ("adapter", "most-hidden"),
+    ]
