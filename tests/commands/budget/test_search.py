@@ -117,7 +117,6 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     assert result.eviction == policy(tokens=result.eviction.tokens, sinks=1, recent=4)
     assert result.ended and result.kept <= sum(plain) / (3 * LENGTH) < 0.9
     assert len(set(result.eviction.tokens)) > 1  # layers differ
-    assert result.trials < len(known)
 
 
 def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
