@@ -94,6 +94,9 @@ def test_budgets_go_with_an_adapter(base, tmp_path):
     heedful.save_adapter(model, tmp_path / "b", base=str(tmp_path / "base"))
     assert heedful.load(tmp_path / "b")._heedful.eviction == MostHidden(tokens=16)
     assert heedful.load(tmp_path / "b", budgets=False)._heedful.eviction is None
+    stir(model, 0.5, ".heedful.")  # they are budgets of other selectors now
+    heedful.save_adapter(model, tmp_path / "b", base=str(tmp_path / "base"))
+    assert "budgets.json" not in os.listdir(tmp_path / "b")
 
 
 def test_another_base_is_refused_and_left_as_it_was(base, tmp_path):

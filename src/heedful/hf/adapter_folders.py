@@ -22,7 +22,7 @@ from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.restore import read_parameters, restore
-from heedful.hf.save import mechanisms_to_json
+from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
 from heedful.ops.impl import Impl
 
@@ -74,13 +74,13 @@ def save_adapter(
         if holds_adapter(model):
             model.save_pretrained(staging)
             (Path(staging) / "README.md").unlink(missing_ok=True)  # PEFT's empty form
+            (folder / beside.NAME).unlink(missing_ok=True)
         else:
             tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}
             save_file({k: p.contiguous() for k, p in tensors.items()}, Path(staging) / WEIGHTS)
-            if conversion._budgets is not None:
-                (Path(staging) / beside.NAME).write_text(conversion._budgets)
+            carry_budgets(model, folder, Path(staging), changed=False)
         (Path(staging) / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-        for name in (ABOUT, WEIGHTS, *_PEFT, beside.NAME):  # none of an earlier one stays
+        for name in (ABOUT, WEIGHTS, *_PEFT):  # none of an earlier one stays
             (folder / name).unlink(missing_ok=True)
         # What makes it an adapter comes last.
         for path in sorted(Path(staging).iterdir(), key=lambda path: path.name == ABOUT):

@@ -83,7 +83,7 @@ def save_converted(
             written.write_text(json.dumps(outer, indent=2) + "\n")
             (Path(staging) / SHIM).write_text(SHIM_TEXT)
         if written.exists():
-            _carry_budgets(model, folder, Path(staging), changed="state_dict" in options)
+            carry_budgets(model, folder, Path(staging), changed="state_dict" in options)
         # config.json first: from then on no stock loader can take the folder for a stock model.
         files = sorted(Path(staging).iterdir(), key=lambda path: path.name != "config.json")
         for path in files:
@@ -110,7 +110,7 @@ def mechanisms_to_json(
     return parts
 
 
-def _carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:
+def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:
     """Budgets go with the weights that they were searched for, and with no others."""
     own = None if changed or model._heedful.eviction is None else model._heedful._budgets
     if own is not None and beside.is_of(json.loads(own)["model"], model):

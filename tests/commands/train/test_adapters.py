@@ -113,6 +113,13 @@ def test_training_resumes_from_an_adapter(options):
     assert json.loads(Path("further/adapter.json").read_text())["base"]["name"] == "base"
 
 
+def test_an_adapter_is_not_trained_with_its_base(options):
+    quietly(options)
+    with pytest.raises(ValueError, match="add --train mechanism"):
+        quietly(replace(options, model="run", out="further", recipe="adapt"))
+    assert not Path("further").exists()
+
+
 def test_a_mixture_takes_its_parts_by_their_weights(options):
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
     Path("chat.jsonl").write_text(200 * (json.dumps({"messages": turns}) + "\n"))

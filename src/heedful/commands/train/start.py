@@ -99,6 +99,11 @@ def starting_point(
             f"length must be at most {room}, the model's positions, got {recipe.length}"
         )
     if recipe.train == "all":
+        if is_adapter(options.model):
+            raise ValueError(
+                f"model {options.model!r} is an adapter, whose base stays what it is: add --train "
+                "mechanism, or write it with its base first, heedful convert ADAPTER OUT"
+            )
         _give_mechanism(model, options)
         return Start(model.float().train(), tokenizer)
     if half and not getattr(model, "is_quantized", False):
@@ -106,7 +111,9 @@ def starting_point(
     return _beside_frozen(model, tokenizer, options, recipe)
 
 
-def _beside_frozen(model: PreTrainedModel, tokenizer, options: Training, recipe) -> Start:
+def _beside_frozen(
+    model: PreTrainedModel, tokenizer, options: Training, recipe: TrainingRecipe
+) -> Start:
     """The mechanism, with low-rank matrices or without, beside a base that stays what it is."""
     if isinstance(model, ConvertedModel):
         raise ValueError(
