@@ -337,13 +337,15 @@ class MixedSequences(torch.utils.data.Dataset):
         return self.rows
 
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, " T"]]:
+        if index >= self.rows:
+            raise IndexError(f"index must be below {self.rows}, got {index}")
         turn, place = divmod(index, sum(self.weights))
         place = shuffled(place, sum(self.weights), self.seed + turn)
-        for part, weight in zip(self.parts, self.weights, strict=True):
-            if place < weight:
-                return part[turn * weight + place]
-            place -= weight
-        raise IndexError(index)
+        part = 0
+        while place >= self.weights[part]:
+            place -= self.weights[part]
+            part += 1
+        return self.parts[part][turn * self.weights[part] + place]
 
 
 class EvaluationSequences(torch.utils.data.Dataset):
