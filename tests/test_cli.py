@@ -246,6 +246,7 @@ def test_a_reader_that_stops_reading_is_no_error():
         assert done.returncode == 141 and done.stderr == b""
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -277,6 +278,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
         main(["doctor"])
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch):
     setup = setups.setups()["parity"]
     setup = setup._replace(hyperparameters=replace(setup.hyperparameters, held_out=4))

@@ -29,13 +29,13 @@ class Evaluation:
     models: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL ...")]]
     """Folders of models, converted or not, or of adapters, GGUF files, smollm2, or names on the
     Hugging Face hub."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open each MODEL with, which is then its base. To compare it with its base, name
-    both folders as MODEL."""
     tasks: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("needles", "perplexity")
     """What to ask, as above."""
     out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/eval"
     """Folder for samples.jsonl, evaluation.json and report.html."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """An adapter to open each MODEL with, which is then its base. To compare it with its base, name
+    both folders as MODEL."""
     budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|own ...")] = ()
     """Evaluate each model also with caches of so many tokens per layer; own: by the budgets.json
     beside it."""
