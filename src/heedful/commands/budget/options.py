@@ -23,10 +23,10 @@ class BudgetSearch:
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a model, converted or not, or of an adapter."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text files, folders of them, or hf:NAME; a part of the training texts is right."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden); for
     other mechanisms all but the first and the newest (streaming-llm)."""

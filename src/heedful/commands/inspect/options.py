@@ -25,9 +25,6 @@ class Inspection:
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a decoder or an encoder, converted or not, a GGUF file, smollm2, or a name on the
     Hugging Face hub."""
-    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
-    base that it names."""
     text: str | None = None
     """The text to look at."""
     file: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -38,6 +35,9 @@ class Inspection:
     """Take only the first so many tokens of the text; 2,048 at most."""
     layers: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N ...")] = ()
     """Show only these layers, counted from 0; all by default."""
+    adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """An adapter to open MODEL with, which is then its base. An adapter's folder as MODEL opens the
+    base that it names."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """Show what caches of so many tokens per layer hold, or those of a budgets.json. By default
     what stands beside the model, if anything."""
