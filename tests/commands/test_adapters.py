@@ -1,10 +1,10 @@
 """An adapter in the commands: as MODEL, and with --adapter; in one folder with its base."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import heedful
 from heedful.commands.convert.options import FolderConversion
@@ -14,21 +14,14 @@ from heedful.commands.evaluate.run import evaluate
 from heedful.commands.generate.options import Generation
 from heedful.commands.generate.run import generate
 from heedful.commands.models import configuration_of, open_model
-from heedful.tasks.vocabulary import bytes_alone
 from helpers.families import stir
+from helpers.small_models import save_base_of_bytes
 
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    stir(model, 0.2)
-    model.save_pretrained("base")
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    model = save_base_of_bytes(Path("base"), 256)
     heedful.convert(model, heedful.Selective(selector="extra"))
     stir(model, 0.5, ".heedful.")
     heedful.save_adapter(model, "adapter", base="base")

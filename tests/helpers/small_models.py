@@ -5,11 +5,17 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 import heedful
 from heedful.commands.generate.options import Generation
 from heedful.commands.generate.run import GenerationResult, generate
+from heedful.tasks.vocabulary import bytes_alone
 
 PROMPT = "the red bus and the red car: a bus is "
 
@@ -42,6 +48,15 @@ def tokenizer_of_words(chat: bool = False, pairs: Sequence[str] = ()) -> PreTrai
             "{% if add_generation_prompt %}<bot>{% endif %}"
         )
     return tokenizer
+
+
+def save_base_of_bytes(folder: Path, positions: int) -> PreTrainedModel:
+    """A model of bytes with its tokenizer in a folder, to train or open adapters beside it."""
+    model = small(vocabulary=300, positions=positions)
+    model.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0")
+    tokenizer.save_pretrained(folder)
+    return model
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

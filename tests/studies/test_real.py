@@ -8,25 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import heedful
-from heedful.tasks.vocabulary import bytes_alone
 from helpers.families import stir
+from helpers.small_models import save_base_of_bytes
 
 
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """A base, an adapter, two books, and the script as its command would run."""
     monkeypatch.chdir(tmp_path)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    stir(model, 0.2)
-    model.save_pretrained("base")
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    model = save_base_of_bytes(Path("base"), 512)
     heedful.convert(model, heedful.Selective(selector="extra"))
     stir(model, 0.5, ".heedful.")
     heedful.save_adapter(model, "adapter", base="base")

@@ -51,8 +51,8 @@ def test_a_seed_gives_the_same_texts_and_another_one_others():
 
 
 def test_nothing_of_the_evaluation_is_trained_on():
-    said = " ".join(str(fact) for fact in FACTS).lower()
-    assert "magic number" not in said
+    templates = " ".join(str(fact) for fact in FACTS).lower()
+    assert "magic number" not in templates
     assert not set(CITIES) & set(WORDS["town"])
 
 

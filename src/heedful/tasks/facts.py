@@ -14,9 +14,9 @@ Spans = list[tuple[int, int]]
 
 
 class Fact(NamedTuple):
-    """What is said in the text, what is asked of it, and what is right.
+    """A fact in its text, with questions and their answers.
 
-    statements: ways to say it, one of which is drawn.
+    statements: ways to state it, one of which is drawn.
     questions: with the answer to each.
     """
 
@@ -158,7 +158,7 @@ def fact_texts(
     """Texts without end: sentences of a background, facts among them, and questions for some.
 
     One to twelve facts of ten kinds, as many as a third of the text has room for with their
-    questions, stand at random gaps, each said in one of its ways. One to twelve questions follow,
+    questions, stand at random gaps, each in one of its ways. One to twelve questions follow,
     in any order; half of the texts, where there is a chat template, are conversations, with the
     first question before or behind the text. Names, places and numbers are drawn anew for each
     text, so that nothing but the text tells the answers.

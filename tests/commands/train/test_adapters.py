@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 import heedful
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
 from heedful.commands.train.start import starting_point
 from heedful.hf.stock import stock_model
-from heedful.tasks.vocabulary import bytes_alone
 from heedful.training.run import Stopped
 from heedful.training.sequences import IGNORE, MixedSequences, TokenFile
+from helpers.small_models import save_base_of_bytes
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(400))
 FILES = ["adapter.json", "adapter.safetensors", "log.jsonl", "training.json"]
@@ -26,12 +25,7 @@ FILES = ["adapter.json", "adapter.safetensors", "log.jsonl", "training.json"]
 @pytest.fixture
 def options(tmp_path, monkeypatch) -> Training:
     monkeypatch.chdir(tmp_path)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained("base")
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), eos_token="\0").save_pretrained("base")
+    save_base_of_bytes(Path("base"), 512)
     Path("text.txt").write_text(TEXT)
     return Training(
         "base", ("text.txt",), "run", recipe="hide", steps=6, batch=2, length=32, evaluations=2,
@@ -165,5 +159,5 @@ def kind_of(row: dict[str, torch.Tensor]) -> str:
 )
 def test_what_cannot_be_trained_is_refused_and_leaves_nothing(options, changes, message):
     with pytest.raises(ValueError, match=message):
-        quietly(replace(options, **changes))
-    assert not Path("run").exists()
+        quietly(replace(options, **changes, out="runs/refused"))
+    assert not Path("runs").exists()

@@ -16,7 +16,7 @@ class BudgetSearch:
 
     First a budget that all layers share; then tokens go where they are missed most; then the layer
     that loses least gives up a few, again and again. The perplexity of the data stays below a
-    limit, and --trials bounds the time. What is found is used by `heedful.load`,
+    limit, and --trials bounds the time. The result is used by `heedful.load`,
     `heedful.new_cache` and `heedful generate` by themselves. The same command goes on where it was
     stopped.
     """

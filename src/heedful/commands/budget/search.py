@@ -1,7 +1,7 @@
 """Search how many tokens each layer's cache needs; how is in shrink.py.
 
 Long sequences are tried in pieces of a 64th: a step of each layer's cache takes a piece in place of
-a token, which is several times faster. What is found that way is measured token by token at the
+a token, which is faster. The result is measured token by token at the
 end, and raised where that passes the limit.
 """
 

@@ -133,7 +133,7 @@ def greedy(start: Budgets, least: int, step: int, limit: float, measure: Measure
 def raised(budgets: Budgets, start: Budgets, limit: float, measure: Measure) -> Budgets:
     """These budgets, or some between them and those at the start, within the limit.
 
-    For budgets that were found by a rougher measure.
+    For the result of a rougher measure.
     """
     part = 1 / 128
     trial = budgets

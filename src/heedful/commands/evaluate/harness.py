@@ -129,7 +129,7 @@ def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
 
 
 class HarnessResult(NamedTuple):
-    """What the harness found for a task or a group.
+    """The harness's results for a task or a group.
 
     results: by task and measure, `_stderr` beside each.
     samples: what it graded, sample by sample.

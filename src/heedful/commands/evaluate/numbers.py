@@ -312,7 +312,7 @@ def harness_table(
     harness: dict[str, dict[str, dict[str, float]]],
     format: Literal["text", "markdown", "html"] = "text",
 ) -> str:
-    """What lm-evaluation-harness found, with its own standard errors; empty without any."""
+    """The results of lm-evaluation-harness, with its own standard errors; empty without any."""
     body, names = [], labels((model, "") for model in harness)
     for model, tasks in harness.items():
         for task, numbers in tasks.items():

@@ -44,7 +44,7 @@ class EvaluationResult(NamedTuple):
     """The requested answers, in the order of models, caches and tasks.
 
     samples: one for each model, cache and sample.
-    harness: what lm-evaluation-harness found, by model, task and measure.
+    harness: the results of lm-evaluation-harness, by model, task and measure.
     about: configuration and environment, as in evaluation.json.
     """
 
@@ -273,16 +273,16 @@ class AnswerStore:
         append_samples(self.path, samples)
 
     def harness(self, model: str, name: str) -> HarnessResult | None:
-        """What lm-evaluation-harness found for a name, if it has been run."""
+        """The results of lm-evaluation-harness for a name, if it has been run."""
         kept = self.about["lm_eval"].get(model, {}).get(name)
         if kept is None or kept["asked"] != self._harness_identity() or "samples" not in kept:
             return None
         return HarnessResult(kept["results"], [Sample.from_json(x) for x in kept["samples"]])
 
-    def keep_harness(self, model: str, name: str, found: HarnessResult) -> None:
-        """Keep what lm-evaluation-harness found for a name."""
-        kept = {"asked": self._harness_identity(), "results": found.results}
-        kept["samples"] = [sample.to_json() for sample in found.samples]
+    def keep_harness(self, model: str, name: str, result: HarnessResult) -> None:
+        """Keep the results of lm-evaluation-harness for a name."""
+        kept = {"asked": self._harness_identity(), "results": result.results}
+        kept["samples"] = [sample.to_json() for sample in result.samples]
         self.about["lm_eval"].setdefault(model, {})[name] = kept
         self._write_about()
 
@@ -302,8 +302,8 @@ def ask_harness(
     samples = []
     for name in harness_names(options):
         if store.harness(plan.name, name) is None:
-            found = run_task(options, name, model, plan.tokenizer, plan.name)
-            store.keep_harness(plan.name, name, found)
+            result = run_task(options, name, model, plan.tokenizer, plan.name)
+            store.keep_harness(plan.name, name, result)
         samples += store.harness(plan.name, name).samples
     return samples
 

@@ -95,12 +95,14 @@ def train_text(
 
 @contextmanager
 def _gone_if_empty(folder: Path) -> Iterator[None]:
-    """A folder that was made for a run which never began is removed."""
+    """Folders that were made for a run which never began are removed."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     finally:
         with suppress(OSError):  # it holds something
-            folder.rmdir()
+            for path in new:
+                path.rmdir()
 
 
 def _check_reports(names: tuple[str, ...]) -> None:
