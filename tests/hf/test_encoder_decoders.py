@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForSeq2SeqLM, DynamicCache, EncoderDecoderCache
+from transformers import AutoModelForSeq2SeqLM, BartForCausalLM, DynamicCache, EncoderDecoderCache
 
 import heedful
 from heedful import eviction
@@ -486,8 +486,6 @@ def test_a_look_at_two_rows_is_refused():
 
 def test_a_decoder_with_cross_attention_works_alone():
     """As BartForCausalLM, which is given no source."""
-    from transformers import BartForCausalLM
-
     model = BartForCausalLM(ENCODER_DECODERS["bart"]()).double().eval()
     stir(model, 0.2)
     ids = tokens(2, 9)
