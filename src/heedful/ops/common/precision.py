@@ -57,14 +57,23 @@ def operand(x: Tensor) -> Tensor:
 
     Contiguous: products with parts of a model's transposed heads would copy them for every tile.
     """
-    narrow = x.dtype == torch.bfloat16 and (x.is_cuda or (x.device.type == "cpu" and _bf16_cpu()))
+    narrow = x.dtype == torch.bfloat16 and (x.device.type != "cpu" or _bf16_cpu())
     return (x if narrow else widen(x)).contiguous()
 
 
 def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:
     """`a @ b` in the precision of the narrower of both, an operand; widened."""
     dtype = b.dtype if b.element_size() < a.element_size() else a.dtype
-    return widen(a.to(dtype) @ b.to(dtype))
+    return _product(a.to(dtype), b.to(dtype))
+
+
+def _product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:
+    """`a @ b`, widened; on a device never rounded to the operands' precision on the way."""
+    if a.dtype != torch.bfloat16 or a.device.type == "cpu":
+        return widen(a @ b)
+    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    flat = (x.expand(*lead, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    return torch.bmm(*flat, out_dtype=torch.float32).unflatten(0, lead)
 
 
 def scores(
@@ -77,8 +86,9 @@ def scores(
     shape = (*q.shape[:-1], k.shape[-2])
     out = None if room is None else room[: math.prod(shape)].view(shape)
     if q.dtype == torch.bfloat16:
-        x = q @ k.mT  # scaled afterwards: a scaled query would be rounded once more
-        return (widen(x) if out is None else out.copy_(x)).mul_(scale)
+        x = _product(q, k.mT)  # scaled afterwards: a scaled query would be rounded once more
+        x = x if out is None else out.copy_(x)
+        return x if scale == 1.0 else x.mul_(scale)
     return torch.matmul(q * scale, k.mT, out=out)
 
 

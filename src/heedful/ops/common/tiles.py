@@ -11,9 +11,18 @@ from torch import Tensor
 from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
+ROWS_ON_DEVICE = 256  # where launches cost more than what a tile larger than a cache does
 STEP = 128  # columns
 _LOG2_E = math.log2(math.e)
 TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether blocks are shaped for a CPU: small tiles that stay in its cache, memory used again.
+
+    Any other device gets few launches on large tiles.
+    """
+    return device.type == "cpu"
 
 
 class Sight(NamedTuple):
@@ -42,7 +51,8 @@ class Scope:
 
     def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
-        self._queries = queries
+        self._queries, self.cpu = queries, is_cpu(device)
+        self._masks: dict[tuple[int, int, int], Bool[Tensor, "1 1 R C"]] = {}
         if sight.places is not None:
             self.offset = 0  # queries are counted by themselves
         looks = device.type == "cpu"
@@ -74,11 +84,13 @@ class Scope:
         return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
 
     def rows_per_block(self, heads: int) -> int:
-        """64 rows, or 32 where tiles of this many heads would outgrow a cache.
+        """64 rows, or 32 where tiles of this many heads would outgrow a cache; 256 without one.
 
         The number does not depend on the batch, or results would. With still fewer rows most of the
         work would go into the rows around them that a convolution reads.
         """
+        if not self.cpu:
+            return ROWS_ON_DEVICE
         columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
 
@@ -96,10 +108,17 @@ class Scope:
             edge = rows.start + 1 if sight.causal else columns.stop
             clear = max(0, min(edge - columns.start, len(columns)))
         rest = range(columns.start + clear, columns.stop)
-        visible = see(
-            sight.segments, sight.causal, sight.window, rows, rest, self.device, sight.mutual
-        )
-        return Hidden(clear, ~visible[:, None])
+        if sight.segments is None and sight.mutual is None:
+            # Distances decide alone, and many blocks have the same.
+            key = (len(rows), rest.start - rows.start, len(rest))
+            if key not in self._masks:
+                self._masks[key] = ~self._visible(sight, rows, rest)[:, None]
+            return Hidden(clear, self._masks[key])
+        return Hidden(clear, ~self._visible(sight, rows, rest)[:, None])
+
+    def _visible(self, sight: Sight, rows: range, columns: range) -> Bool[Tensor, "B R C"]:
+        causal, window = sight.causal, sight.window
+        return see(sight.segments, causal, window, rows, columns, self.device, sight.mutual)
 
     def earlier(self, rows: range, columns: range) -> Bool[Tensor, "B 1 R C"]:
         """Which of the key columns stand before these tokens; for tokens with places."""
@@ -229,6 +248,8 @@ def sunk_softmax_(
     logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
 ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
     """The same with a sink in every row's sum; also the weight that goes there."""
+    if not is_cpu(logits.device):
+        return _sunk_softmax(logits, hidden, sinks)
     hidden.fill(logits, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
@@ -246,6 +267,18 @@ def sunk_softmax_(
     sunk = (sinks - top).mul_(_LOG2_E).exp2_()
     total += sunk  # never zero: the largest of a row is one
     return logits.div_(total), sunk.div_(total)
+
+
+def _sunk_softmax(
+    logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
+) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
+    """The same in few launches."""
+    # A finite number, as a row that sees nothing would become NaN.
+    hidden.fill(logits, torch.finfo(logits.dtype).min)
+    if sinks is None:
+        return hidden.fill(logits.softmax(-1), 0.0), None
+    p = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)
+    return hidden.fill(p[..., :-1].contiguous(), 0.0), p[..., -1:]
 
 
 def sink_gradient(

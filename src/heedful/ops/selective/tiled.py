@@ -21,6 +21,7 @@ from heedful.ops.common.precision import operand, product, scores, without_autoc
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import (
     ROWS,
+    ROWS_ON_DEVICE,
     Hidden,
     Scope,
     Sight,
@@ -87,6 +88,11 @@ class Operands(NamedTuple):
     softcap: float | None
     dropout: Dropout | None
 
+    @property
+    def rows(self) -> int:
+        """Of a block: twice as many as where several heads have a tile each between products."""
+        return ROWS if self.scope.cpu else 2 * ROWS_ON_DEVICE
+
     def kept(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
         """What dropout multiplies the block's probabilities with; `None` without dropout."""
         if self.dropout is None:
@@ -146,9 +152,10 @@ def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
     """Fills the outputs, from the first block to the last."""
     total = RunningTotal(out.pair)
     (batch, heads, queries, _), (_, selectors, keys, _) = x.q.shape, x.selector_k.shape
-    # From the first block to the last tiles grow, and none would find room where another stood.
-    room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
-    for start, stop in row_blocks(queries, ascending=True):
+    room = None
+    if x.scope.cpu:  # from first to last tiles grow, and none would find room where another stood
+        room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
+    for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
         f, p, *_ = _maps(x, block, total, room=room)
         if (kept := x.kept(block)) is not None:
@@ -231,7 +238,7 @@ def _maps(
     base = total.rounded(block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    f = base[:, :, None] + _earlier(block.s) @ block.s
+    f = base[:, :, None] + _above(block.s, x.scope.cpu)
     logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
     cap_(logits, x.softcap)
     slope = cap_slope(logits, x.softcap) if slopes else None
@@ -240,6 +247,16 @@ def _maps(
         logits.add_(x.bias[:, :, block.rows, block.cut])
     p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
     return _Maps(f, p, slope, sunk)
+
+
+def _above(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
+    """For each row the sum of those above it; on a CPU by a product, which is faster there."""
+    return _earlier(s) @ s if cpu else s.cumsum(2).sub_(s)
+
+
+def _below(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
+    """For each row the sum of those below it."""
+    return _earlier(s).mT @ s if cpu else s.flip(2).cumsum(2).flip(2).sub_(s)
 
 
 def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
@@ -266,7 +283,7 @@ def attend_backward(
     dsinks = pair.new_zeros(0 if x.sinks is None else len(x.sinks))
     # The sum of dF over the queries of later blocks.
     later = grad_state.clone(memory_format=torch.contiguous_format)
-    for start, stop in row_blocks(x.q.shape[2]):
+    for start, stop in row_blocks(x.q.shape[2], x.rows):
         block = _row_block(x, start, stop)
         cut = block.cut
         total.add(-block.sums, cut)
@@ -290,7 +307,7 @@ def attend_backward(
         if tau is not None:
             counted = block.hidden.fill(f <= tau, False)
             df += counted * (grad_memory[:, None, start:stop, None] / selectors)
-        ds = later[:, :, None, cut] + _earlier(df).mT @ df
+        ds = later[:, :, None, cut] + _below(df, x.scope.cpu)
         later[:, :, cut] += df.sum(2)
         # At zero the slope of the ReLU is one, as in reference.py.
         ds = block.only_active(ds.mul_(block.logits >= 0)).mul_(x.scale)

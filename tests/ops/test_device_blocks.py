@@ -1,0 +1,104 @@
+"""The blocks that a device other than a CPU gets, run on a CPU: the same laws, and few launches."""
+
+import pytest
+import torch
+
+from benchmarks.gpu.counted import SHAPES, Counter, calls
+from heedful.ops import Visibility
+from heedful.ops.common import precision, tiles
+from heedful.ops.selective.tiled import _above, _below
+from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
+from helpers.oracle import against_oracle, with_grads
+
+every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def device_blocks(monkeypatch):
+    """Small ones, so that many meet; bf16 products have fp32 results there."""
+    monkeypatch.setattr(tiles, "is_cpu", lambda device: False)
+    monkeypatch.setattr(tiles, "ROWS_ON_DEVICE", 24)
+    monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_ON_DEVICE", 12)
+    monkeypatch.setattr(precision, "_bf16_cpu", lambda: True)
+    monkeypatch.setattr(precision, "_product", lambda a, b: precision.widen(a) @ precision.widen(b))
+
+
+def run_by(mechanism, impl: str, visibility=None, **options):
+    return lambda x: mechanism.run(x | options, impl, visibility)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_err_at_most_twice_as_much_as_the_definition(mechanism, dtype):
+    functions = (run_by(mechanism, impl) for impl in ("tiled", "reference"))
+    against_oracle(*functions, mechanism.draw(Shape().long(111)), dtype, str(mechanism))
+
+
+CAUSAL = [name for name in VISIBILITIES if "both ways" not in name and "mutual" not in name]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@pytest.mark.parametrize("visible", CAUSAL)
+def test_they_are_the_definition_in_fp64(mechanism, visible):
+    visibility = VISIBILITIES[visible](90)
+    tensors = mechanism.draw(Shape(queries=80, keys=90))
+    actual = with_grads(run_by(mechanism, "tiled", visibility), tensors)
+    expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
+    for name, x in actual.items():
+        scale = expected[name].abs().max().item()
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
+
+
+def test_logits_of_bf16_are_not_rounded_before_the_softmax(monkeypatch):
+    """Of products that round them the error is a hundred times as large."""
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 2, 200, 64).to(torch.bfloat16)
+    errors = []
+    for multiply in (precision._product, lambda a, b: precision.widen(a @ b)):
+        monkeypatch.setattr(precision, "_product", multiply)
+        logits = precision.scores(q, k, 0.125)
+        exact = q.double() @ k.double().mT * 0.125
+        errors.append((logits - exact).pow(2).mean().sqrt().item())
+    assert errors[0] < errors[1] / 100
+
+
+def test_products_there_are_launched_with_fp32_results(monkeypatch):
+    """As the meta device has them: no bf16 tensor between the operands and the result."""
+    monkeypatch.undo()
+    a, b = (
+        torch.empty(2, 3, n, m, dtype=torch.bfloat16, device="meta") for n, m in ((4, 5), (5, 6))
+    )
+    with Counter() as counter:
+        out = precision.product(a, b)
+    assert out.dtype == torch.float32 and out.shape == (2, 3, 4, 6) and counter.launches == 1
+    assert precision.scores(a, b.mT, 0.5).dtype == torch.float32
+
+
+GOALS = {"selective": 400, "talking-heads": 400, "mta-pre": 700, "mta": 1000}
+
+
+@pytest.mark.parametrize("mechanism", GOALS)
+def test_launches_of_a_call_are_few(mechanism, monkeypatch):
+    """Forward and backward, at batch 4, 16 heads of 96, 2,048 tokens."""
+    monkeypatch.undo()
+    with Counter() as counter:
+        calls(SHAPES["A"])[mechanism]()
+    assert 0 < counter.launches <= GOALS[mechanism]
+
+
+def test_the_sum_of_rows_above_and_below():
+    s = torch.rand(2, 1, 9, 5, dtype=torch.float64)
+    for function, rows in ((_above, lambda i: s[:, :, :i]), (_below, lambda i: s[:, :, i + 1 :])):
+        exact = torch.stack([rows(i).sum(2) for i in range(9)], dim=2)
+        for cpu in (True, False):
+            torch.testing.assert_close(function(s.clone(), cpu), exact)
+
+
+def test_a_window_and_documents_keep_their_masks_apart():
+    """Masks that distances decide are kept; those that documents decide are not."""
+    scope = tiles.Scope(tiles.Sight(None, False, True, 9), 60, 60, torch.device("cpu"))
+    first = scope.hidden(range(10, 20), range(0, 20)).mask
+    assert scope.hidden(range(30, 40), range(20, 40)).mask is first
+    assert scope.hidden(range(30, 40), range(16, 40)).mask is not first
+    dense = Visibility(window=9).dense(60, 60, torch.device("cpu"))
+    assert torch.equal(~first[0, 0], dense[0, 10:20, :20])
