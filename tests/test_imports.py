@@ -48,10 +48,11 @@ MAY_IMPORT = {
     }
     | {f"heedful.{room}" for room in ("commands", "training", "hf", "eviction", "nn", "ops")}
     | {f"heedful.{room}" for room in ("tasks", "records", "checks", "data", "testing")},
+    "papers.py": {"transformers", "heedful.hf", "heedful.nn"},
     "testing.py": {"torch", "heedful.testing"},
     "data.py": {"torch", "numpy", "tokenizers", "datasets"},
 }
-MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py"}
+MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from heedful.hf.adapters import get_peft_model
     from heedful.hf.cache.new import KVCache, new_cache
     from heedful.hf.look import LayerLook, look
+    from heedful.hf.stock import stock_model, stock_tokenizer
     from heedful.nn import (
         Canon,
         Differential,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         selective_attention,
         summarise,
     )
+    from heedful.papers import cite
     from heedful.training.losses import GroupingLoss, MemoryLoss
 
 __version__ = "0.2.0"
@@ -65,6 +67,8 @@ _ROOMS = {
     "heedful.hf.adapters": ("get_peft_model",),
     "heedful.hf.cache.new": ("KVCache", "new_cache"),
     "heedful.hf.look": ("LayerLook", "look"),
+    "heedful.hf.stock": ("stock_model", "stock_tokenizer"),
+    "heedful.papers": ("cite",),
     "heedful.training.losses": ("GroupingLoss", "MemoryLoss"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
@@ -90,6 +94,7 @@ __all__ = [
     "TalkingHeads",
     "Visibility",
     "__version__",
+    "cite",
     "convert",
     "differential_attention",
     "get_peft_model",
@@ -102,6 +107,8 @@ __all__ = [
     "revert",
     "save_adapter",
     "selective_attention",
+    "stock_model",
+    "stock_tokenizer",
     "summarise",
 ]
 

@@ -268,9 +268,9 @@ def _generate(command: GenerateCommand) -> int:
     def write(text: str) -> None:
         print(text, end="", flush=True)
 
-    result = generate(options, write)
-    print(flush=True)
-    print(result, file=sys.stderr)
+    for result in generate(options, write):
+        print(flush=True)
+        print(result, file=sys.stderr)
     return 0
 
 
@@ -300,7 +300,7 @@ def _eval(command: EvalCommand) -> int:
         return 0
     out = _path(options.out)
     try:
-        result = evaluate(options)
+        result = evaluate(options, lambda text: print(text, file=sys.stderr))
     except KeyboardInterrupt:
         way = f"the answers so far are kept in {out}; the same command goes on there"
         raise KeyboardInterrupt(way) from None

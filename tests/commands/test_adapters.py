@@ -33,10 +33,10 @@ def test_both_ways_to_name_an_adapter_open_the_same_model():
     assert torch.equal(by_folder(ids).logits, by_option(ids).logits)
     assert not torch.equal(by_folder(ids).logits, open_model("base")(ids).logits)
     assert configuration_of("adapter")[1] == [str(heedful.Selective(selector="extra"))]
-    texts = [
-        generate(Generation(**model, prompt="abc", max_new_tokens=5, budget="16"), lambda _: None)
-        for model in ({"model": "adapter"}, {"model": "base", "adapter": "adapter"})
-    ]
+    texts = []
+    for model in ({"model": "adapter"}, {"model": "base", "adapter": "adapter"}):
+        options = Generation(**model, prompt="abc", max_new_tokens=5, budget="16")
+        texts += generate(options, lambda _: None)
     assert texts[0].text == texts[1].text and texts[0].nbytes == texts[1].nbytes
 
 

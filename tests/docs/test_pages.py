@@ -39,7 +39,7 @@ from helpers.gguf_files import write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SLOW = ("compiled.py", "fsdp.py")
 FOLDERS = ("runs/study", "runs/text-", "runs/training/")  # of models that other commands made
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
@@ -268,6 +268,13 @@ def test_links_lead_somewhere(page):
             headings = re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert anchor in slugs, f"{name(page)}: {target}"
+
+
+def test_messages_of_the_page_are_those_of_the_code():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    code = "".join(path.read_text() for path in (ROOT / "src").glob("**/*.py"))
+    assert len(messages) >= 20 and not [message for message in messages if message not in code]
 
 
 def test_tables_are_those_of_the_results():

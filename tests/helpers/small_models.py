@@ -70,7 +70,7 @@ def generation_of(model: Path, **changes) -> tuple[GenerationResult, str]:
         del defaults["tokenizer"]
     options = Generation(model=str(model), **(defaults | changes))
     pieces: list[str] = []
-    generation = generate(options, pieces.append)
+    (generation,) = generate(options, pieces.append)
     assert "".join(pieces) == generation.text
     return generation, pieces
 

@@ -23,6 +23,7 @@ from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
+from heedful.ops.selective.soft_eviction import soft_eviction
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class SelectiveAttention(Layer):
     ) -> LayerOutput:
         """Attention with what earlier tokens have hidden; `state` is F of every key."""
         selector_q, selector_k = self.selectors(q, k, inputs)
+        bias = inputs.bias
+        if self.training and self.soft_budget is not None:
+            evicted = self._soft_eviction(selector_q, selector_k, visibility, scale, inputs)
+            bias = evicted if bias is None else bias + evicted
         result = selective_attention(
             q,
             k,
@@ -116,7 +121,7 @@ class SelectiveAttention(Layer):
             state=inputs.state,
             tau=self.tau,
             protect_first=self.config.protect_first,
-            bias=inputs.bias,
+            bias=bias,
             softcap=inputs.softcap,
             sinks=inputs.sinks,
             dropout_p=inputs.dropout,
@@ -125,6 +130,24 @@ class SelectiveAttention(Layer):
             impl=self.impl,
         )
         return LayerOutput(result.output, result.state, result.memory)
+
+    def _soft_eviction(
+        self,
+        selector_q: Float[Tensor, "B Hs Tq Ds"],
+        selector_k: Float[Tensor, "B Hs Tk Ds"],
+        visibility: Visibility | None,
+        scale: float | None,
+        inputs: LayerInputs,
+    ) -> Float[Tensor, "B Hs Tq Tk"]:
+        """What a cache of `soft_budget` tokens would take from the logits."""
+        visibility = Visibility() if visibility is None else visibility
+        scale = self.shape.dim**-0.5 if scale is None else scale
+        hiding = selection(selector_q, selector_k, self.config.protect_first, visibility, scale)
+        f = hiding.cumsum(2) - hiding
+        if inputs.state is not None:
+            f = f + pad(inputs.state, (0, f.shape[3] - inputs.state.shape[2]))[:, :, None]
+        visible = visibility.dense(*f.shape[2:], f.device)[:, None]
+        return soft_eviction(f, visible, self.soft_budget)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""

@@ -55,12 +55,16 @@ class LayerTrainer(TrainerSteps, Trainer):
     Arguments:
         memory_loss: factor of the memory loss; 0 is none.
         tau: of the memory loss.
+        soft_budgets: smallest and largest cache to imitate: each step draws a number of tokens from
+            there, evenly on a logarithmic scale, and layers that report memory lower the logits of
+            what a cache of that size would have evicted.
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
         args, kwargs: as Trainer's.
 
     Raises:
-        ValueError: a memory loss is requested of a model without a layer that reports memory.
+        ValueError: a memory loss or soft budgets are requested of a model without a layer that
+            reports memory.
     """
 
     def __init__(
@@ -69,12 +73,19 @@ class LayerTrainer(TrainerSteps, Trainer):
         memory_loss: float = 0.0,
         tau: float = 1.0,
         teacher: nn.Module | None = None,
+        soft_budgets: tuple[int, int] | None = None,
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.memory_factor, self.tau = memory_loss, tau
+        self.soft_budgets = soft_budgets
         self.teacher = None if teacher is None else teacher.to(self.args.device)
         self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
+        if soft_budgets is not None and not self._hiding():
+            raise ValueError(
+                f"soft_budgets imitate a cache that evicts what is hidden, and no layer of this "
+                f"{type(self.model).__name__} hides; call heedful.convert(model, 'selective')"
+            )
         if memory_loss:
             MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
 
@@ -87,6 +98,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            self._imitate(None)
             for _, added in self._added:
                 added.remove()
             self._added = []
@@ -98,6 +110,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ):
+        if self.soft_budgets is not None and model.training:
+            self._imitate(self._drawn_budget(*self.soft_budgets))
         if self.teacher is None:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         else:
@@ -127,6 +141,19 @@ class LayerTrainer(TrainerSteps, Trainer):
         if self.args.average_tokens_across_devices:
             total = total * self.accelerator.num_processes
         return total / predicted, outputs
+
+    def _drawn_budget(self, least: int, most: int) -> int:
+        """The tokens of this step's cache: the same again where a run goes on."""
+        draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
+        share = torch.rand((), generator=draws).item()
+        return round(least * (most / least) ** share)
+
+    def _imitate(self, tokens: int | None) -> None:
+        for layer in self._hiding():
+            layer.soft_budget = tokens
+
+    def _hiding(self) -> list[Layer]:
+        return [x for x in self.model.modules() if isinstance(x, Layer) and x.reports_memory]
 
     def note_loss(self, loss: Tensor) -> None:
         """Called with what every part of a step adds to the loss, without what layers report."""

@@ -63,7 +63,7 @@ def test_an_oracle_is_right_everywhere(tmp_path):
     (plan,) = prepare(evaluation)
     oracle = Oracle()
     samples = ask(oracle, plan, "", AnswerStore(tmp_path, evaluation), 4)
-    assert len(samples) == oracle.count == 2 * 5 * 2 + 2 * 2 + 2 + 2
+    assert len(samples) == oracle.count == 2 * 3 * 2 + 2 * 2 + 2 + 2
     assert all(x.values["right"] == 1 for x in samples if x.task != "perplexity")
     for line in summed_up(samples):
         assert (

@@ -347,3 +347,18 @@ def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
     write_budgets(path, StreamingLLM(tokens=(16, 16)), model, {})
     line = refused(capsys, str(folder), *options, "--budget", str(path), "--eviction", "tova")
     assert "eviction='tova' is not what" in line and "streaming-llm; leave --eviction out" in line
+
+
+def test_the_whole_cache_writes_first_where_both_are_asked_for(folders, capsys):
+    words = ["--prompt", PROMPT, "--tokenizer", "bytes", "--max-new-tokens", "8"]
+    command = ["generate", str(folders / "selective"), *words, "--budget", "16"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--beside-whole"])
+    written = capsys.readouterr()
+    whole, small_cache = (generation_of(folders / "selective", max_new_tokens=8, budget=x)
+                          for x in (None, "16"))  # fmt: skip
+    assert written.out == f"{whole[0].text}\n{small_cache[0].text}\n"
+    first, second = re.findall(r"the cache holds ([\d.]+) KiB", written.err)
+    assert float(first) > float(second)
+    line = refused(capsys, str(folders / "selective"), *words, "--beside-whole")
+    assert "beside_whole needs a cache that evicts; give a --budget" in line

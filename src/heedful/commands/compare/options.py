@@ -24,17 +24,25 @@ WITH_MEMORY_LOSS = " + memory loss"
 """What the name of a mechanism ends with where its model is trained with the memory loss."""
 
 
+TOURS: dict[str, dict[TaskName, int | None]] = {
+    "short": {"magic-numbers": 150, "assignment": 300, "text": 100},
+    "full": {"blocks": None, "assignment": None, "text": None},
+}
+"""What is learned where no task is named, and in how many steps; `None` is a task's own number."""
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Train several attention mechanisms side by side and write one page about them.
 
-    Without options: block finding (standard, mta), variable assignment (standard, selective) and
-    language modelling on the Python standard library's sources (all three). The same command
-    called again goes on where an interrupted one stopped, and with more seeds it adds them.
+    Without options, a short tour: retrieval of numbers (standard, mta), variable assignment
+    (standard, selective) and language modelling on the Python standard library's sources (all
+    three). The same command called again goes on where an interrupted one stopped, and with more
+    seeds it adds them.
     """
 
-    tasks: tuple[TaskName, ...] = ("blocks", "assignment", "text")
-    """What to learn."""
+    tasks: tuple[TaskName, ...] = ()
+    """What to learn. Default: the tasks of the tour."""
     mechanisms: tuple[MechanismName, ...] = ()
     """What to compare. Default: those that differ most on each task."""
     seeds: int = 1
@@ -66,11 +74,19 @@ class Comparison:
     """Their heads."""
     device: Device = "auto"
     """auto is the GPU where there is one."""
+    tour: Literal["short", "full"] = "short"
+    """Without --tasks: short takes two minutes on two CPU cores; full takes the tasks blocks,
+    assignment and text with all of their steps, seven minutes."""
+
+    def planned(self) -> dict[TaskName, int | None]:
+        """The tasks, and how many steps they have here; `None` is each task's own number."""
+        if not self.tasks:
+            return TOURS[self.tour]
+        return dict.fromkeys(self.tasks)
 
     def __post_init__(self) -> None:
         check_literals(self)
-        if not self.tasks:
-            raise ValueError("tasks must name at least one task, got none")
+        tasks = self.planned()
         for name in ("steps", "batch", "length", "hidden", "layers", "heads"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
@@ -86,10 +102,10 @@ class Comparison:
                     f"budgets above 1 are whole numbers of tokens, at least {LEAST_TOKENS} (the "
                     f"first 4, the newest 8 and the next one), got {share!r}"
                 )
-        if self.budgets and not {"text", "recall"} & set(self.tasks):
+        if self.budgets and not {"text", "recall"} & tasks.keys():
             raise ValueError("budgets are for the tasks text and recall: add one to the tasks")
-        paired = [task for task in PAIR_TASKS if task in self.tasks]
-        reading = [task for task in TEXT_TASKS if task in self.tasks] + paired
+        paired = [task for task in PAIR_TASKS if task in tasks]
+        reading = [task for task in TEXT_TASKS if task in tasks] + paired
         if self.tokenizer != "byte" and not (reading if self.data else reading != paired):
             raise ValueError(
                 "tokenizer is for the tasks text and spans, and for translate and summarise with "

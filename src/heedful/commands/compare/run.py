@@ -248,7 +248,7 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
         def progress(step: int, value: float | None) -> None:
             bar.update(step - bar.n)
             if value is not None:
-                bar.set_postfix_str(f"evaluation {value:.3g}")
+                bar.set_postfix_str(f"evaluation {setup.task.metric.replace('_', ' ')} {value:.3g}")
 
         try:
             run = train(

@@ -73,9 +73,9 @@ def _setup(task: Task) -> Setup:
 def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
     """The chosen tasks with this comparison's overrides."""
     known, chosen = setups(comparison.data), {}
-    for name in comparison.tasks:
+    for name, planned in comparison.planned().items():
         setup = known[name]
-        steps = comparison.steps or setup.hyperparameters.steps
+        steps = comparison.steps or planned or setup.hyperparameters.steps
         batch = comparison.batch or setup.hyperparameters.batch
         names = comparison.mechanisms or setup.mechanisms
         hyperparameters = replace(setup.hyperparameters, steps=steps, batch=batch)

@@ -50,12 +50,18 @@ class LanguageModel:
         tokenizer: which decodes what it writes; not needed to read sequences.
         eviction: what its cache evicts; `False` keeps everything. Prompts come in pieces then, and
             sequences that are read token by token.
+        chunk: how many tokens of a prompt come at a time; by default as `heedful generate` does.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer, eviction: Eviction | bool = False
+        self,
+        model: PreTrainedModel,
+        tokenizer,
+        eviction: Eviction | bool = False,
+        chunk: int | None = None,
     ) -> None:
         self.model, self.tokenizer, self.eviction = model, tokenizer, eviction
+        self.chunk = chunk
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
@@ -77,7 +83,7 @@ class LanguageModel:
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
             **generate_argument(cache),
-            prefill_chunk_size=prompt_chunk(cache),
+            prefill_chunk_size=self.chunk or prompt_chunk(cache),
             max_new_tokens=room,
             num_beams=1,
             do_sample=False,

@@ -1,7 +1,8 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,10 +54,16 @@ class EvaluationResult(NamedTuple):
     about: dict
 
 
-def evaluate(options: Evaluation) -> EvaluationResult:
+def evaluate(
+    options: Evaluation, announce: Callable[[str], None] = lambda text: None
+) -> EvaluationResult:
     """Ask models as `heedful eval` does, and go on where it was stopped.
 
     Everything that can be checked is checked before the first model is opened.
+
+    Arguments:
+        options: models, tasks and caches.
+        announce: is told in one sentence, before the first answer, how many there will be.
 
     Raises:
         ValueError: an option cannot be read, or does not fit a model; or the folder holds
@@ -68,6 +75,7 @@ def evaluate(options: Evaluation) -> EvaluationResult:
         store = AnswerStore(out, options)
         samples: list[Sample] = []
         total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
+        announce(_amount(plans, options, total))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
                 own = OWN in options.budget
@@ -88,6 +96,16 @@ def evaluate(options: Evaluation) -> EvaluationResult:
             if names
         }
     return EvaluationResult(samples, harness, store.about)
+
+
+def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str:
+    tasks = Counter(item.task for item in plans[0].items)
+    parts = ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
+    models, caches = len(plans), 1 + len(options.budget)
+    return (
+        f"{total:,} samples: {parts or 'none'}, for {models} model{'s' * (models > 1)} with "
+        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
+    )
 
 
 def prepare(options: Evaluation) -> list[EvaluationPlan]:

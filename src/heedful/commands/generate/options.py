@@ -48,6 +48,8 @@ class Generation:
     """Where to run: cpu or cuda."""
     seed: int = 0
     """Of drawn tokens, and of random eviction."""
+    beside_whole: bool = False
+    """First write with the whole cache, to compare."""
 
     def __post_init__(self) -> None:
         check_literals(self)

@@ -1,18 +1,20 @@
 """Write on from a prompt under a cache whose bytes are counted."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
 from heedful.commands.generate.options import Generation
 from heedful.commands.models import longest, open_model, open_tokenizer, read_text
 from heedful.commands.policies import policy_of, reads_budgets
-from heedful.eviction import SnapKV
+from heedful.eviction import Eviction, SnapKV
 from heedful.hf.cache.new import KVCache, new_cache
 from heedful.hf.versions import generate_argument
 
@@ -47,12 +49,15 @@ class GenerationResult(NamedTuple):
         )
 
 
-def generate(options: Generation, write: Callable[[str], None]) -> GenerationResult:
+def generate(options: Generation, write: Callable[[str], None]) -> Iterator[GenerationResult]:
     """Generate as `heedful generate` does: go on from the prompt, or make a target of a source.
 
     Arguments:
         options: the model, the prompt and the budget.
         write: gets the text in pieces as it is made.
+
+    Yields:
+        What came out, when all of it is written; with `beside_whole` that of the whole cache first.
 
     Raises:
         ValueError: an option cannot be read, or does not fit the model.
@@ -63,9 +68,24 @@ def generate(options: Generation, write: Callable[[str], None]) -> GenerationRes
     )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)
-    paired = model.config.is_encoder_decoder
-    _check_fits(ids.shape[1], options, longest(model), paired)
+    _check_fits(ids.shape[1], options, longest(model), model.config.is_encoder_decoder)
     cache = new_cache(model, policy_of(options, model))
+    if options.beside_whole:
+        if not _policies(cache):
+            raise ValueError("beside_whole needs a cache that evicts; give a --budget")
+        yield _generate(options, model, tokenizer, ids, new_cache(model, eviction=False), write)
+    yield _generate(options, model, tokenizer, ids, cache, write)
+
+
+def _generate(
+    options: Generation,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Int[Tensor, "1 T"],
+    cache: KVCache,
+    write: Callable[[str], None],
+) -> GenerationResult:
+    paired = model.config.is_encoder_decoder
     streamer = _Streamer(tokenizer, write)
     torch.manual_seed(options.seed)
     sequences = model.generate(
@@ -96,10 +116,14 @@ def generate(options: Generation, write: Callable[[str], None]) -> GenerationRes
 
 def prompt_chunk(cache: KVCache) -> int | None:
     """How many tokens of the prompt come at a time: pieces where a budget would be exceeded."""
-    policies = [policy for x in cache.layers if (policy := getattr(x, "policy", None)) is not None]
+    policies = _policies(cache)
     # What SnapKV keeps is what the end of the prompt looks at, so it wants all of it at once.
     whole = not policies or any(isinstance(policy, SnapKV) for policy in policies)
     return None if whole else CHUNK
+
+
+def _policies(cache: KVCache) -> list[Eviction]:
+    return [policy for x in cache.layers if (policy := getattr(x, "policy", None)) is not None]
 
 
 def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool) -> None:

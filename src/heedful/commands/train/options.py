@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from heedful.checks import check_choice, check_literals, check_whole
+from heedful.checks import check_choice, check_literals, check_whole, is_whole
 from heedful.commands.options import Device, RoleName, check_memory_loss
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -34,6 +34,7 @@ class TrainingRecipe(NamedTuple):
     targets: Targets = "text"
     memory_loss: float = 0.0
     tau: float = 1.0
+    soft_budgets: tuple[int, int] | None = None
 
 
 RECIPES = {
@@ -162,6 +163,9 @@ class Training:
     """Factor of the memory loss of selective attention; the paper has 0.1."""
     tau: float | None = None
     """From which F on a token counts as hidden in that loss; the paper has 1."""
+    soft_budgets: tuple[int, int] | None = None
+    """Smallest and largest cache in tokens that training imitates, one of each step: what selective
+    attention would have evicted from it weighs little."""
     accumulate: int = 1
     """Take each step in so many parts, for batches that do not fit."""
     checkpointing: bool = False
@@ -216,6 +220,14 @@ class Training:
             raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
         if self.memory_loss is not None:
             check_memory_loss(self.memory_loss)
+        if self.soft_budgets is not None:
+            least, most = self.soft_budgets
+            check_whole("soft_budgets", least, 1)
+            if not is_whole(most, least):
+                raise ValueError(
+                    f"soft_budgets must be two numbers of tokens, the smaller first, got {least} "
+                    f"{most}"
+                )
         named = [path for part in self.parts() for path in part.data]
         if named == [RECALL]:
             raise ValueError("data must name a text beside recall, such as books:3 recall:1")

@@ -242,6 +242,7 @@ def _train(
         callbacks=[callback, display],
         memory_loss=recipe.memory_loss,
         tau=recipe.tau,
+        soft_budgets=recipe.soft_budgets,
         teacher=run.start.teacher,
     )
     try:

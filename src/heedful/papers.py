@@ -1,0 +1,91 @@
+"""The papers behind a mechanism or a converted model, as BibTeX."""
+
+from transformers import PreTrainedModel
+
+from heedful.hf import conversion_of
+from heedful.nn import (
+    Canon,
+    Differential,
+    DifferentialV2,
+    Grouped,
+    KnockingHeads,
+    LocalGlobal,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+    mechanism,
+)
+from heedful.nn.mechanisms import Mechanism
+
+_ARTICLE = """@article{{{key},
+  title = {{{title}}},
+  author = {{{authors}}},
+  journal = {{{journal}}}, year = {{{year}}}
+}}"""
+_MULTI_TOKEN = (
+    "golovneva2025multitoken", "Multi-Token Attention",
+    "Golovneva, Olga and Wang, Tianlu and Weston, Jason and Sukhbaatar, Sainbayar",
+    "arXiv:2504.00927", 2025,
+)  # fmt: skip
+_TALKING = (
+    "shazeer2020talking", "Talking-Heads Attention",
+    "Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
+    "arXiv:2003.02436", 2020,
+)  # fmt: skip
+_SELECTIVE = (
+    "leviathan2024selective", "Selective Attention Improves Transformer",
+    "Leviathan, Yaniv and Kalman, Matan and Matias, Yossi", "arXiv:2410.02703", 2024,
+)  # fmt: skip
+_DIFFERENTIAL = (
+    "ye2024differential", "Differential Transformer",
+    "Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and "
+    "Wei, Furu", "arXiv:2410.05258", 2024,
+)  # fmt: skip
+_KNOCKING = (
+    "zhou2025knocking", "Knocking-Heads Attention", "Zhou, Zhanchao and others",
+    "arXiv:2510.23052", 2025,
+)  # fmt: skip
+_CANON = (
+    "allenzhu2025canon",
+    "Physics of Language Models: Part 4.1, Architecture Design and the Magic of Canon Layers",
+    "Allen-Zhu, Zeyuan", "arXiv:2512.17351", 2025,
+)  # fmt: skip
+_GEMMA = ("gemma2025", "Gemma 3 Technical Report", "Gemma Team", "arXiv:2503.19786", 2025)
+_MERGING = (
+    "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
+    "arXiv:2210.09461", 2023,
+)  # fmt: skip
+_PAPERS = {
+    Standard: (),
+    LocalGlobal: (_GEMMA,),
+    MultiToken: (_MULTI_TOKEN,),
+    TalkingHeads: (_TALKING,),
+    Selective: (_SELECTIVE,),
+    Differential: (_DIFFERENTIAL,),
+    DifferentialV2: (_DIFFERENTIAL,),
+    Grouped: (_MERGING,),
+    KnockingHeads: (_KNOCKING,),
+    Canon: (_CANON,),
+}
+
+
+def cite(source: str | Mechanism | PreTrainedModel) -> str:
+    """BibTeX entries of the papers whose mechanism this is, or whose mechanisms a model has.
+
+    Arguments:
+        source: a mechanism's name, such as `"mta"`, its configuration, or a converted model.
+
+    Returns:
+        The entries, a blank line between them; empty for standard attention.
+
+    Raises:
+        ValueError: no such mechanism, or the model is not converted.
+    """
+    if isinstance(source, PreTrainedModel):
+        configs = list(conversion_of(source).mechanisms)
+    else:
+        configs = [mechanism(source) if isinstance(source, str) else source]
+    papers = dict.fromkeys(paper for config in configs for paper in _PAPERS[type(config)])
+    fields = ("key", "title", "authors", "journal", "year")
+    return "\n\n".join(_ARTICLE.format(**dict(zip(fields, x, strict=True))) for x in papers)

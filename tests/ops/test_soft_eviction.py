@@ -1,0 +1,63 @@
+"""Soft eviction: its formula by loops, what it leaves of the map, and what can be learned by it."""
+
+import math
+
+import pytest
+import torch
+
+from heedful.ops.selective.soft_eviction import SHARPNESS, soft_eviction
+
+CAUSAL = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
+
+
+def hidden(seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.rand(2, 1, 20, 20, dtype=torch.float64).cumsum(2)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 12, 19])
+def test_it_is_the_formula(tokens):
+    f = hidden()
+    bias = soft_eviction(f, CAUSAL, tokens)
+    for b in range(2):
+        for i in range(20):
+            seen = sorted(f[b, 0, i, : i + 1].tolist())
+            if i + 1 <= tokens - 1:
+                assert not bias[b, 0, i, : i + 1].any()
+                continue
+            threshold = seen[tokens - 1]
+            spread = max(seen[min(2 * tokens, len(seen)) - 1] - threshold, 0.05)
+            for j in range(i + 1):
+                x = SHARPNESS * (f[b, 0, i, j].item() - threshold) / spread
+                assert bias[b, 0, i, j].item() == pytest.approx(-math.log1p(math.exp(x)), rel=1e-9)
+
+
+def test_a_cache_that_holds_everything_evicts_nothing():
+    f = hidden().requires_grad_()
+    assert not soft_eviction(f, CAUSAL, 20).any() and not soft_eviction(f, CAUSAL, 90).any()
+
+
+def test_the_scale_of_f_changes_nothing():
+    """Else a model could learn to make all F alike, and evict nothing."""
+    f = hidden()
+    large, small = (soft_eviction(x * f, CAUSAL, 4).masked_fill(~CAUSAL, 0) for x in (100, 7))
+    torch.testing.assert_close(large, small)
+
+
+def test_what_is_beyond_twice_the_cache_weighs_little():
+    f = hidden()
+    logits = soft_eviction(f, CAUSAL, 5).masked_fill(~CAUSAL, -torch.inf)
+    rank = f.masked_fill(~CAUSAL, torch.inf).argsort(-1).argsort(-1)
+    weights = logits.softmax(-1)[:, :, 10:]
+    rest = (weights * (rank[:, :, 10:] >= 10)).sum(-1)
+    assert rest.max() < 10 * math.exp(-SHARPNESS) / 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_finite_and_of_f_alone(tied):
+    f = torch.zeros(1, 1, 20, 20, dtype=torch.float64) if tied else hidden()
+    f.requires_grad_()
+    bias = soft_eviction(f, CAUSAL, 4)
+    (gradient,) = torch.autograd.grad(bias.masked_select(CAUSAL).sum(), f)
+    assert gradient.isfinite().all() and gradient.max() <= 0 and gradient[0, 0, -1].any()
+    assert not gradient[:, :, :3].any()  # these see no more than the cache has room for
