@@ -1,8 +1,9 @@
 """A pretrained model under small caches: perplexity, needles and bytes of every policy.
 
-Books that no adapter was trained on are read token by token, from a place within each, and scored
-against the same model with its whole cache. Needles are numbers in such a book (`heedful eval`'s);
-the prompt comes in chunks of 64 tokens, so that the question is not known while the text is read.
+Books that no adapter was trained on are read from a place within each, and scored against the same
+model with its whole cache. Needles are numbers in such a book (`heedful eval`'s). Text comes in
+chunks of `--chunk` tokens, for every policy alike, so that a question is not known while the text
+before it is read; after each chunk a layer evicts down to its budget. Peak bytes hold the chunk.
 
     python -m benchmarks.real.run smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
@@ -40,7 +41,6 @@ from heedful.tasks.needles import UNWANTED, Needles, all_found
 POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window")
 HIDING = ("most-hidden", "tova", "streaming-llm")
 DEPTHS = (0.1, 0.5, 0.9)
-CHUNK = 64
 ROOM = 12  # tokens of an answer
 SKIPPED = 4000  # characters at the beginning of a book: title, licence, contents
 
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 128, 64])
+    parser.add_argument("--chunk", type=int, default=32, help="tokens that are read at a time")
     parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
     parser.add_argument("--rows", type=int, default=5, help="books for perplexity")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
@@ -66,16 +67,18 @@ def measure(name: str, options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(None, name, model)
     policies = options.policies or (HIDING if is_adapter(name) else POLICIES)
     settings = [("whole", options.length), *product(policies, options.tokens)]
-    done = {(x["model"], x["policy"], x["tokens"], x["length"]) for x in read_partial(options.out)}
+    fields = ("model", "policy", "tokens", "length", "chunk")
+    done = {tuple(x[field] for field in fields) for x in read_partial(options.out)}
     for policy, tokens in tqdm(settings, desc=name):
-        if (name, policy, tokens, options.length) in done:
+        setting = (name, policy, tokens, options.length, options.chunk)
+        if setting in done:
             continue
         eviction = None if policy == "whole" else policy_named(policy, model, tokens)
-        line = {"model": name, "policy": policy, "tokens": tokens, "length": options.length}
-        line |= perplexity(model, eviction, rows(tokenizer, options))
+        line = dict(zip(fields, setting, strict=True))
+        line |= perplexity(model, eviction, rows(tokenizer, options), options.chunk)
         if options.needles:
             line["needles"] = needles(model, tokenizer, eviction, options)
-        line |= {"peak_nbytes": peak_nbytes(model, eviction, options.length)}
+        line |= {"peak_nbytes": peak_nbytes(model, eviction, options.length, options.chunk)}
         append_line(options.out, json.dumps(line | {"environment": environment()}))
 
 
@@ -88,11 +91,11 @@ def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def perplexity(
-    model: PreTrainedModel, eviction: Eviction | None, sequences: Iterator[Tensor]
+    model: PreTrainedModel, eviction: Eviction | None, sequences: Iterator[Tensor], chunk: int
 ) -> dict:
     """Of all books together, and the nats of each."""
     nats = []
-    with evicting(model, eviction):
+    with evicting(model, eviction, chunk, chunk):
         for ids in sequences:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             nats.append(cross_entropy(logits, ids[0, 1:]).item())
@@ -109,7 +112,7 @@ def needles(
 
     paths = [str(path) for path in sorted(options.books.glob("*.txt"))]
     background = Background(background_sentences(paths, 8 * options.length, UNWANTED), count)
-    writer = LanguageModel(model, tokenizer, eviction or False)
+    writer = LanguageModel(model, tokenizer, eviction or False, options.chunk)
     shares = {}
     for depth in DEPTHS:
         questions = Needles(options.length, depth=depth).sample(
@@ -123,12 +126,12 @@ def needles(
 
 
 @torch.no_grad()
-def peak_nbytes(model: PreTrainedModel, eviction: Eviction | None, length: int) -> int:
+def peak_nbytes(model: PreTrainedModel, eviction: Eviction | None, length: int, chunk: int) -> int:
     """The most bytes of the cache, of a text that is read in chunks and one token more."""
     cache = new_cache(model, eviction or False)
     ids = torch.arange(length)[None] % 997 + 3
-    for chunk in (*ids[:, :-1].split(CHUNK, 1), ids[:, -1:]):
-        model(input_ids=chunk, **cache_argument(model, cache))
+    for part in (*ids[:, :-1].split(chunk, 1), ids[:, -1:]):
+        model(input_ids=part, **cache_argument(model, cache))
     return cache.peak_nbytes
 
 

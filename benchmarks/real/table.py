@@ -7,26 +7,60 @@ from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 STOCK = "smollm2"
+HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
+NAMES = {
+    "whole": "all tokens",
+    "streaming-llm": "StreamingLLM",
+    "tova": "TOVA",
+    "snap-kv": "SnapKV",
+    "h2o": "H2O",
+    "random": "random",
+    "window": "window",
+    "most-hidden": "MostHidden",
+}
+SHORT = ((True, "streaming-llm"), (True, "tova"), (True, "snap-kv"), (False, "most-hidden"))
 
 
-def real_cache() -> str:
-    """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
-    records = read(RESULTS / "cache-1024-cpu.jsonl")
-    whole = next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
-    head = ["model", "policy", "tokens", "perplexity", "needles", "peak, MB", "bytes, 1 /"]
-    lines = [
-        [
-            "stock" if r["model"] == STOCK else Path(r["model"]).name,
-            r["policy"],
-            str(r["tokens"]),
-            f"{r['perplexity']:.2f} ({r['perplexity'] / whole['perplexity'] - 1:+.1%})",
-            f"{statistics.mean(r['needles'].values()):.0%}",
-            f"{r['peak_nbytes'] / 1e6:.1f}",
-            f"{whole['peak_nbytes'] / r['peak_nbytes']:.1f}",
-        ]
-        for r in sorted(records, key=lambda r: (r["model"] != STOCK, r["model"], -r["tokens"]))
+def _line(record: dict, whole: dict) -> list[str]:
+    """A setting beside the base with its whole cache."""
+    return [
+        "stock" if record["model"] == STOCK else "selectors trained",
+        NAMES[record["policy"]],
+        f"{record['tokens']:,}",
+        f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
+        f"{statistics.mean(record['needles'].values()):.0%}",
+        f"{record['peak_nbytes'] / 1e6:.1f}",
+        f"{whole['peak_nbytes'] / record['peak_nbytes']:.1f} ×",
     ]
-    return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
-BLOCKS = {"real-cache": real_cache}
+def _whole(records: list[dict]) -> dict:
+    return next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
+
+
+def real_cache(length: int) -> str:
+    """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
+    records = read(RESULTS / f"cache-{length}-cpu.jsonl")
+    order = sorted(records, key=lambda r: (r["model"] != STOCK, r["policy"] != "whole", r["policy"],
+                                           -r["tokens"]))  # fmt: skip
+    lines = [_line(record, _whole(records)) for record in order]
+    return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
+
+
+def real_short() -> str:
+    """The whole cache, and every policy with so few tokens that the text must lose most of them."""
+    records = read(RESULTS / "cache-1024-cpu.jsonl")
+    whole = _whole(records)
+    lines = [_line(whole, whole)]
+    for model, policy in SHORT:
+        lines += [
+            _line(r, whole) for r in records
+            if r["policy"] == policy and r["tokens"] == 128 and (r["model"] == STOCK) == model
+        ]  # fmt: skip
+    return markdown(HEAD, lines)
+
+
+BLOCKS = {
+    "real-short": real_short,
+    "real-1024": lambda: real_cache(1024),
+}

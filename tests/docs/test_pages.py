@@ -141,6 +141,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
         (tmp_path / book).write_text("a book of one line, and then another line. " * 300)
     (tmp_path / "letter.txt").write_text("heed the needful. " * 30)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     turns = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me."}]
     (tmp_path / "chats.jsonl").write_text(300 * (json.dumps({"messages": turns}) + "\n"))
     lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
@@ -149,7 +150,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     write_gguf(tmp_path / "model.gguf", small(positions=64), pairs)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
-    mine = ("my-model", "my-baseline", "runs/selective-30m", "smollm2")
+    mine = ("my-model", "my-baseline", "runs/selective-30m", "runs/whole", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     length = 512 if any(x.startswith("recall:") for x in arguments) else 48
     for folder in folders - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
@@ -158,8 +159,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         if arguments[0] in ("train", "convert", "doctor"):
             small(positions=length + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
-    if "runs/hide" in arguments and arguments[0] != "train":
-        _save_small_adapter(tmp_path / "runs" / "hide", tmp_path / "smollm2")
+    for adapter in {"runs/hide", "adapters/smollm2-135m-hide"} & {*arguments}:
+        if arguments[0] != "train":
+            _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
     real, measure = setups.setups, bench.bench
 
     def small_setups(data=()):
