@@ -7,6 +7,7 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Gated,
     Grouped,
     KnockingHeads,
     LocalGlobal,
@@ -52,6 +53,10 @@ _CANON = (
     "Allen-Zhu, Zeyuan", "arXiv:2512.17351", 2025,
 )  # fmt: skip
 _GEMMA = ("gemma2025", "Gemma 3 Technical Report", "Gemma Team", "arXiv:2503.19786", 2025)
+_GATED = (
+    "qiu2025gated", "Gated Attention for Large Language Models", "Qiu, Zihan and others",
+    "arXiv:2505.06708", 2025,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -64,6 +69,7 @@ _PAPERS = {
     Selective: (_SELECTIVE,),
     Differential: (_DIFFERENTIAL,),
     DifferentialV2: (_DIFFERENTIAL,),
+    Gated: (_GATED,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

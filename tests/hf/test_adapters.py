@@ -13,6 +13,7 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Gated,
     Grouped,
     KnockingHeads,
     MultiToken,
@@ -29,6 +30,7 @@ CONFIGS = {
     "knocking-heads": KnockingHeads(("q", "k", "v")),
     "canon": Canon(),
     "differential-v2": DifferentialV2(),
+    "gated": Gated(start="identity"),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)

@@ -32,6 +32,7 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Gated,
     KnockingHeads,
     MultiToken,
     Selective,
@@ -51,7 +52,9 @@ EVERYWHERE = {
     "differential-v2": DifferentialV2(),
     "knocking-heads": KnockingHeads(form="mlp"),
     "canon": Canon(),
+    "gated": Gated("head"),
 }
+SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated")  # whatever `impl` says
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 
@@ -239,7 +242,7 @@ def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path
     assert '"impl"' not in (tmp_path / "config.json").read_text()
     tiled = heedful.load(tmp_path, impl="tiled", dtype=torch.float64)
     torch.testing.assert_close(logits(tiled, ids), logits(model, ids), rtol=0, atol=1e-10)
-    if name not in ("standard", "differential-v2", "knocking-heads", "canon"):  # SDPA, whatever
+    if name not in SDPA:
         fused = heedful.load(tmp_path, impl="fused", dtype=torch.float64)
         with pytest.raises(ValueError, match="impl='fused' cannot serve this"):
             logits(fused, ids)

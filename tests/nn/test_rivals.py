@@ -9,6 +9,7 @@ from torch import Tensor
 from heedful.nn import (
     Canon,
     DifferentialV2,
+    Gated,
     HeadShape,
     KnockingHeads,
     LayerInputs,
@@ -212,6 +213,38 @@ def test_lambdas_of_differential_v2_start_at_one_half():
     assert sum(p.numel() for p in built.parameters()) == 4 * 6 * 20 + 4 * 20
 
 
+@pytest.mark.parametrize("per", ["channel", "head"])
+@pytest.mark.parametrize("start", ["published", "identity"])
+def test_gates_open_by_the_input_of_their_token(per, start):
+    """Also of the newest tokens alone, whose input comes with that of earlier ones."""
+    built, inputs = stirred(Gated(per, start)), draw(2, 5, 20)
+    weights = built.gate.weight.tolist()
+    q, k, v = draw(2, 5, 4, 6), draw(2, 5, 2, 6), draw(2, 5, 2, 6)
+    expected = attended(q, k, v)
+    for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
+        row = weights[h * 6 + c if per == "channel" else h]
+        x = sum(float(inputs[b, t, a]) * row[a] for a in range(20))
+        expected[b, t, h, c] *= (2 if start == "identity" else 1) / (1 + math.exp(-x))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    beside = LayerInputs(input=inputs)
+    actual = built(q, k, v, inputs=beside).output.transpose(1, 2)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    last = built(q[:, :, 3:], k, v, inputs=beside).output.transpose(1, 2)
+    torch.testing.assert_close(last, expected[:, 3:], **EXACT)
+
+
+def test_gates_start_as_they_say():
+    plain, inputs = Standard().build(SHAPE), draw(2, 5, 20)
+    q, k, v = draw(2, 4, 5, 6), draw(2, 2, 5, 6), draw(2, 2, 5, 6)
+    identity = Gated(start="identity").build(SHAPE)
+    beside = LayerInputs(input=inputs)
+    assert torch.equal(identity(q, k, v, inputs=beside).output, plain(q, k, v).output)
+    published = Gated().build(HeadShape(heads=4, key_heads=2, dim=60, hidden=200, layer=0))
+    assert published.gate.weight.std().item() == pytest.approx(200**-0.5, rel=0.1)
+    with pytest.raises(ValueError, match="GatedAttention needs input beside q, k and v"):
+        identity(q, k, v)
+
+
 def test_local_global_layers():
     windows = [LocalGlobal().build(HeadShape(4, 2, 6, 20, i)).window for i in range(13)]
     assert windows == [*[1024] * 5, None, *[1024] * 5, None, 1024]
@@ -236,6 +269,7 @@ CONFIGS = [
     KnockingHeads(form="mlp"),
     Canon("A", 3, "random"),
     DifferentialV2(),
+    Gated("head", "identity"),
     LocalGlobal(64, 2),
 ]
 
@@ -257,6 +291,8 @@ REFUSED = {
     "places must be one of 'A', 'B', 'AB', got 'C'": lambda: Canon("C"),
     "kernel must be a whole number of tokens of at least 1, got 0": lambda: Canon(kernel=0),
     "start must be one of 'zero', 'random', got 'ones'": lambda: Canon(start="ones"),
+    "per must be one of 'channel', 'head', got 'token'": lambda: Gated("token"),
+    "start must be one of 'published', 'identity', got 'zero'": lambda: Gated(start="zero"),
     "window must be a whole number of at least 1, got 0": lambda: LocalGlobal(window=0),
     "every must be a whole number of at least 1, got 1.5": lambda: LocalGlobal(every=1.5),
 }

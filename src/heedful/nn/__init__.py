@@ -7,6 +7,7 @@ from heedful.nn.differential import (
     DifferentialV2,
     DifferentialV2Attention,
 )
+from heedful.nn.gated import Gated, GatedAttention
 from heedful.nn.grouped import Grouped, GroupedAttention
 from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
 from heedful.nn.layer import Layer, LayerInputs, LayerOutput, Maps, Tokens
@@ -33,6 +34,8 @@ __all__ = [
     "DifferentialAttention",
     "DifferentialV2",
     "DifferentialV2Attention",
+    "Gated",
+    "GatedAttention",
     "Grouped",
     "GroupedAttention",
     "HeadShape",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from heedful.nn.canon import Canon
 from heedful.nn.differential import Differential, DifferentialV2
+from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
 from heedful.nn.knocking import KnockingHeads
 from heedful.nn.multi_token import MultiToken, TalkingHeads
@@ -34,6 +35,7 @@ Mechanism = (
     | Grouped
     | KnockingHeads
     | Canon
+    | Gated
 )
 
 Leaves = dict[str, Tensor]
@@ -172,6 +174,12 @@ TABLE = (
         Canon(),
         True,
         "short convolutions over tokens before attention, of its input and of q, k and v",
+    ),
+    MechanismRow(
+        "gated",
+        Gated(),
+        False,
+        "each head's output passes a gate that the layer's input opens",
     ),
     MechanismRow(
         "local-global",

@@ -134,7 +134,7 @@ def one_seed(parity, tmp_path):
 
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
-        "standard", "knocking-heads", "canon", "differential-v2", "local-global",
+        "standard", "knocking-heads", "canon", "gated", "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
     records = {r.mechanism: r for r in compare(comparison, tmp_path / "out")}
@@ -145,6 +145,7 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "knocking-heads": (width // heads) ** 2,
         "canon": 4 * 4 * width,  # a kernel for every channel of the input, of q, k and v
         "differential-v2": width * width + width * heads,
+        "gated": width * width,
         "local-global": 0,
     }
     for name, each in added.items():

@@ -15,7 +15,7 @@ from helpers.cached import MECHANISMS, converted, greedy, in_steps
 from helpers.families import EAGER, fits, logits, ragged_mask, tiny, tokens, twin
 
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
-RIVALS = ["differential-v2", "knocking-heads", "canon", "canon-wide", "local-global"]
+RIVALS = ["differential-v2", "knocking-heads", "canon", "canon-wide", "gated", "local-global"]
 FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential", *GROUPED]
 FEW += RIVALS
 EVERY_GROUPED = [name for name in MECHANISMS if name.startswith("grouped") and name not in FEW]

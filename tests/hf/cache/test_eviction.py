@@ -21,7 +21,7 @@ GENERAL = [StreamingLLM, H2O, TOVA, SnapKV, Window, Random]
 SERVED = [(name, policy) for name in ("standard", "selective", "talking-heads", "differential")
           for policy in POLICIES if policy is not MostHidden or name == "selective"]  # fmt: skip
 
-SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon")
+SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated")
            for policy in (StreamingLLM, H2O)]  # fmt: skip
 
 
