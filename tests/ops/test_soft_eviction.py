@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from heedful.ops.selective.soft_eviction import SHARPNESS, soft_eviction
+from heedful.ops.selective.soft_eviction import AGE, SHARPNESS, soft_eviction
 
 CAUSAL = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
 
@@ -21,15 +21,17 @@ def test_it_is_the_formula(tokens):
     bias = soft_eviction(f, CAUSAL, tokens)
     for b in range(2):
         for i in range(20):
-            seen = sorted(f[b, 0, i, : i + 1].tolist())
-            if i + 1 <= tokens - 1:
+            level = [f[b, 0, i, j].item() + AGE * (19 - j) for j in range(i + 1)]
+            seen = sorted(level)
+            if i + 1 < tokens:
                 assert not bias[b, 0, i, : i + 1].any()
                 continue
             threshold = seen[tokens - 1]
-            spread = max(seen[min(2 * tokens, len(seen)) - 1] - threshold, 0.05)
+            width = max(seen[min(2 * tokens, len(seen)) - 1] - threshold, 1e-9)
             for j in range(i + 1):
-                x = SHARPNESS * (f[b, 0, i, j].item() - threshold) / spread
-                assert bias[b, 0, i, j].item() == pytest.approx(-math.log1p(math.exp(x)), rel=1e-9)
+                x = SHARPNESS * (level[j] - threshold) / width
+                softplus = x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
+                assert bias[b, 0, i, j].item() == pytest.approx(-softplus, rel=1e-9, abs=1e-12)
 
 
 def test_a_cache_that_holds_everything_evicts_nothing():
@@ -40,8 +42,18 @@ def test_a_cache_that_holds_everything_evicts_nothing():
 def test_the_scale_of_f_changes_nothing():
     """Else a model could learn to make all F alike, and evict nothing."""
     f = hidden()
-    large, small = (soft_eviction(x * f, CAUSAL, 4).masked_fill(~CAUSAL, 0) for x in (100, 7))
+    large, small = (
+        soft_eviction(x * f, CAUSAL, 4, age=0.0).masked_fill(~CAUSAL, 0) for x in (100, 7)
+    )
     torch.testing.assert_close(large, small)
+
+
+def test_of_tokens_that_nothing_has_hidden_the_oldest_go():
+    """As under `MostHidden`: a layer that hides nothing keeps the newest tokens."""
+    bias = soft_eviction(torch.zeros(1, 1, 20, 20), CAUSAL, 4)
+    weights = bias.masked_fill(~CAUSAL, -torch.inf).softmax(-1)[0, 0, -1]
+    assert weights[-5:].sum() > 0.95 and weights[:12].sum() < 1e-3
+    assert bool((weights.diff() >= 0).all())
 
 
 def test_what_is_beyond_twice_the_cache_weighs_little():
@@ -60,4 +72,5 @@ def test_gradients_are_finite_and_of_f_alone(tied):
     bias = soft_eviction(f, CAUSAL, 4)
     (gradient,) = torch.autograd.grad(bias.masked_select(CAUSAL).sum(), f)
     assert gradient.isfinite().all() and gradient.max() <= 0 and gradient[0, 0, -1].any()
+    assert gradient.min() >= -10 * SHARPNESS
     assert not gradient[:, :, :3].any()  # these see no more than the cache has room for

@@ -19,13 +19,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.eviction.policy import CachedTokens, Eviction
+from heedful.ops.selective.soft_eviction import AGE
 
 _PRIME = 2_147_483_647  # 2**31 - 1: products of two numbers below it fit an int64
 
 
 @dataclass(frozen=True)
 class MostHidden(Eviction):
-    """Evicts the token with the highest F.
+    """Evicts the token with the highest F; of tokens that nothing has masked, the oldest.
 
     F never falls, so an evicted token would have been masked at least as strongly for every later
     query. It needs selective attention.
@@ -37,8 +38,8 @@ class MostHidden(Eviction):
     reads_hidden = True
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
-        """`-F`."""
-        return -cached.hidden
+        """`-F`, and so little of the position that it decides between equals."""
+        return AGE * cached.positions - cached.hidden
 
 
 @dataclass(frozen=True)
