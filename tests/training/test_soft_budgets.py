@@ -44,8 +44,8 @@ def test_a_layer_in_training_adds_it_to_the_logits(selector):
     layer.register_forward_hook(
         lambda layer, args, kwargs, out: calls.append((args, kwargs, out.output)), with_kwargs=True
     )
-    layer.soft_budget = 3
-    ids = tokens(2)
+    layer.soft_budget = 15
+    ids = tokens(2, 40)
     model.eval()(input_ids=ids, use_cache=False)
     model.train()(input_ids=ids, use_cache=False)
     (_, _, plain), ((q, k, v), kwargs, output) = calls
@@ -56,7 +56,7 @@ def test_a_layer_in_training_adds_it_to_the_logits(selector):
     selectors = layer.selectors(q, k, kwargs["inputs"])
     exact = heedful.selective_attention(
         q, k, v, selector_q=selectors[0], selector_k=selectors[1],
-        bias=soft_eviction(f, visible, 3), scale=kwargs["scale"], impl="reference",
+        bias=soft_eviction(f, visible, 15), scale=kwargs["scale"], impl="reference",
     )  # fmt: skip
     torch.testing.assert_close(output, exact.output)
 
@@ -87,12 +87,12 @@ def test_each_step_draws_a_cache_and_evaluation_has_none(tmp_path):
 def test_a_step_learns_from_what_is_evicted(tmp_path):
     """The gradient of the selectors differs from that without eviction, and stays finite."""
     gradients = []
-    for budget in (None, 3):
+    for budget in (None, 15):
         model = copy.deepcopy(hiding()).train()
         for layer in model.modules():
             if isinstance(layer, heedful.nn.Layer):
                 layer.soft_budget = budget
-        ids = tokens(2)
+        ids = tokens(2, 40)
         model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([p.grad for n, p in model.named_parameters() if ".heedful." in n])
     for plain, evicted in zip(*gradients, strict=True):

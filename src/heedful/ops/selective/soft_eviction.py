@@ -15,6 +15,8 @@ def soft_eviction(
     visible: Bool[Tensor, "#B #Hs Tq Tk"],
     tokens: int,
     age: float = AGE,
+    sinks: int = 4,
+    recent: int = 8,
 ) -> Float[Tensor, "B Hs Tq Tk"]:
     r"""What to add to the logits so that each query attends to about its n least hidden tokens.
 
@@ -31,12 +33,16 @@ def soft_eviction(
         tokens: n, of the cache that is imitated.
         age: added to F for each token by which a key is older. Without it a layer that hides
             nothing would evict nothing, where a cache of n tokens evicts all the same.
+        sinks, recent: how many of the first and of the newest tokens that a query sees are kept
+            whatever their F, as an eviction policy keeps them.
     """
     keys = f.shape[-1]
     if tokens >= keys:
         return torch.zeros_like(f)
     old = torch.arange(keys - 1, -1, -1, device=f.device, dtype=f.dtype)
     level = f.detach() + age * old
+    first, last = visible.cumsum(-1) <= sinks, visible.flip(-1).cumsum(-1).flip(-1) <= recent
+    level = level.masked_fill((first | last) & visible, -1.0)
     seen = level.masked_fill(~visible, torch.inf)
     threshold = seen.kthvalue(tokens, dim=-1, keepdim=True).values
     beyond = seen.kthvalue(min(2 * tokens, keys), dim=-1, keepdim=True).values
@@ -47,4 +53,4 @@ def soft_eviction(
     width = (beyond.minimum(most) - threshold).masked_fill(full, 1).clamp(min=1e-9)
     gap = (level - threshold) / width
     gap = gap + (f - f.detach()) / width.clamp(min=_LEAST_SLOPE_WIDTH)
-    return -softplus(SHARPNESS * gap).masked_fill(full, 0)
+    return -softplus(SHARPNESS * gap).masked_fill(full | first | last, 0)
