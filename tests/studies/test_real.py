@@ -37,6 +37,31 @@ def study(tmp_path, monkeypatch):
     return call
 
 
+def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):
+    arguments = "adapter --books books --length 200 --tokens 40 --rows 2 --out kept.jsonl"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.real.kept", *arguments.split()])
+    importlib.import_module("benchmarks.real.kept").main()
+    lines = [json.loads(line) for line in Path("kept.jsonl").read_text().splitlines()]
+    for layer in {line["layer"] for line in lines}:
+        for group in ("kind", "age", "surprise"):
+            own = [x for x in lines if (x["layer"], x["group"]) == (layer, group)]
+            assert sum(x["total"] for x in own) == 2 * (200 - 12)
+            assert sum(x["kept"] for x in own) == 2 * (40 - 1 - 12)  # and the protected ones
+    with pytest.raises(SystemExit):
+        importlib.import_module("benchmarks.real.kept").main()
+
+
+KINDS = {
+    " Ahab": "name", " the": "function word", ",": "punctuation", "\n\n": "line break",
+    " 1851": "number", "ing": "word's end", " whale": "other word", "The": "function word",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", KINDS)
+def test_the_kind_of_a_token(word):
+    assert importlib.import_module("benchmarks.real.kept").kind_of(word) == KINDS[word]
+
+
 def test_each_setting_is_scored_once_against_the_whole_cache(study):
     options = ("--tokens", "64", "--needles", "1")
     lines = study("base", "--policies", "streaming-llm", *options)
