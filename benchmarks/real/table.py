@@ -47,6 +47,27 @@ def real_cache(length: int) -> str:
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
 
+def kept_kinds() -> str:
+    """How often tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
+    records = read(RESULTS / "kept-cpu.jsonl")
+    layers = 1 + max(r["layer"] for r in records)
+    thirds = [range(layers), *(range(n * layers // 3, (n + 1) * layers // 3) for n in range(3))]
+    groups = list(dict.fromkeys((r["group"], r["label"]) for r in records))
+    lines = []
+    for group, label in groups:
+        cells = []
+        for part in thirds:
+            inside = [r for r in records if r["layer"] in part and r["group"] == group]
+            own = [r for r in inside if r["label"] == label]
+            share = sum(r["kept"] for r in own) / sum(r["total"] for r in own)
+            mean = sum(r["kept"] for r in inside) / sum(r["total"] for r in inside)
+            cells.append(f"{share / mean:.2f} ×")
+        total = sum(r["total"] for r in records if (r["group"], r["label"]) == (group, label))
+        lines.append([f"{group}: {label}", f"{total // layers:,}", *cells])
+    head = ["tokens", "of them", "all layers", "first third", "middle", "last third"]
+    return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
+
+
 def real_short() -> str:
     """The whole cache, and every policy with so few tokens that the text must lose most of them."""
     records = read(RESULTS / "cache-1024-cpu.jsonl")
@@ -63,4 +84,5 @@ def real_short() -> str:
 BLOCKS = {
     "real-short": real_short,
     "real-1024": lambda: real_cache(1024),
+    "real-kept": kept_kinds,
 }

@@ -41,7 +41,7 @@ RECIPES = {
     "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
     "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
     "hide": TrainingRecipe(
-        300, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "base", 0.1, 1.0, (64, 384)
+        200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "base", 0.3, 1.0, (64, 384)
     ),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
