@@ -153,7 +153,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     mine = ("my-model", "my-baseline", "runs/selective-30m", "runs/whole", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     length = 512 if any(x.startswith("recall:") for x in arguments) else 48
-    for folder in folders - ({"runs/selective-30m"} if arguments[0] == "train" else set()):
+    written = {"train": {"runs/selective-30m"}, "convert": {"runs/whole"}}
+    for folder in folders - written.get(arguments[0], set()):
         if arguments[0] in ("budget", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
         if arguments[0] in ("train", "convert", "doctor"):
@@ -230,7 +231,7 @@ def _small(setup: setups.Setup) -> setups.Setup:
 
 def _save_small_adapter(folder: Path, base: Path) -> None:
     """Selectors for a model of standard attention, with its tokenizer."""
-    small(positions=2048).save_pretrained(base)
+    small(positions=8192).save_pretrained(base)
     tokenizer_of_words(chat=True).save_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     heedful.convert(model, heedful.Selective(selector="extra"))

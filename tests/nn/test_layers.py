@@ -175,7 +175,10 @@ def test_maps_are_what_multiplies_the_values(name):
     perturb(built)
     if getattr(built, "norm", None) is not None:
         built.norm.forward = lambda x: x
-    built.gate = None
+    if name == "gated":  # whose gate acts behind the map: wide open
+        built.gate.forward = lambda x: x.new_full((*x.shape[:2], built.gate.out_features), 40.0)
+    else:
+        built.gate = None
     q, k, v = opened(built, *qkv(), inputs)
     maps = built.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
     out = built(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
