@@ -44,7 +44,8 @@ _DIFFERENTIAL = (
     "Wei, Furu", "arXiv:2410.05258", 2024,
 )  # fmt: skip
 _KNOCKING = (
-    "zhou2025knocking", "Knocking-Heads Attention", "Zhou, Zhanchao and others",
+    "zhou2025knocking", "Knocking-Heads Attention",
+    "Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
     "arXiv:2510.23052", 2025,
 )  # fmt: skip
 _CANON = (

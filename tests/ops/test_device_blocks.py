@@ -6,6 +6,7 @@ import torch
 from benchmarks.gpu.counted import SHAPES, Counter, calls
 from heedful.ops import Visibility
 from heedful.ops.common import precision, tiles
+from heedful.ops.mta.convolution import _conv2d
 from heedful.ops.selective.tiled import _above, _below
 from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
 from helpers.oracle import against_oracle, with_grads
@@ -84,6 +85,29 @@ def test_launches_of_a_call_are_few(mechanism, monkeypatch):
     with Counter() as counter:
         calls(SHAPES["A"])[mechanism]()
     assert 0 < counter.launches <= GOALS[mechanism]
+
+
+def test_a_tile_of_a_long_sequence_has_fewer_rows(monkeypatch):
+    """And a mask that no other block shares is not kept until the map is whole."""
+    monkeypatch.undo()
+    meta = torch.device("meta")
+    sight = tiles.Sight(None, False, True, 2**40)
+    rows = [tiles.Scope(sight, n, n, meta).rows_per_block(16) for n in (4096, 32768, 65536, 2**20)]
+    assert rows == [256, 256, 128, 64]
+    scope = tiles.Scope(sight, 4096, 4096, meta)
+    for start in range(0, 4096, 64):
+        scope.hidden(range(start, start + 64), range(start + 64))
+    assert len(scope._masks) <= 4
+
+
+def test_convolutions_leave_the_choice_of_tf32_as_it_was():
+    chosen = torch.backends.cudnn.allow_tf32
+    x, kernels = torch.randn(1, 2, 6, 8), torch.randn(2, 1, 3, 3)
+    expected = torch.conv2d(x, kernels, None, 1, (1, 1), 1, 2)
+    torch.testing.assert_close(_conv2d(x, kernels, (1, 1)), expected)
+    with pytest.raises(RuntimeError):
+        _conv2d(x, torch.randn(2, 1, 30, 30), (0, 0))
+    assert torch.backends.cudnn.allow_tf32 == chosen
 
 
 def test_the_sum_of_rows_above_and_below():

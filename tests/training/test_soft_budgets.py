@@ -54,9 +54,10 @@ def test_a_layer_in_training_adds_it_to_the_logits(selector):
     f = layer.maps(q, k, **kwargs).hiding
     f = f.cumsum(2) - f
     selectors = layer.selectors(q, k, kwargs["inputs"])
+    evicted = soft_eviction(f.amin(1, keepdim=True), visible, 15)
     exact = heedful.selective_attention(
-        q, k, v, selector_q=selectors[0], selector_k=selectors[1],
-        bias=soft_eviction(f, visible, 15), scale=kwargs["scale"], impl="reference",
+        q, k, v, selector_q=selectors[0], selector_k=selectors[1], bias=evicted,
+        scale=kwargs["scale"], impl="reference",
     )  # fmt: skip
     torch.testing.assert_close(output, exact.output)
 
@@ -102,8 +103,30 @@ def test_a_step_learns_from_what_is_evicted(tmp_path):
 def test_a_model_that_hides_nothing_is_refused(tmp_path):
     model = tiny("llama")
     heedful.convert(model, "mta")
-    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM hides"):
+    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM masks"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
+
+
+def test_those_of_a_recipe_grow_with_the_length():
+    for length, budgets in ((1024, (64, 384)), (2048, (128, 768)), (32, (2, 12)), (8, (1, 3))):
+        options = Training("base", recipe="hide", length=length)
+        assert options.filled(has_weights=True).soft_budgets == budgets
+    given = Training("base", recipe="hide", length=32, soft_budgets=(5, 40))
+    assert given.filled(has_weights=True).soft_budgets == (5, 40)
+    with pytest.raises(ValueError, match="must begin below the length of 32 tokens, got 32"):
+        replace(given, soft_budgets=(32, 40)).filled(has_weights=True)
+
+
+def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_base_of_bytes(Path("base"), 512)
+    options = Training(
+        "base", ("absent.txt",), "run", recipe="adapt", mechanism=("mta",), steps=2, length=32,
+        soft_budgets=(4, 12), device="cpu",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"no layer of this .* masks; call heedful\.convert"):
+        train_text(options, show=False)
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(

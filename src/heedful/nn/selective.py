@@ -138,7 +138,7 @@ class SelectiveAttention(Layer):
         visibility: Visibility | None,
         scale: float | None,
         inputs: LayerInputs,
-    ) -> Float[Tensor, "B Hs Tq Tk"]:
+    ) -> Float[Tensor, "B 1 Tq Tk"]:
         """What a cache of `soft_budget` tokens would take from the logits."""
         visibility = Visibility() if visibility is None else visibility
         scale = self.shape.dim**-0.5 if scale is None else scale
@@ -147,7 +147,8 @@ class SelectiveAttention(Layer):
         if inputs.state is not None:
             f = f + pad(inputs.state, (0, f.shape[3] - inputs.state.shape[2]))[:, :, None]
         visible = visibility.dense(*f.shape[2:], f.device)[:, None]
-        return soft_eviction(f, visible, self.soft_budget)
+        # A cache evicts a token for all heads, by the selector that hides it least.
+        return soft_eviction(f.amin(1, keepdim=True), visible, self.soft_budget)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""

@@ -45,6 +45,21 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
+def hiding_layers(model: nn.Module) -> list[Layer]:
+    """The layers that mask tokens, and so can imitate a cache that evicts these.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layers = [x for x in model.modules() if isinstance(x, Layer) and x.reports_memory]
+    if not layers:
+        raise ValueError(
+            f"soft_budgets imitate a cache that evicts what is masked, and no layer of this "
+            f"{type(model).__name__} masks; call heedful.convert(model, 'selective')"
+        )
+    return layers
+
+
 class LayerTrainer(TrainerSteps, Trainer):
     """transformers' Trainer, with what a converted model's layers report added to the loss.
 
@@ -81,11 +96,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         self.soft_budgets = soft_budgets
         self.teacher = None if teacher is None else teacher.to(self.args.device)
         self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
-        if soft_budgets is not None and not self._hiding():
-            raise ValueError(
-                f"soft_budgets imitate a cache that evicts what is hidden, and no layer of this "
-                f"{type(self.model).__name__} hides; call heedful.convert(model, 'selective')"
-            )
+        self._hiding = [] if soft_budgets is None else hiding_layers(self.model)
         if memory_loss:
             MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
 
@@ -149,11 +160,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         return round(least * (most / least) ** share)
 
     def _imitate(self, tokens: int | None) -> None:
-        for layer in self._hiding():
+        for layer in self._hiding:
             layer.soft_budget = tokens
-
-    def _hiding(self) -> list[Layer]:
-        return [x for x in self.model.modules() if isinstance(x, Layer) and x.reports_memory]
 
     def note_loss(self, loss: Tensor) -> None:
         """Called with what every part of a step adds to the loss, without what layers report."""

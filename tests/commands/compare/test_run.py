@@ -156,6 +156,18 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
     assert model._heedful.mechanism == heedful.Canon()
 
 
+def test_a_tour_is_what_is_learned_where_no_task_is_named():
+    short, full = (chosen_setups(Comparison(tour=tour)) for tour in ("short", "full"))
+    assert {name: x.hyperparameters.steps for name, x in short.items()} == {
+        "magic-numbers": 150, "assignment": 300, "text": 100,
+    }  # fmt: skip
+    assert list(full) == ["blocks", "assignment", "text"]
+    assert full["text"].hyperparameters.steps == full["text"].task.recipe.steps
+    assert {x.hyperparameters.steps for x in chosen_setups(Comparison(steps=7)).values()} == {7}
+    with pytest.raises(ValueError, match="tour='full' chooses the tasks, and tasks names copy"):
+        Comparison(tasks=("copy",), tour="full")
+
+
 def test_calling_again_trains_nothing(one_seed):
     out, records = one_seed
     before = (out / "results.jsonl").read_bytes()

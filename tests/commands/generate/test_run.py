@@ -349,7 +349,7 @@ def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
     assert "eviction='tova' is not what" in line and "streaming-llm; leave --eviction out" in line
 
 
-def test_the_whole_cache_writes_first_where_both_are_asked_for(folders, capsys):
+def test_the_whole_cache_writes_first_where_both_are_requested(folders, capsys):
     words = ["--prompt", PROMPT, "--tokenizer", "bytes", "--max-new-tokens", "8"]
     command = ["generate", str(folders / "selective"), *words, "--budget", "16"]
     with pytest.raises(SystemExit, match="0"):

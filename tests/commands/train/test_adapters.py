@@ -67,7 +67,10 @@ def test_what_the_base_predicts_is_learned_and_not_the_text(options):
     """At the start nothing is hidden and nothing diverges, also of several documents in a row."""
     lines = "".join(json.dumps({"text": f"number {i}"}) + "\n" for i in range(400))
     Path("lines.jsonl").write_text(lines)
-    options = replace(options, data=("lines.jsonl",))
+    options = replace(
+        options, data=("lines.jsonl",), recipe="adapt", train="mechanism", targets="base",
+        mechanism=("selective:selector=extra",),
+    )  # fmt: skip
     quietly(replace(options, steps=1, evaluations=1))
     log = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
     assert [x["loss"] for x in log if "loss" in x] == [pytest.approx(0, abs=1e-6)]

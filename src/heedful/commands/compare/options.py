@@ -13,8 +13,7 @@ TaskName = Literal[
 ]  # fmt: skip
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
-    "grouped", "differential-v2", "knocking-heads", "canon", "gated",
-    "local-global",
+    "grouped", "differential-v2", "knocking-heads", "canon", "gated", "local-global",
 ]  # fmt: skip
 
 TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")
@@ -87,6 +86,11 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        if self.tasks and self.tour != "short":
+            raise ValueError(
+                f"tour={self.tour!r} chooses the tasks, and tasks names {', '.join(self.tasks)}: "
+                "leave one of both out"
+            )
         tasks = self.planned()
         for name in ("steps", "batch", "length", "hidden", "layers", "heads"):
             if getattr(self, name) is not None:

@@ -75,7 +75,8 @@ def evaluate(
         store = AnswerStore(out, options)
         samples: list[Sample] = []
         total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
-        announce(_amount(plans, options, total))
+        if total:
+            announce(_amount(plans, options, total))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
                 own = OWN in options.budget
@@ -103,7 +104,7 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
     parts = ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
     models, caches = len(plans), 1 + len(options.budget)
     return (
-        f"{total:,} samples: {parts or 'none'}, for {models} model{'s' * (models > 1)} with "
+        f"{total:,} samples: {parts}, for {models} model{'s' * (models > 1)} with "
         f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
     )
 

@@ -164,8 +164,9 @@ class Training:
     tau: float | None = None
     """From which F on a token counts as hidden in that loss; the paper has 1."""
     soft_budgets: tuple[int, int] | None = None
-    """Smallest and largest cache in tokens that training imitates, one of each step: what selective
-    attention would have evicted from it weighs little."""
+    """Smallest and largest cache in tokens that training imitates, one in each step: what selective
+    attention would have evicted from it gets almost no weight. Those of a recipe grow with the
+    length."""
     accumulate: int = 1
     """Take each step in so many parts, for batches that do not fit."""
     checkpointing: bool = False
@@ -292,9 +293,23 @@ class Training:
                 f"accumulate must divide the batch of {recipe.batch} sequences, got "
                 f"{self.accumulate}"
             )
+        if recipe.soft_budgets is not None:
+            recipe = recipe._replace(soft_budgets=self._soft_budgets(RECIPES[name], recipe.length))
         if self.warmup is None:
             recipe = recipe._replace(warmup=min(recipe.warmup, recipe.steps // 2))
         return recipe
+
+    def _soft_budgets(self, default: TrainingRecipe, length: int) -> tuple[int, int]:
+        """Those that are given, or the recipe's in proportion to the length."""
+        if self.soft_budgets is None:
+            least, most = (max(1, n * length // default.length) for n in default.soft_budgets)
+            return least, most
+        if self.soft_budgets[0] >= length:
+            raise ValueError(
+                f"soft_budgets must begin below the length of {length} tokens, got "
+                f"{self.soft_budgets[0]}: such a cache would evict nothing"
+            )
+        return self.soft_budgets
 
 
 HARMLESS = ("save_minutes", "report_to", "device", "fsdp", "accumulate", "checkpointing", "compile")

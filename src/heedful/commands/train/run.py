@@ -34,7 +34,7 @@ from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
-from heedful.training.trainer import parameter_groups
+from heedful.training.trainer import hiding_layers, parameter_groups
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
@@ -165,6 +165,8 @@ def _begin(
         start = starting_point(options, recipe, folder / "tokenizer", arguments.bf16)
         if recipe.memory_loss:
             MemoryLoss(start.model).remove()  # refused before the text is read
+        if recipe.soft_budgets is not None:
+            hiding_layers(start.model)  # likewise
         text = read_mixture(
             options.parts(),
             options.held_out,

@@ -57,7 +57,7 @@ def operand(x: Tensor) -> Tensor:
 
     Contiguous: products with parts of a model's transposed heads would copy them for every tile.
     """
-    narrow = x.dtype == torch.bfloat16 and (x.device.type != "cpu" or _bf16_cpu())
+    narrow = x.dtype == torch.bfloat16 and (_on_gpu(x) or (x.device.type == "cpu" and _bf16_cpu()))
     return (x if narrow else widen(x)).contiguous()
 
 
@@ -67,9 +67,14 @@ def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Ten
     return _product(a.to(dtype), b.to(dtype))
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Where bf16 products may have fp32 results; the meta device stands for it."""
+    return x.device.type in ("cuda", "meta")
+
+
 def _product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Tensor:
-    """`a @ b`, widened; on a device never rounded to the operands' precision on the way."""
-    if a.dtype != torch.bfloat16 or a.device.type == "cpu":
+    """`a @ b`, widened; on a GPU never rounded to the operands' precision on the way."""
+    if a.dtype != torch.bfloat16 or not _on_gpu(a):
         return widen(a @ b)
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     flat = (x.expand(*lead, *x.shape[-2:]).flatten(0, -3) for x in (a, b))

@@ -12,6 +12,7 @@ from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
 ROWS_ON_DEVICE = 256  # where launches cost more than what a tile larger than a cache does
+TILE_ON_DEVICE = 2**27  # entries of one sequence; in fp32 512 MiB, of which a few are alive at once
 STEP = 128  # columns
 _LOG2_E = math.log2(math.e)
 TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
@@ -23,6 +24,9 @@ def is_cpu(device: torch.device) -> bool:
     Any other device gets few launches on large tiles.
     """
     return device.type == "cpu"
+
+
+_MASKS = 4
 
 
 class Sight(NamedTuple):
@@ -84,15 +88,22 @@ class Scope:
         return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
 
     def rows_per_block(self, heads: int) -> int:
-        """64 rows, or 32 where tiles of this many heads would outgrow a cache; 256 without one.
+        """64 rows, or 32 where tiles of this many heads would outgrow a cache; see `device_rows`.
 
         The number does not depend on the batch, or results would. With still fewer rows most of the
         work would go into the rows around them that a convolution reads.
         """
         if not self.cpu:
-            return ROWS_ON_DEVICE
+            return self.device_rows(heads, ROWS_ON_DEVICE)
         columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
+
+    def device_rows(self, heads: int, most: int) -> int:
+        """So many rows, or fewer where tiles of this many heads would take too much memory."""
+        columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
+        while most > ROWS and most * heads * columns > TILE_ON_DEVICE:
+            most //= 2
+        return most
 
     def hidden(self, rows: range, columns: range) -> "Hidden":
         """What of the tile `rows x columns` cannot be seen."""
@@ -112,6 +123,8 @@ class Scope:
             # Distances decide alone, and many blocks have the same.
             key = (len(rows), rest.start - rows.start, len(rest))
             if key not in self._masks:
+                if len(self._masks) == _MASKS:  # without an end, they would become the whole map
+                    self._masks.clear()
                 self._masks[key] = ~self._visible(sight, rows, rest)[:, None]
             return Hidden(clear, self._masks[key])
         return Hidden(clear, ~self._visible(sight, rows, rest)[:, None])

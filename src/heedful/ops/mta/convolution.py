@@ -169,8 +169,12 @@ def _conv2d(
     if tiles.is_cpu(x.device):  # two to five times faster with heads last
         x = x.contiguous(memory_format=torch.channels_last)
         return torch.conv2d(x, kernels, None, 1, padding, 1, groups)
-    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+    cudnn = torch.backends.cudnn
+    allowed, cudnn.allow_tf32 = cudnn.allow_tf32, False  # it would round logits to ten bits
+    try:
         return torch.conv2d(x.contiguous(), kernels, None, 1, padding, 1, groups)
+    finally:
+        cudnn.allow_tf32 = allowed
 
 
 def convolve_backward(

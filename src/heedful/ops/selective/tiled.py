@@ -91,7 +91,9 @@ class Operands(NamedTuple):
     @property
     def rows(self) -> int:
         """Of a block: twice as many as where several heads have a tile each between products."""
-        return ROWS if self.scope.cpu else 2 * ROWS_ON_DEVICE
+        if self.scope.cpu:
+            return ROWS
+        return self.scope.device_rows(self.q.shape[1], 2 * ROWS_ON_DEVICE)
 
     def kept(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
         """What dropout multiplies the block's probabilities with; `None` without dropout."""
