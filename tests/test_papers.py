@@ -31,3 +31,5 @@ def test_what_has_no_paper_is_refused():
         heedful.cite("selectiv")
     with pytest.raises(ValueError, match="not converted"):
         heedful.cite(tiny("llama"))
+    with pytest.raises(ValueError, match=r"source must be .* got 3"):
+        heedful.cite(3)

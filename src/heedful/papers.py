@@ -93,6 +93,11 @@ def cite(source: str | Mechanism | PreTrainedModel) -> str:
         configs = list(conversion_of(source).mechanisms)
     else:
         configs = [mechanism(source) if isinstance(source, str) else source]
+    if unknown := [config for config in configs if type(config) not in _PAPERS]:
+        raise ValueError(
+            "source must be a mechanism's name, its configuration, or a converted model, got "
+            f"{unknown[0]!r}"
+        )
     papers = dict.fromkeys(paper for config in configs for paper in _PAPERS[type(config)])
     fields = ("key", "title", "authors", "journal", "year")
     return "\n\n".join(_ARTICLE.format(**dict(zip(fields, x, strict=True))) for x in papers)
