@@ -159,7 +159,7 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
 def test_a_tour_is_what_is_learned_where_no_task_is_named():
     short, full = (chosen_setups(Comparison(tour=tour)) for tour in ("short", "full"))
     assert {name: x.hyperparameters.steps for name, x in short.items()} == {
-        "magic-numbers": 150, "assignment": 300, "text": 100,
+        "magic-numbers": 150, "assignment": 450, "text": 50,
     }  # fmt: skip
     assert list(full) == ["blocks", "assignment", "text"]
     assert full["text"].hyperparameters.steps == full["text"].task.recipe.steps
