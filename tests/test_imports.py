@@ -57,16 +57,7 @@ MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "pa
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {
     f"heedful.commands.{command}.options"
-    for command in (
-        "bench",
-        "budget",
-        "compare",
-        "convert",
-        "evaluate",
-        "generate",
-        "inspect",
-        "train",
-    )
+    for command in "bench budget compare convert evaluate generate inspect train".split()
 }
 
 

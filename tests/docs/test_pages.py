@@ -75,8 +75,9 @@ def commands() -> list:
                 for words in map(shlex.split, line.split("&&")):
                     if words and Path(words[0]).name == "heedful":
                         out = words.index("--out") + 1 if "--out" in words else len(words)
-                        # Comparisons of the README in every run, those of other pages as slow.
+                        # As slow: what a study ran, and comparisons of pages but the README.
                         late = words[1] == "compare" and page != ROOT / "README.md"
+                        late |= page in STUDIES
                         marks = [pytest.mark.slow] * late
                         label = f"{name(page)}: {' '.join(words)}"
                         case = pytest.param(words[1:], id=label, marks=marks)
@@ -169,9 +170,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         return {name: _small(setup) for name, setup in real(data).items()}
 
     def small_bench(config):
-        sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16}
-        # As many tokens as in the check before it, so that FlexAttention compiles once.
-        return measure(replace(config, lengths=(150,), rounds=1, memory=False, **sizes))
+        sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16, "lengths": (150,)}
+        impls = tuple(x for x in config.impls if x != "flex")  # which takes long to compile
+        return measure(replace(config, impls=impls, rounds=1, memory=False, **sizes))
 
     if arguments[0] == "train":
         arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", str(length)]
@@ -187,6 +188,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
             value = arguments.index(option) + 1
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    if arguments[0] == "compare" and "--steps" not in arguments:
+        arguments = [*arguments, "--steps", "1"]  # of the tour too, which has steps of its own
     plans = compare.plans
     monkeypatch.setattr(compare, "plans", lambda *arguments: islice(plans(*arguments), 2))
     monkeypatch.setattr(setups, "setups", small_setups)

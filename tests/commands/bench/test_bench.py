@@ -78,19 +78,10 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
 
 def test_table_and_picture_tell_the_layout_of_real_models(tmp_path, capsys):
     out = tmp_path / "bench.jsonl"
-    arguments = [
-        "--mechanisms",
-        "selective",
-        "--impls",
-        "tiled",
-        "--lengths",
-        "32",
-        "--rounds",
-        "1",
-    ]
-    arguments += ["--layout", "transposed", "--batch", "4", "--heads", "2", "--dim", "16"]
+    words = "--mechanisms selective --impls tiled --lengths 32 --rounds 1 --layout transposed "
+    words += "--batch 4 --heads 2 --dim 16 --passes forward --no-memory --out"
     with pytest.raises(SystemExit) as stop:
-        main(["bench", *arguments, "--passes", "forward", "--no-memory", "--out", str(out)])
+        main(["bench", *words.split(), str(out)])
     sizes = "batch 4, 2 heads of 16, float32, transposed q, k and v"
     assert stop.value.code == 0 and capsys.readouterr().out.endswith(f"{sizes}\n")
     assert f"<!-- {sizes} -->" in out.with_suffix(".svg").read_text()

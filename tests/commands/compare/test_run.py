@@ -21,7 +21,7 @@ from heedful.cli import main, write_page
 from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import overview
 from heedful.commands.compare.options import Comparison
-from heedful.commands.compare.run import kept
+from heedful.commands.compare.run import compare, kept
 from heedful.commands.compare.scratch import Size
 from heedful.commands.compare.setups import chosen_setups, setups
 from heedful.nn import MultiToken, from_json, to_json
@@ -29,7 +29,7 @@ from heedful.records import files, read_records
 from heedful.tasks import TASKS
 from heedful.training.run import Stopped
 
-compare = partial(room.compare, show=write_page)  # as the command does
+paged = partial(compare, show=write_page)  # as the command does, for tests of the page
 
 TINY = Comparison(
     tasks=("blocks", "parity"), mechanisms=("standard", "mta", "selective"), steps=2, batch=2,
@@ -59,7 +59,7 @@ def small():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
-    return out, compare(TINY, out)
+    return out, paged(TINY, out)
 
 
 def test_every_run_is_recorded_with_its_environment(finished):
@@ -122,7 +122,7 @@ PARITY = replace(TINY, tasks=("parity",), mechanisms=("standard", "selective"))
 @pytest.fixture(scope="module")
 def parity(tmp_path_factory):
     out = tmp_path_factory.mktemp("parity") / "out"
-    return out, compare(PARITY, out)
+    return out, paged(PARITY, out)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "standard", "knocking-heads", "canon", "gated", "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
-    records = {r.mechanism: r for r in compare(comparison, tmp_path / "out")}
+    records = {r.mechanism: r for r in paged(comparison, tmp_path / "out")}
     assert tuple(records) == names
     setup = chosen_setups(comparison)["parity"]
     layers, width, heads = setup.size.layers, setup.size.hidden, setup.size.heads
@@ -177,7 +177,7 @@ def test_calling_again_trains_nothing(one_seed):
 
 def test_more_seeds_are_added_and_fewer_lose_nothing(one_seed):
     out, first = one_seed
-    three = compare(replace(PARITY, seeds=2), out)
+    three = paged(replace(PARITY, seeds=2), out)
     assert three[:2] == first and [(r.mechanism, r.seed) for r in three[2:]] == [
         ("standard", 1), ("selective", 1),
     ]  # fmt: skip
@@ -275,12 +275,12 @@ def test_a_damaged_model_costs_its_pictures_alone(one_seed):
     weights = out / "models" / "parity-selective-0" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.warns(UserWarning, match=r"parity-selective-0 cannot be shown, its numbers stay"):
-        assert compare(PARITY, out) == records
+        assert paged(PARITY, out) == records
     damaged = (out / "report.html").read_text()
     assert "hid token" in whole and "hid token" not in damaged
     assert whole.count("selective, layer") > damaged.count("selective, layer") == 0
     shutil.rmtree(weights.parent)
-    assert compare(PARITY, out) == records
+    assert paged(PARITY, out) == records
 
 
 def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_stopped_comparison_goes_on(parity, tmp_path):
         return calls >= 3
 
     with pytest.raises(Stopped):
-        compare(PARITY, tmp_path, after_three_steps)
+        paged(PARITY, tmp_path, after_three_steps)
     there = read_records(tmp_path / "results.jsonl")
     assert [r.mechanism for r in there] == ["standard"]
     text = kept(tmp_path)
@@ -327,7 +327,7 @@ def test_a_stopped_comparison_goes_on(parity, tmp_path):
 
 def test_with_the_memory_loss_a_mechanism_is_there_twice(tmp_path):
     comparison = replace(PARITY, memory_loss=0.1, seeds=2, steps=3)
-    records = compare(comparison, tmp_path)
+    records = paged(comparison, tmp_path)
     names = ["standard", "selective", "selective + memory loss"]
     assert [(r.mechanism, r.seed) for r in records] == [(n, s) for s in (0, 1) for n in names]
     plain, with_it = records[1:3]
