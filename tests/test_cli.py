@@ -322,11 +322,11 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
 
 
 def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
-    def told(*arguments, should_stop, **options):
+    def endless(*arguments, should_stop, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr("heedful.commands.compare.run.train", told)
+    monkeypatch.setattr("heedful.commands.compare.run.train", endless)
     before = signal.getsignal(signal.SIGTERM)
     command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
     with pytest.raises(SystemExit) as stop:

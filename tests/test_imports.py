@@ -55,10 +55,9 @@ MAY_IMPORT = {
 MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
-LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {
-    f"heedful.commands.{command}.options"
-    for command in "bench budget compare convert evaluate generate inspect train".split()
-}
+ROOMS = ("bench", "budget", "compare", "convert", "evaluate", "generate", "inspect", "train")
+LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"}
+LIGHT |= {f"heedful.commands.{command}.options" for command in ROOMS}
 
 
 def room_of(path: Path) -> str:

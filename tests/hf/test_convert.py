@@ -122,9 +122,9 @@ def test_another_model_of_the_same_configuration_is_untouched(name):
         type(tiny())(config).double().eval() for _ in range(2)
     )  # both hold this very configuration
     ids = tokens()
-    before, kept = logits(other, ids), state(other)
+    before, others = logits(other, ids), state(other)
     heedful.convert(one, name)
-    assert state(other) == kept and config._attn_implementation == "sdpa"
+    assert state(other) == others and config._attn_implementation == "sdpa"
     assert torch.equal(logits(other, ids), before)
     heedful.convert(other, name)
     heedful.revert(one)
@@ -292,22 +292,23 @@ def test_masks_of_four_dimensions_are_refused():
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_route_gets_no_square_mask(family, monkeypatch):
     """Padding arrives as one entry per key, whatever the family's layers."""
-    seen = []
+    visibilities = []
     model = tiny(family)
     heedful.convert(model, "standard")
     for module in model.modules():
         if isinstance(layer := getattr(module, "heedful", None), torch.nn.Module):
             layer.register_forward_pre_hook(
-                lambda _, inputs, options: seen.append(options["visibility"]), with_kwargs=True
+                lambda _, inputs, options: visibilities.append(options["visibility"]),
+                with_kwargs=True,
             )
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())
-    assert [None if v.padding is None else tuple(v.padding.shape) for v in seen] == (
+    assert [None if v.padding is None else tuple(v.padding.shape) for v in visibilities] == (
         [(2, 11)] * 3 + [None] * 3
     )
-    windows = [v.window for v in seen]
+    windows = [v.window for v in visibilities]
     assert windows == ([4, None, 4] if family == "gemma3_text" else [None] * 3) * 2
-    assert all(v.documents is None or v.documents.ndim == 2 for v in seen)
+    assert all(v.documents is None or v.documents.ndim == 2 for v in visibilities)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

@@ -276,12 +276,12 @@ def test_transformers_serve_answers_a_chat(folder, elsewhere, tmp_path):
             env=elsewhere, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            asked = run(ASK, elsewhere, f"http://127.0.0.1:{port}", folder)
+            client = run(ASK, elsewhere, f"http://127.0.0.1:{port}", folder)
         finally:
             server.send_signal(signal.SIGKILL)
             server.wait()
         log.seek(0)
-        assert asked.returncode == 0, f"{asked.stderr[-2000:]}\n{log.read()[-4000:]}"
-    answer = json.loads(asked.stdout)
+        assert client.returncode == 0, f"{client.stderr[-2000:]}\n{log.read()[-4000:]}"
+    answer = json.loads(client.stdout)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["usage"]["completion_tokens"] == 5

@@ -73,7 +73,7 @@ def test_long_rows_of_selective_attention(train):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
-    def kept(tokens: int) -> int:
+    def size(tokens: int) -> int:
         sizes = []
         tensors = mechanism.draw(Shape(batch=1).long(tokens))
         leaves = {name: x.requires_grad_() for name, x in tensors.items()}
@@ -84,5 +84,5 @@ def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
             mechanism.run(leaves, "tiled")
         return sum(sizes)
 
-    one, two, three = (kept(tokens) for tokens in (128, 256, 384))
+    one, two, three = (size(tokens) for tokens in (128, 256, 384))
     assert three - two == two - one

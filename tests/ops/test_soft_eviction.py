@@ -21,18 +21,19 @@ def test_it_is_the_formula(tokens):
     bias = soft_eviction(f, CAUSAL, tokens, sinks=1, recent=2)
     for b in range(2):
         for i in range(20):
-            kept = {0, i - 1, i}
+            protected = {0, i - 1, i}
             level = [
-                -1.0 if j in kept else f[b, 0, i, j].item() + AGE * (19 - j) for j in range(i + 1)
+                -1.0 if j in protected else f[b, 0, i, j].item() + AGE * (19 - j)
+                for j in range(i + 1)
             ]
-            seen = sorted(level)
+            order = sorted(level)
             if i + 1 < tokens:
                 assert not bias[b, 0, i, : i + 1].any()
                 continue
-            threshold = seen[tokens - 1]
-            width = max(seen[min(2 * tokens, len(seen)) - 1] - threshold, 1e-9)
-            assert not any(bias[b, 0, i, j] for j in kept if j >= 0)
-            for j in set(range(i + 1)) - kept:
+            threshold = order[tokens - 1]
+            width = max(order[min(2 * tokens, len(order)) - 1] - threshold, 1e-9)
+            assert not any(bias[b, 0, i, j] for j in protected if j >= 0)
+            for j in set(range(i + 1)) - protected:
                 x = SHARPNESS * (level[j] - threshold) / width
                 softplus = x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
                 assert bias[b, 0, i, j].item() == pytest.approx(-softplus, rel=1e-9, abs=1e-12)

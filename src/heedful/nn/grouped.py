@@ -295,17 +295,17 @@ class GroupedAttention(Layer):
             config.longest, config.closing, config.share,
             first if config.grouping in LEARNED else None,
         )  # fmt: skip
-        kept = {} if inputs.shared is None else inputs.shared
+        results = {} if inputs.shared is None else inputs.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
-        if key not in kept or self.learns:
+        if key not in results or self.learns:
             if self.grouping is None:
                 raise ValueError(
                     f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
                     f"{first}, which made none in this forward pass; convert that layer too, with "
                     "the same configuration, and keep both on one device"
                 )
-            kept[key] = make()
-        return kept[key]
+            results[key] = make()
+        return results[key]
 
     def pooling_features(self, x: Float[Tensor, "B T E"] | None) -> Float[Tensor, "B T P"] | None:
         """Of each token, what its weight in a summary and attention inside its group need."""

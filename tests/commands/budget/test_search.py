@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -316,7 +317,7 @@ def test_another_search_is_refused_unless_told(searched):
 
 
 def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
-    options = "--length 48 --rows 2 --tokenizer bytes --sinks 1 --recent 4".split()
+    options = shlex.split("--length 48 --rows 2 --tokenizer bytes --sinks 1 --recent 4")
     return ["budget", str(folder / name), "--data", str(folder / "text.txt"), *options, *more]
 
 
@@ -333,9 +334,9 @@ def test_as_a_command(searched, capsys):
         assert printed[1 + i].split() == [str(i), str(n), f"{n / 48:.1%}"]
     assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
     assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
-    told = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
+    progress = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
     left = r"\[\d+ of at most 120 trials, [\d:]+, at most [\d:?]+ left\]"
-    assert re.search(told + left, captured.err)
+    assert re.search(progress + left, captured.err)
 
 
 def refused(capsys, arguments: list[str]) -> str:

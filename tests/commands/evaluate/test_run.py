@@ -203,8 +203,8 @@ def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
     more = {"lengths": (0, 700, 800), "kinds": (1, 4), "needles": (1, 2, 3), "samples": 4}
     after = evaluate(evaluation_of(tmp_path, **options | more)).samples
     assert sum(counts) == len(after) - len(before)
-    kept = {(x.task, x.key): x for x in after}
-    assert all(kept[x.task, x.key] == x for x in before)
+    by_key = {(x.task, x.key): x for x in after}
+    assert all(by_key[x.task, x.key] == x for x in before)
 
 
 def test_a_folder_is_of_one_evaluation(tmp_path, folder):
@@ -215,10 +215,10 @@ def test_a_folder_is_of_one_evaluation(tmp_path, folder):
     with pytest.raises(ValueError, match="holds an answer of 'plain' to another needles"):
         evaluate(evaluation_of(tmp_path, seed=1, **NEEDLES))
     about = tmp_path / "run" / "evaluation.json"
-    kept = json.loads(about.read_text())
-    assert kept["models"].keys() == {"plain", "selective"} and kept["environment"]["date"]
-    kept["models"]["plain"]["weights"][0] += 1
-    about.write_text(json.dumps(kept))
+    content = json.loads(about.read_text())
+    assert content["models"].keys() == {"plain", "selective"} and content["environment"]["date"]
+    content["models"]["plain"]["weights"][0] += 1
+    about.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"knows another model by the name 'plain' \(weights"):
         evaluate(evaluation_of(tmp_path, **NEEDLES))
     about.write_text("{")

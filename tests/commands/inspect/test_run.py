@@ -210,8 +210,8 @@ def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
             model(input_ids=ids[:, t : t + 1], cache=cache)
         for index, at in enumerate(cache.positions()):
             gone = data.arrays[f"{index}/gone"]
-            kept = [j for j in range(t + 1) if gone[j] > t]
-            assert kept == at[0].tolist()
+            rest = [j for j in range(t + 1) if gone[j] > t]
+            assert rest == at[0].tolist()
     assert (data.arrays["0/gone"] < 30).sum() > 10
 
 

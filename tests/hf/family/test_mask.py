@@ -250,12 +250,12 @@ def test_masks_that_a_visibility_can_say():
             (documents_of_four, None),
             (documents_of_four, 4),
         ):
-            seen = visibility_for(
+            visibility = visibility_for(
                 2, queries, q_offset=first + keys - queries, **size,
                 mask_function=message, local_size=window,
             )  # fmt: skip
             expected = message(0, 0, token[-queries:, None], token)
-            actual = seen.dense(queries, keys, token.device)
+            actual = visibility.dense(queries, keys, token.device)
             assert torch.equal(actual.expand(2, -1, -1), expected.expand(2, -1, -1))
 
 

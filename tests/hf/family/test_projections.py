@@ -131,5 +131,5 @@ def test_a_layer_of_neighbours_beside_others():
         for piece in ids.split([5, 1, 4, 1, 1], dim=1):
             parts.append(model(input_ids=piece, cache=cache).logits)
     torch.testing.assert_close(torch.cat(parts, 1), logits(model, ids), rtol=0, atol=1e-11)
-    kept = [[tuple(x.rows.shape) for x in layer._inputs.values()] for layer in cache.layers]
-    assert kept == [[(2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)], [], []]
+    shapes = [[tuple(x.rows.shape) for x in layer._inputs.values()] for layer in cache.layers]
+    assert shapes == [[(2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)], [], []]

@@ -234,8 +234,8 @@ class _Measure:
             self.log.add(trial, self.step, value)
             self.measured += 1
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
-        kept = share(trial, self.policy.tokens, self.rows.shape[1])
-        self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {kept:.1%} of the tokens")
+        part = share(trial, self.policy.tokens, self.rows.shape[1])
+        self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {part:.1%} of the tokens")
         return value
 
 

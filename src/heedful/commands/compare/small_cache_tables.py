@@ -169,8 +169,8 @@ def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
         axes.imshow(
             1 - 0.85 * shown - 0.06 * (1 - shown) * (1 - later), cmap="gray", vmin=0, vmax=1
         )
-        kept = int(shown[-1].sum())
-        axes.set_title(f"layer {index}: {kept} of {len(shown)} at the end", fontsize=8, pad=3)
+        count = int(shown[-1].sum())
+        axes.set_title(f"layer {index}: {count} of {len(shown)} at the end", fontsize=8, pad=3)
         axes.tick_params(labelsize=7, length=2)
         axes.set_xlabel("token", fontsize=8)
     for axes in grid.flat[len(layers) :]:
