@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 import heedful
 from benchmarks import tables
 from benchmarks.parts import origin
-from heedful import cli
 from heedful.commands.bench import measure as bench
 from heedful.commands.compare import run as compare
 from heedful.commands.compare import setups
@@ -35,6 +34,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
 from helpers import ROOT
+from helpers.command_line import status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
@@ -194,9 +194,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "plans", lambda *arguments: islice(plans(*arguments), 2))
     monkeypatch.setattr(setups, "setups", small_setups)
     monkeypatch.setattr(bench, "bench", small_bench)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 0, capsys.readouterr().err
+    assert status_of(*arguments) == 0, capsys.readouterr().err
 
 
 TINY = Shape(16, 2, 2, 32, 300, True, 1e4)

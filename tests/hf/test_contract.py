@@ -21,7 +21,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.nn.layer import ALONE
-from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin
+from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin, varied
 
 
 class Noting(StandardAttention):
@@ -135,8 +135,7 @@ def test_layers_may_have_different_mechanisms(tmp_path):
 
 def test_local_layers_beside_global_ones_generate_with_a_cache():
     model, ids = tiny(num_hidden_layers=4), tokens(2, 9)
-    heedful.convert(model, {Standard(window=3): [0, 1, 3], "talking-heads": [2]})
-    stir(model, 0.2, only=".heedful.")
+    varied(model, {Standard(window=3): [0, 1, 3], "talking-heads": [2]})
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     cached = model.generate(ids, **options)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options))

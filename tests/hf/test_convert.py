@@ -38,7 +38,7 @@ from heedful.nn import (
     Selective,
     TalkingHeads,
 )
-from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
+from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin, varied
 
 EVERYWHERE = {
     "standard": "standard",
@@ -134,9 +134,7 @@ def test_another_model_of_the_same_configuration_is_untouched(name):
 
 
 def test_a_copy_is_independent():
-    model = tiny()
-    heedful.convert(model, MultiToken(conv_every=1))
-    stir(model, 0.2, only=".heedful.")
+    model = varied(tiny(), MultiToken(conv_every=1))
     ids = tokens()
     before = logits(model, ids)
     other = twin(model)
@@ -236,8 +234,7 @@ def test_wrong_arguments(message):
 @every
 def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path):
     model, ids = tiny(), tokens()
-    heedful.convert(model, EVERYWHERE[name], impl="reference")
-    stir(model, 0.1, only="heedful")
+    varied(model, EVERYWHERE[name], 0.1, impl="reference")
     model.save_pretrained(tmp_path)
     assert '"impl"' not in (tmp_path / "config.json").read_text()
     tiled = heedful.load(tmp_path, impl="tiled", dtype=torch.float64)
@@ -354,8 +351,7 @@ def test_training_under_autocast(name):
 @every
 def test_pickling_keeps_the_mechanism(name, tmp_path):
     model, ids = tiny(), tokens()
-    heedful.convert(model, EVERYWHERE[name])
-    stir(model, 0.1, only=".heedful.")
+    varied(model, EVERYWHERE[name], 0.1)
     expected, plain = logits(model, ids), logits(heedful.revert(twin(model)), ids)
     torch.save(model, tmp_path / "model.pt")
     for again in (

@@ -25,7 +25,7 @@ from heedful.nn import (
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
-from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
+from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens, varied
 
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)
@@ -52,10 +52,7 @@ EVERYWHERE = ("decoder", "encoder", "cross")
 
 def converted(family: str, mechanism: object, **options):
     """A converted model whose parameters are no identities."""
-    model = tiny(family)
-    heedful.convert(model, mechanism, **options)
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family), mechanism, **options)
 
 
 @pytest.mark.crossed

@@ -155,16 +155,16 @@ SERVED = (
 
 @pytest.mark.parametrize(
     ("visible", "queries"),
-    [(visible, 150) for visible in ("window 40", "ragged documents")]
+    [(visible, 100) for visible in ("window 40", "ragged documents")]
     + [(visible, 70) for visible in SERVED]
     + [("ragged documents", 1)],
 )
 def test_visibilities_and_cross_lengths(visible, queries):
-    tensors = draw(queries, 150, batch=2, heads=1, selectors=1, state=True)
-    visibility = VISIBILITIES[visible](150)
+    tensors = draw(queries, 100, batch=2, heads=1, selectors=1, state=True)
+    visibility = VISIBILITIES[visible](100)
     results = hold(tensors, torch.float32, tile=(64, 64, 32), visibility=visibility, tau=0.7)
     if visibility.padding is not None:
-        padded = ~visibility.padding.expand(2, -1)[:, 150 - queries :]
+        padded = ~visibility.padding.expand(2, -1)[:, 100 - queries :]
         for name in ("output", "grad q"):
             assert bool((results[name].transpose(1, 2)[padded] == 0).all())
 
@@ -238,9 +238,9 @@ def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
     return cast(tensors, torch.float32)
 
 
-@pytest.mark.parametrize(("queries", "state"), [(96, False), exhausting(70, True)])
+@pytest.mark.parametrize(("queries", "state"), [(64, False), exhausting(50, True)])
 def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
-    x = strong(queries, 96, state)
+    x = strong(queries, 64, state)
     options = {"tile": SMALL, "tau": 200.0}
     skipped = with_grads(fused(**options), x)
     whole = with_grads(fused(**options, skip=False), x)

@@ -191,6 +191,7 @@ def test_negative_documents_are_padding(mechanism, impl):
         assert torch.equal(x, y)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "mechanism", [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in str(m))], ids=str
 )

@@ -116,6 +116,7 @@ def test_non_causal(mechanism, addition, visible):
     hold(addition, mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
 
 
+@pytest.mark.crossed
 @every
 @each
 @each_impl
@@ -187,6 +188,7 @@ NEUTRAL = {
 }
 
 
+@pytest.mark.crossed
 @every
 @each_impl
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -207,6 +209,7 @@ def test_none_is_nothing_and_next_to_nothing_nearly(mechanism, impl, name):
         )
 
 
+@pytest.mark.crossed
 @every
 @each
 @each_impl

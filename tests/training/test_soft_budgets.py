@@ -15,15 +15,12 @@ from heedful.commands.train.run import train_text
 from heedful.nn import Selective
 from heedful.ops.selective.soft_eviction import soft_eviction
 from heedful.training.trainer import LayerTrainer
-from helpers.families import stir, tiny, tokens
+from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 
 
 def hiding(selector: str = "extra"):
-    model = tiny("llama")
-    heedful.convert(model, Selective(selector))
-    stir(model, 0.5, only=".heedful.")
-    return model
+    return varied(tiny("llama"), Selective(selector), 0.5)
 
 
 def trainer_of(model, folder: Path, steps: int = 4, **options) -> LayerTrainer:

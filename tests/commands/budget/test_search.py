@@ -12,7 +12,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
-from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
@@ -22,6 +21,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from helpers.budget_searches import plain_greedy
+from helpers.command_line import status_of
 from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
@@ -323,10 +323,8 @@ def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
 
 def test_as_a_command(searched, capsys):
     folder, result = searched
-    with pytest.raises(SystemExit) as stop:
-        main(command(folder, "--loss", "1"))
+    assert status_of(*command(folder, "--loss", "1")) == 0
     captured = capsys.readouterr()
-    assert stop.value.code == 0
     tokens = result.eviction.tokens
     printed = captured.out.splitlines()
     assert printed[0] == "layer  tokens   share"
@@ -340,10 +338,9 @@ def test_as_a_command(searched, capsys):
 
 
 def refused(capsys, arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
+    assert status_of(*arguments) == 1
     captured = capsys.readouterr()
-    assert stop.value.code == 1 and captured.out == "", captured
+    assert captured.out == "", captured
     (line,) = [line for line in captured.err.splitlines() if line.startswith("heedful: ")]
     assert "Traceback" not in captured.err
     return line
@@ -394,10 +391,9 @@ def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
     monkeypatch.setattr(SearchLog, "add", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        main(command(folder, "--loss", "1", "--length", "72"))
+    assert status_of(*command(folder, "--loss", "1", "--length", "72")) == 130
     out, err = capsys.readouterr()
-    assert stop.value.code == 130 and out == "", err
+    assert out == "", err
     message = (
         "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
     )

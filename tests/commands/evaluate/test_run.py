@@ -22,6 +22,7 @@ from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
+from helpers.command_line import status_of
 from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -332,10 +333,8 @@ def test_the_command(tmp_path, capsys, folder):
         "--lengths", "420", "--depths", "0", "1", "--needles", "1", "--haystack", "book.txt",
         "--data", "book.txt", "--length", "32", "--out", str(tmp_path / "run"),
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as stop:
-        main(words)
+    assert status_of(*words) == 0
     printed = capsys.readouterr().out
-    assert stop.value.code == 0
     assert re.search(r"^needles +accuracy +plain +0\.0 % +\(0\.0 to 27\.8\) +10$", printed, re.M)
     assert re.search(r"^perplexity.* selective .*[+-]\d+\.\d+\*? +\([+-]", printed, re.M)
     page = (tmp_path / "run" / "report.html").read_text()
@@ -344,9 +343,7 @@ def test_the_command(tmp_path, capsys, folder):
         (["--tasks", "needels"], "did you mean 'needles'?"),
         (["--seed", "1"], "choose another --out, or add --restart"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main([*words, *more])
-        assert stop.value.code == 1
+        assert status_of(*words, *more) == 1
         assert message in capsys.readouterr().err
 
 
