@@ -238,9 +238,9 @@ def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
     return cast(tensors, torch.float32)
 
 
-@pytest.mark.parametrize(("queries", "state"), [(64, False), exhausting(50, True)])
+@pytest.mark.parametrize(("queries", "state"), [(80, False), exhausting(60, True)])
 def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
-    x = strong(queries, 64, state)
+    x = strong(queries, 80, state)
     options = {"tile": SMALL, "tau": 200.0}
     skipped = with_grads(fused(**options), x)
     whole = with_grads(fused(**options, skip=False), x)
