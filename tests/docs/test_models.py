@@ -39,11 +39,8 @@ def encoders(models, monkeypatch):
     [
         ("llama4_text", "served"),  # chunks
         ("phimoe", "served"),  # a window that only its mask function knows
-        ("gemma3_text", "served"),
         ("gemma2", "served"),  # soft-capped logits
-        ("gpt_oss", "served"),  # sinks
         ("doge", "refused"),
-        ("inkling_text", "served"),  # a position bias
         ("bart", "served"),  # a decoder with cross-attention
     ],
 )
@@ -76,7 +73,6 @@ def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
     ("kind", "outcome"),
     [
         ("t5", "served"),
-        ("longt5", "served"),  # in part
         ("roberta", "served"),
     ],
 )

@@ -137,6 +137,7 @@ LlamaForCausalLM.from_pretrained(sys.argv[1])
 ADVICE = r"heedful: open this folder with heedful.load\(folder\)"
 
 
+@pytest.mark.slow
 def test_a_family_class_cannot_load_it_where_heedful_was_never_imported(folder):
     done = subprocess.run(
         [sys.executable, "-c", STOCK, str(folder)], capture_output=True, text=True

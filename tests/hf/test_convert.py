@@ -363,6 +363,7 @@ def test_pickling_keeps_the_mechanism(name, tmp_path):
         assert torch.equal(logits(heedful.revert(again), ids), plain)
 
 
+@pytest.mark.slow
 def test_a_pickled_model_opens_in_another_process(tmp_path):
     model, ids = tiny(num_hidden_layers=2), tokens()
     heedful.convert(model, "mta")

@@ -132,6 +132,7 @@ def by_loops(x, groups, case, features, visibility, window, asking) -> Tensor:
     return out
 
 
+@pytest.mark.crossed
 @each_case
 @pytest.mark.parametrize("visible", KINDS)
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
@@ -157,6 +158,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(case, dtype, asking)
     against_oracle(run("tiled"), run("reference"), tensors(300), dtype, f"{case}")
 
 
+@pytest.mark.crossed
 @each_case
 @pytest.mark.parametrize(
     "visible", ["causal", "ragged documents", "window 70", "ragged, both ways"]

@@ -40,15 +40,9 @@ def peak(name: str, impl: str, tokens: int, train: bool, heads: int = 8, dim: in
     return peak_memory_mib(PROGRAM.format(call=call, train=train, **sizes))
 
 
-_SHORT = ("selective",)  # the others in the slow suite
-
-
-@pytest.mark.parametrize(
-    "name", [x if x in _SHORT else pytest.param(x, marks=pytest.mark.slow) for x in CALLS]
-)
-@pytest.mark.parametrize(
-    "train", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "backward"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
 def test_peak_memory_grows_linearly(name, train):
     short, long = (peak(name, "tiled", tokens, train) for tokens in (1024, 4096))
     assert long < 5 * short, (short, long)
