@@ -25,7 +25,6 @@ from benchmarks import tables
 from benchmarks.parts import origin
 from heedful.commands.bench import measure as bench
 from heedful.commands.compare import run as compare
-from heedful.commands.compare import setups
 from heedful.commands.compare.scratch import Size
 from heedful.commands.train import start as trained_models
 from heedful.commands.train.options import SIZES, Shape
@@ -34,7 +33,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
 from helpers import ROOT
-from helpers.command_line import status_of
+from helpers.command_line import change_setups, status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
@@ -164,10 +163,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     for adapter in {"runs/hide", "adapters/smollm2-135m-hide"} & {*arguments}:
         if arguments[0] != "train":
             _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
-    real, measure = setups.setups, bench.bench
-
-    def small_setups(data=()):
-        return {name: _small(setup) for name, setup in real(data).items()}
+    measure = bench.bench
 
     def small_bench(config):
         sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16, "lengths": (150,)}
@@ -192,7 +188,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         arguments = [*arguments, "--steps", "1"]  # of the tour too, which has steps of its own
     plans = compare.plans
     monkeypatch.setattr(compare, "plans", lambda *arguments: islice(plans(*arguments), 2))
-    monkeypatch.setattr(setups, "setups", small_setups)
+    change_setups(
+        monkeypatch, lambda _: Size(16, 2, 2), steps=1, batch=2, evaluations=1, held_out=2
+    )
     monkeypatch.setattr(bench, "bench", small_bench)
     assert status_of(*arguments) == 0, capsys.readouterr().err
 
@@ -223,11 +221,6 @@ def test_launched_commands_run(launcher, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         out = tmp_path / words[words.index("--out") + 1]
         assert (out / "model.safetensors").is_file() and not (out / "unfinished").exists()
-
-
-def _small(setup: setups.Setup) -> setups.Setup:
-    small_run = replace(setup.hyperparameters, steps=1, batch=2, evaluations=1, held_out=2)
-    return setup._replace(size=Size(16, 2, 2), hyperparameters=small_run)
 
 
 def _save_small_adapter(folder: Path, base: Path) -> None:

@@ -26,7 +26,7 @@ from heedful.tasks import Spans, Summarise, Translate
 from heedful.tasks.translate import bleu, text_error
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import Stopped
-from helpers.command_line import status_of
+from helpers.command_line import change_setups, status_of
 
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)
@@ -38,18 +38,8 @@ COMPARISON = Comparison(
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    real = settings.setups
-
-    def small_setups(data=()):
-        return {
-            name: setup._replace(
-                size=SIZE, hyperparameters=replace(setup.hyperparameters, held_out=4, evaluations=2)
-            )
-            for name, setup in real(data).items()
-        }
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "setups", small_setups)
+        change_setups(patch, lambda _: SIZE, held_out=4, evaluations=2)
         yield
 
 
@@ -310,17 +300,7 @@ def test_of_bleu_more_is_better():
 
 
 def test_a_diverged_encoder_decoder_is_a_result(tmp_path, monkeypatch):
-    real = settings.setups
-
-    def hot(data=()):
-        setup = real(data)["translate"]
-        return {
-            "translate": setup._replace(
-                hyperparameters=replace(setup.hyperparameters, learning_rate=1e30)
-            )
-        }
-
-    monkeypatch.setattr(settings, "setups", hot)
+    change_setups(monkeypatch, learning_rate=1e30)
     comparison = replace(COMPARISON, tasks=("translate",), mechanisms=("standard",), steps=8)
     with pytest.warns(UserWarning, match=r"translate · standard · seed 0: the model diverged"):
         (record,) = compare(comparison, tmp_path)

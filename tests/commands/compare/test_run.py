@@ -18,7 +18,6 @@ import pytest
 import heedful
 import heedful.commands.compare.run as room
 from heedful.cli import write_page
-from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import overview
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.run import compare, kept
@@ -28,7 +27,7 @@ from heedful.nn import MultiToken, from_json, to_json
 from heedful.records import files, read_records
 from heedful.tasks import TASKS
 from heedful.training.run import Stopped
-from helpers.command_line import status_of
+from helpers.command_line import change_setups, status_of
 
 paged = partial(compare, show=write_page)  # as the command does, for tests of the page
 
@@ -41,19 +40,8 @@ TINY = Comparison(
 @pytest.fixture(scope="module", autouse=True)
 def small():
     """A small evaluation set and narrow models: scoring is what takes the time here."""
-    real = settings.setups
-
-    def small_setups(data=()):
-        return {
-            name: setup._replace(
-                size=Size(16, setup.size.layers, setup.size.heads),
-                hyperparameters=replace(setup.hyperparameters, held_out=4),
-            )
-            for name, setup in real(data).items()
-        }
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "setups", small_setups)
+        change_setups(patch, lambda size: Size(16, size.layers, size.heads), held_out=4)
         yield
 
 
@@ -285,17 +273,7 @@ def test_a_damaged_model_costs_its_pictures_alone(one_seed):
 
 
 def test_a_diverged_run_is_a_result_and_the_others_go_on(tmp_path, monkeypatch):
-    real = settings.setups
-
-    def hot(data=()):
-        setup = real(data)["parity"]
-        return {
-            "parity": setup._replace(
-                hyperparameters=replace(setup.hyperparameters, learning_rate=1e30)
-            )
-        }
-
-    monkeypatch.setattr(settings, "setups", hot)
+    change_setups(monkeypatch, learning_rate=1e30)
     with pytest.warns(UserWarning, match="parity · .* · seed 0: the model diverged: at step"):
         records = compare(replace(PARITY, steps=8), tmp_path)
     assert [r.mechanism for r in records] == ["standard", "selective"]
