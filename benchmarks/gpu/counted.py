@@ -97,7 +97,7 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             dim**-0.5, None, 0.0,
         )  # fmt: skip
         memory = pair.new_empty(batch, 0)
-        selective.attend(x, None, selective._Outputs(torch.empty_like(q), memory, pair))
+        selective.attend(x, None, selective.Outputs(torch.empty_like(q), memory, pair))
         selective.attend_backward(grad, pair[0], memory, x, pair, None)
 
     kernel = draw(heads, 6, 11, dtype=torch.float32)

@@ -83,7 +83,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
 @with_two_sided
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
-    monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
+    monkeypatch.setattr("heedful.ops.common.precision.bf16_on_cpu", lambda: units)
     hold(mechanism, Shape().long(111), torch.bfloat16, None)
 
 

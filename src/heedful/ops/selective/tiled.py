@@ -119,7 +119,7 @@ def operands(
     )  # fmt: skip
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
     """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
 
     output: Float[Tensor, "B H Tq Dv"]
@@ -150,7 +150,7 @@ class RunningTotal:
         return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
-def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
+def attend(x: Operands, tau: float | None, out: Outputs) -> None:
     """Fills the outputs, from the first block to the last."""
     total = RunningTotal(out.pair)
     (batch, heads, queries, _), (_, selectors, keys, _) = x.q.shape, x.selector_k.shape
@@ -346,7 +346,7 @@ def _tiled(
         first, window, scale, softcap, dropout_p,
     )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    attend(x, tau, _Outputs(out, memory, pair))
+    attend(x, tau, Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
     return out, last if state is None else last + state, memory, pair
 
