@@ -18,7 +18,7 @@ from heedful.commands.evaluate.options import Evaluation
 from heedful.commands.evaluate.run import evaluate
 from helpers.small_models import small, tokenizer_of_words
 
-COUNT = 3
+COUNT = 6
 WORDS = ("red", "blue", "old", "new", "big")
 
 
