@@ -61,25 +61,25 @@ def test_a_layer_in_training_adds_it_to_the_logits(selector):
 
 def test_each_step_draws_a_cache_and_evaluation_has_none(tmp_path):
     """The same draws for the same seed, all within bounds; at the end no layer imitates any."""
-    model, drawn = hiding(), []
+    model, calls = hiding(), []
     layers = [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
     for layer in layers:
         layer.register_forward_hook(
-            lambda layer, *_: drawn.append(layer.soft_budget if layer.training else None)
+            lambda layer, *_: calls.append(layer.soft_budget if layer.training else None)
         )
     trainer = trainer_of(model, tmp_path, steps=40, soft_budgets=(2, 9))
     trainer.train()
-    steps = [drawn[i : i + len(layers)] for i in range(0, len(drawn), len(layers))]
+    steps = [calls[i : i + len(layers)] for i in range(0, len(calls), len(layers))]
     assert len(steps) == 40 and all(len(set(step)) == 1 for step in steps)
     budgets = [step[0] for step in steps]
     assert min(budgets) == 2 and max(budgets) == 9
     assert {layer.soft_budget for layer in layers} == {None}
-    drawn.clear()
+    calls.clear()
     trainer.evaluate()
-    assert set(drawn) == {None}
-    drawn.clear()
+    assert set(calls) == {None}
+    calls.clear()
     trainer_of(model, tmp_path, steps=40, soft_budgets=(2, 9)).train()
-    assert drawn[:: len(layers)] == budgets
+    assert calls[:: len(layers)] == budgets
 
 
 def test_a_step_learns_from_what_is_evicted(tmp_path):

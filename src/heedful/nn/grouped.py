@@ -222,7 +222,7 @@ class GroupedAttention(Layer):
                 f"dropout must be 0 for grouped attention, which drops nothing, got "
                 f"{inputs.dropout}; take another mechanism"
             )
-        visibility = self._seen(visibility)
+        visibility = self._for_role(visibility)
         groups, features, report = self._grouped(q, k, visibility, inputs)
         summaries = self.summaries(q, k, v, groups, features.pooling, inputs)
         out = self.attend(
@@ -230,7 +230,7 @@ class GroupedAttention(Layer):
         )
         return LayerOutput(out, grouping=report)
 
-    def _seen(self, visibility: Visibility | None) -> Visibility | None:
+    def _for_role(self, visibility: Visibility | None) -> Visibility | None:
         """In cross-attention, that the queries are another row's is told by the visibility."""
         if self.shape.role != "cross" or (visibility and visibility.queries is not None):
             return visibility
@@ -378,7 +378,7 @@ class GroupedAttention(Layer):
 
         What attention inside a group moves between its members is not counted.
         """
-        visibility = self._seen(visibility)
+        visibility = self._for_role(visibility)
         groups, features, _ = self._grouped(q, k, visibility, inputs)
         tokens = k.shape[2]
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)

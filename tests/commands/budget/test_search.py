@@ -116,7 +116,7 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     known.clear()
     plain = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
     assert result.eviction == policy(tokens=result.eviction.tokens, sinks=1, recent=4)
-    assert result.ended and result.kept <= sum(plain) / (3 * LENGTH) < 0.9
+    assert result.ended and result.share_of_tokens <= sum(plain) / (3 * LENGTH) < 0.9
     assert len(set(result.eviction.tokens)) > 1  # layers differ
 
 
@@ -140,7 +140,7 @@ def test_what_is_written_is_used(searched):
                                    "limit": result.limit}  # fmt: skip
     assert (about["length"], about["rows"]) == (48, 2)
     assert about["limit"] == "1.0 % above the whole cache"
-    assert about["share_of_tokens_kept"] == result.kept
+    assert about["share_of_tokens_kept"] == result.share_of_tokens
     assert {"commit", "machine", "date", "command"} <= about["environment"].keys()
     model = heedful.load(folder / "selective")
     cache = heedful.new_cache(model)
@@ -155,7 +155,7 @@ def test_what_is_written_is_used(searched):
 @pytest.mark.parametrize("name", ["tova", "h2o", "snap-kv", "random", "window"])
 def test_other_policies_are_searched_too(folder, name):
     result = search(options_for(folder, "standard", eviction=name, sinks=None, length=40, rows=2))
-    assert result.perplexity <= result.limit and result.kept < 1
+    assert result.perplexity <= result.limit and result.share_of_tokens < 1
     assert result.eviction.sinks == (0 if name == "window" else 4)
     assert heedful.new_cache(heedful.load(folder / "standard")).layers[0].policy == result.eviction
 
@@ -190,7 +190,7 @@ def test_windows_are_where_the_search_begins(folder):
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "windows")
     result = search(options_for(folder, "windows", loss=5.0, trials=20))
-    assert result.start == (24, 24) and result.kept <= 1
+    assert result.start == (24, 24) and result.share_of_tokens <= 1
 
 
 @pytest.mark.slow
@@ -262,10 +262,14 @@ def test_trials_bound_the_search_and_more_of_them_go_on(folder, finished):
     assert "a higher --trials goes on" in budget.format_result(few)
     assert (folder / "selective" / "budgets.json").is_file()
     more = search(options_for(folder, trials=20))
-    assert (more.trials, more.measured, more.ended) == (20, 12, False) and more.kept <= few.kept
+    assert (more.trials, more.measured, more.ended) == (
+        20,
+        12,
+        False,
+    ) and more.share_of_tokens <= few.share_of_tokens
     shutil.copy(finished[0] / "selective" / LOG, folder / "selective" / LOG)
     whole = search(options_for(folder, trials=0))
-    assert whole.ended and whole.measured == 0 and whole.kept <= more.kept
+    assert whole.ended and whole.measured == 0 and whole.share_of_tokens <= more.share_of_tokens
     assert whole.eviction == finished[1].eviction
 
 
@@ -306,7 +310,7 @@ def test_another_search_is_refused_unless_told(searched):
             search(options_for(folder, **options))
         assert files_of(folder) == before
     second = search(options_for(folder, loss=20.0, rows=1, restart=True, trials=40))
-    assert second.kept < first.kept and second.measured == second.trials
+    assert second.share_of_tokens < first.share_of_tokens and second.measured == second.trials
     model = heedful.load(folder / "selective")
     with torch.no_grad():
         for p in model.parameters():
