@@ -170,7 +170,7 @@ def test_commands_import_one_another_as_the_map_says():
 # What imports itself in a circle after all, and why.
 CIRCLES = [
     # The Auto classes open folders by `load`, which converts; a conversion tells the Auto classes.
-    {f"heedful.hf.{x}" for x in ("auto_classes", "load", "adapter_folders", "restore", "convert")},
+    {f"heedful.hf.{x}" for x in ("auto_classes", "load", "adapter_folders", "restore", "convert")}
 ]
 
 

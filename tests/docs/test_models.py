@@ -69,13 +69,7 @@ def test_a_logit_that_differs_makes_a_type_wrong(models, monkeypatch):
     assert row.outcome == "wrong" and "largest difference" in row.note, row
 
 
-@pytest.mark.parametrize(
-    ("kind", "outcome"),
-    [
-        ("t5", "served"),
-        ("roberta", "served"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "outcome"), [("t5", "served"), ("roberta", "served")])
 def test_an_encoder_comes_out_as_the_page_says(encoders, models, kind, outcome):
     row = encoders.attempt(kind)
     assert row.outcome == outcome, row.note

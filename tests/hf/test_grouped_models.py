@@ -21,8 +21,7 @@ GROUPINGS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [x if x == "cif" else pytest.param(x, marks=pytest.mark.slow) for x in GROUPINGS],
+    "name", [x if x == "cif" else pytest.param(x, marks=pytest.mark.slow) for x in GROUPINGS]
 )
 def test_noise_cannot_be_learnt(name):
     """A canary: a leak would let a model read the next token, and its loss would fall."""

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import (
-    cif_groups,
-    fixed_groups,
-    sliding_groups,
-    slot_groups,
-)
+from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups, slot_groups
 from heedful.ops.grouped.reference import memberships
 from helpers.grouped_cases import (
     BY_NAME,

@@ -153,11 +153,7 @@ def test_the_usual_mistakes_would_show(impl):
 
     actual = selective_attention(q, k, v, impl=impl).output
     torch.testing.assert_close(actual, output(s_protected.cumsum(2) - s_protected), **EXACT)
-    for wrong in (
-        s_protected.cumsum(3) - s_protected,
-        s_protected.cumsum(2),
-        s.cumsum(2) - s,
-    ):
+    for wrong in (s_protected.cumsum(3) - s_protected, s_protected.cumsum(2), s.cumsum(2) - s):
         assert (actual - output(wrong)).abs().max() > 1e-3
 
 

@@ -14,14 +14,7 @@ from heedful.ops import Queries, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import fixed_groups, sliding_groups
 from heedful.ops.grouped.fused import _blocks
 from heedful.ops.grouped.neighbourhood import reach_of
-from helpers.grouped_cases import (
-    EXACT,
-    TOKENS,
-    VISIBILITIES,
-    attend,
-    each_case,
-    tensors,
-)
+from helpers.grouped_cases import EXACT, TOKENS, VISIBILITIES, attend, each_case, tensors
 from helpers.oracle import against_oracle, with_grads
 
 KINDS = [name for name in VISIBILITIES if "mutual" not in name]

@@ -13,12 +13,7 @@ from heedful.ops.grouped import (
     sliding_groups,
     slot_groups,
 )
-from helpers.grouped_cases import (
-    attend,
-    draw,
-    each_impl,
-    tensors,
-)
+from helpers.grouped_cases import attend, draw, each_impl, tensors
 
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.
 

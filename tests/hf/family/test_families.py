@@ -18,17 +18,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.testing import assert_causal, assert_matches_oracle
-from helpers.families import (
-    EAGER,
-    FAMILIES,
-    fits,
-    logits,
-    ragged_mask,
-    tiny,
-    tokens,
-    twin,
-    varied,
-)
+from helpers.families import EAGER, FAMILIES, fits, logits, ragged_mask, tiny, tokens, twin, varied
 
 every = pytest.mark.parametrize("family", FAMILIES)
 UNCHANGING = {

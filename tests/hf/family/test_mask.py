@@ -4,11 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Lfm2Config,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import heedful

@@ -14,11 +14,7 @@ from heedful.commands.evaluate.answers import Answers, LanguageModel
 from heedful.commands.evaluate.harness import HarnessResult, export_tasks, harness_names, run_task
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
-from heedful.commands.models import (
-    configuration_of,
-    open_model,
-    tokenizer_named,
-)
+from heedful.commands.models import configuration_of, open_model, tokenizer_named
 from heedful.commands.policies import policy_named, spelled
 from heedful.eviction import Eviction
 from heedful.hf.budgets import NAME, fingerprint
