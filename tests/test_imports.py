@@ -63,6 +63,7 @@ LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environm
         "compare",
         "convert",
         "evaluate",
+        "export",
         "generate",
         "inspect",
         "train",
