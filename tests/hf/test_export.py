@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.nn import (
@@ -148,7 +148,7 @@ def test_windows_become_types_of_layers(family, tied, tmp_path):
     expected, padded = logits(model, ids), logits(model, ids, attention_mask=mask)
     assert largest(expected - whole) > 1e-2
     stock = exported(model, tmp_path / "out")
-    assert stock.config.model_type == ("qwen3" if family == "qwen3" else "qwen2")
+    assert stock.config.model_type == (family if family.startswith("qwen") else "ministral")
     assert stock.config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
     assert stock.config.sliding_window == 5
     torch.testing.assert_close(logits(stock, ids), expected, rtol=0, atol=1e-12)
@@ -160,7 +160,7 @@ def test_windows_become_types_of_layers(family, tied, tmp_path):
 
 
 def test_windows_beside_knocking_heads(tmp_path):
-    model = tiny()
+    model = tiny(head_dim=16)
     heedful.convert(model, {KnockingHeads(): [0, 1], Standard(window=4): [2]})
     stir(model, 0.3, ".heedful.")
     ids = tokens()
@@ -185,9 +185,7 @@ def test_the_families_own_windows_stay(tmp_path):
     [
         ("gemma3_text", {}, LocalGlobal(4), "type 'gemma3_text' cannot give layers windows"),
         ("gpt_neox", {}, LocalGlobal(4), "type 'gpt_neox' cannot give layers windows"),
-        ("llama", {"attention_bias": True}, LocalGlobal(4), "its output projection .* has a bias"),
-        ("llama", {"head_dim": 16}, LocalGlobal(4), r"a dim of their own \(16\)"),
-        ("mistral", {}, Standard(window=3), "None"),
+        ("llama", {"attention_bias": True}, LocalGlobal(4), "its projections .* a bias"),
         (
             "llama",
             {},
@@ -201,10 +199,6 @@ def test_windows_that_no_checkpoint_can_say_are_refused(
 ):
     model = tiny(family, **changes)
     heedful.convert(model, mechanism)
-    if message == "None":
-        heedful.export(model, tmp_path / "out")
-        assert AutoConfig.from_pretrained(tmp_path / "out").sliding_window == 3
-        return
     with pytest.raises(ValueError, match=message):
         heedful.export(model, tmp_path / "out")
     assert not any(tmp_path.iterdir())

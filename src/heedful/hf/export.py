@@ -20,11 +20,10 @@ from heedful.nn import Layer, Standard
 from heedful.nn.layer import StandardForm
 from heedful.records.files import whole_folder
 
-# Families in which the type of a layer decides over its window and nothing else (in others it also
-# chooses the rotary embedding), and those that are Qwen2 but for the biases of its projections.
-_LAYER_TYPES = ("qwen2", "qwen3")
-_AS_QWEN2 = ("llama", "mistral")
-_QWEN2_BIASES = ("q_proj", "k_proj", "v_proj")
+# Families in which the type of a layer decides over its window and nothing else; in others it also
+# chooses the rotary embedding. Those without such types are Ministral, which has them, otherwise.
+_LAYER_TYPES = ("ministral", "qwen2", "qwen3")
+_AS_MINISTRAL = ("llama", "mistral")
 
 
 class _Seat(NamedTuple):
@@ -45,9 +44,9 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
 
     Linear knocking heads are multiplied into the projections, in fp64 and rounded once. Windows
     (`Standard(window=...)`, `LocalGlobal`) become `layer_types`; Llama and Mistral, which have
-    none, are written as Qwen2 with biases of zero. What has learnt nothing and is the identity is
-    left out. Budgets and eviction stay behind: engines keep whole caches. The model itself does
-    not change.
+    none, are written as Ministral, which is the same otherwise. What has learnt nothing and is the
+    identity is left out. Budgets and eviction stay behind: engines keep whole caches. The model
+    itself does not change.
 
     Arguments:
         model: a converted model, without an adapter of PEFT around its projections.
@@ -76,8 +75,6 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
         weights |= _folded(model, seat)
     windows = _windows(model.config, seats)
     config = None if windows is None else _with_windows(model, family, windows)
-    if config is not None and config.model_type != model.config.model_type:
-        weights |= _zero_biases(seats, weights)
     with whole_folder(folder) as whole:
         _save(model, family, whole, weights)
         if config is not None:
@@ -159,15 +156,15 @@ def _windows(config: PreTrainedConfig, seats: list[_Seat]) -> list[int | None] |
     if all(seat.form.window is None for seat in seats):
         return None
     kind = config.model_type
-    if kind not in (*_LAYER_TYPES, *_AS_QWEN2):
+    if kind not in (*_LAYER_TYPES, *_AS_MINISTRAL):
         raise ValueError(
             f"model: a checkpoint of type {kind!r} cannot give layers windows of their own; that "
-            f"can {', '.join((*_LAYER_TYPES, *_AS_QWEN2))}. Serve it with transformers serve, or "
-            "heedful.revert(model) takes the windows out"
+            f"can {', '.join((*_LAYER_TYPES, *_AS_MINISTRAL))}. Serve it with transformers serve, "
+            "or heedful.revert(model) takes the windows out"
         )
     windows: list[int | None] = []
     for seat in sorted(seats, key=lambda seat: seat.layer.shape.layer):
-        # What the module says of itself: in Qwen2 and Qwen3 by its type, in Mistral by the model.
+        # What the module says of itself: in Qwen by its type, in Mistral by the model.
         own = getattr(seat.module, "sliding_window", getattr(config, "sliding_window", None))
         both = [x for x in (own, seat.form.window) if x is not None]
         windows.append(min(both, default=None))
@@ -185,47 +182,39 @@ def _with_windows(
     """The configuration of a model whose layers have these windows, of which one is a number."""
     config = model.config
     fields = config.to_dict()
-    name = family.__name__
-    if config.model_type in _AS_QWEN2:
-        _check_is_qwen2(config, family)
-        name = "Qwen2ForCausalLM"
-        known = CONFIG_MAPPING["qwen2"]().to_dict()
-        fields = {key: x for key, x in fields.items() if key in known}
-        fields["model_type"] = "qwen2"
+    kind, name = config.model_type, family.__name__
+    if kind in _AS_MINISTRAL:
+        _check_is_ministral(config, family)
+        kind, name = "ministral", "MinistralForCausalLM"
+        known = CONFIG_MAPPING[kind]().to_dict()
+        fields = {key: x for key, x in fields.items() if key in known} | {"model_type": kind}
     kinds = ["full_attention" if x is None else "sliding_attention" for x in windows]
     fields |= {
         "architectures": [name],
         "layer_types": kinds,
-        "use_sliding_window": True,
         "sliding_window": next(x for x in windows if x is not None),
-        # Read where layer_types are not: the first layers up to here are global.
-        "max_window_layers": kinds.index("sliding_attention"),
         "use_cache": model._heedful._stock.use_cache.get("config", True),
     }
+    if kind.startswith("qwen"):
+        # The second is read where layer_types are not: the first layers up to it are global.
+        first = kinds.index("sliding_attention")
+        fields |= {"use_sliding_window": True, "max_window_layers": first}
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
-def _check_is_qwen2(config: PreTrainedConfig, family: type) -> None:
-    """Raise unless a Llama or Mistral is a Qwen2 without biases."""
+def _check_is_ministral(config: PreTrainedConfig, family: type) -> None:
+    """Raise unless a Llama or Mistral is a Ministral but for windows."""
     reason = None
     if not family.__name__.endswith("ForCausalLM"):
         reason = f"{family.__name__} is no causal language model"
     elif getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        reason = "its output projection or its MLP has a bias"
-    elif config.head_dim not in (None, config.hidden_size // config.num_attention_heads):
-        reason = f"its heads have a dim of their own ({config.head_dim})"
+        reason = "its projections or its MLP have a bias"
     if reason is not None:
         raise ValueError(
-            f"model: windows of single layers are written as Qwen2 has them, which this "
-            f"{config.model_type} does not fit because {reason}; serve it with transformers "
-            "serve, or heedful.revert(model) takes the windows out"
+            f"model: windows of single layers are written as Ministral has them, which this "
+            f"{config.model_type} is not because {reason}; serve it with transformers serve, or "
+            "heedful.revert(model) takes the windows out"
         )
-
-
-def _zero_biases(seats: list[_Seat], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The biases that a Qwen2 has and a Llama has not."""
-    names = [f"{seat.path}.{projection}" for seat in seats for projection in _QWEN2_BIASES]
-    return {f"{x}.bias": torch.zeros_like(weights[f"{x}.weight"][:, 0]) for x in names}
 
 
 def _save(model: PreTrainedModel, family: type, folder: Path, weights: dict[str, Tensor]) -> None:
