@@ -154,7 +154,11 @@ def test_query_rows_are_kept_for_those_who_run_and_never_guessed():
     assert torch.equal(rows.join(7, 3, new[:, 3:4]), new[:, 1:4])
     assert torch.equal(rows.join(7, 0, new[:, 4:]), new[:, 4:])  # another request on that page
     assert torch.equal(rows.join(7, 1, new[:, :1]), new[:, [4, 0]])
+    rows.join(8, 0, new)
+    assert torch.equal(rows.join(7, 0, new[:, :2]), new[:, :2])  # now it is the newest
+    rows.join(9, 0, new)
+    assert torch.equal(rows.join(7, 2, new[:, 2:3]), new[:, :3])
     for page in (8, 9):
         rows.join(page, 0, new)
-    with pytest.raises(RuntimeError, match="query rows of a request with 2 tokens are gone"):
-        rows.join(7, 2, new)  # two others have come since
+    with pytest.raises(RuntimeError, match="query rows of a request with 3 tokens are gone"):
+        rows.join(7, 3, new)  # two others have come since

@@ -48,7 +48,8 @@ class QueryRows:
         """
         if not self.count:
             return new
-        known = self._rows.pop(page, None) if before else None
+        known = self._rows.pop(page, None)  # also of one that has ended: the new one is the newest
+        known = known if before else None
         if (0 if known is None else known.shape[1]) != min(before, self.count):
             raise RuntimeError(
                 f"the query rows of a request with {before} tokens are gone; please report this, "
