@@ -157,6 +157,7 @@ COMMAND_MAP = {
     "generate": set(),
     "inspect": set(),
     "convert": set(),
+    "export": set(),
     "train": set(),
     "compare": {"inspect"},  # the names of kernels' patterns
     "evaluate": {"generate", "compare"},  # prompts in chunks; tasks and figures

@@ -47,13 +47,20 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
     """
     check_new_folder(out)
     place = Path(out)
+    missing = [path for path in place.parents if not path.exists()]  # the innermost first
     place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
-        whole = Path(folder) / "whole"
-        yield whole
-        if place.is_dir():
-            place.rmdir()
-        os.replace(whole, place)
+    try:
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
+            whole = Path(folder) / "whole"
+            yield whole
+            if place.is_dir():
+                place.rmdir()
+            os.replace(whole, place)
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):  # something else is in it by now
+                path.rmdir()
+        raise
 
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
