@@ -81,7 +81,7 @@ def test_what_cannot_be_exported_leaves_nothing(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["export", "converted", "deep/stock"])
     error = capsys.readouterr().err
-    assert stop.value.code == 1 and error.startswith("heedful: model: Selective(")
+    assert stop.value.code == 1 and "heedful: model: Selective(" in error
     assert "is not standard attention" in error and "Traceback" not in error
     with pytest.raises(ValueError, match="out must be a new or empty folder, got 'base'"):
         export_folder(Export("converted", "base"))
