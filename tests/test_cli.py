@@ -44,6 +44,7 @@ def test_the_commands_are_these():
         "compare",
         "train",
         "convert",
+        "export",
         "generate",
         "budget",
         "eval",

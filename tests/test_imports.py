@@ -55,7 +55,17 @@ MAY_IMPORT = {
 MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
-ROOMS = ("bench", "budget", "compare", "convert", "evaluate", "generate", "inspect", "train")
+ROOMS = (
+    "bench",
+    "budget",
+    "compare",
+    "convert",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "train",
+)
 LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"}
 LIGHT |= {f"heedful.commands.{command}.options" for command in ROOMS}
 
@@ -146,6 +156,7 @@ COMMAND_MAP = {
     "generate": set(),
     "inspect": set(),
     "convert": set(),
+    "export": set(),
     "train": set(),
     "compare": {"inspect"},  # the names of kernels' patterns
     "evaluate": {"generate", "compare"},  # prompts in chunks; tasks and figures
