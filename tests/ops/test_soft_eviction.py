@@ -1,81 +1,92 @@
-"""Soft eviction: its formula by loops, what it leaves of the map, and what can be learned by it."""
-
-import math
+"""Soft eviction against a cache that evicts, and its gradient."""
 
 import pytest
 import torch
 
-from heedful.ops.selective.soft_eviction import AGE, SHARPNESS, soft_eviction
+from heedful.ops.selective.soft_eviction import cached_shares
 
-CAUSAL = torch.ones(20, 20, dtype=torch.bool).tril()[None, None]
-
-
-def hidden(seed: int = 0) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return torch.rand(2, 1, 20, 20, dtype=torch.float64).cumsum(2)
+CHUNKS, CHUNK = 6, 5
+TOKENS = CHUNKS * CHUNK
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 12, 19])
-def test_it_is_the_formula(tokens):
-    f = hidden()
-    bias = soft_eviction(f, CAUSAL, tokens, sinks=1, recent=2)
-    for b in range(2):
-        for i in range(20):
-            protected = {0, i - 1, i}
-            level = [
-                -1.0 if j in protected else f[b, 0, i, j].item() + AGE * (19 - j)
-                for j in range(i + 1)
-            ]
-            order = sorted(level)
-            if i + 1 < tokens:
-                assert not bias[b, 0, i, : i + 1].any()
-                continue
-            threshold = order[tokens - 1]
-            width = max(order[min(2 * tokens, len(order)) - 1] - threshold, 1e-9)
-            assert not any(bias[b, 0, i, j] for j in protected if j >= 0)
-            for j in set(range(i + 1)) - protected:
-                x = SHARPNESS * (level[j] - threshold) / width
-                softplus = x + math.log1p(math.exp(-x)) if x > 0 else math.log1p(math.exp(x))
-                assert bias[b, 0, i, j].item() == pytest.approx(-softplus, rel=1e-9, abs=1e-12)
+def causal(rows: int = 1) -> torch.Tensor:
+    """What the last token of each chunk sees."""
+    ends = torch.arange(CHUNK, TOKENS + 1, CHUNK)
+    return (torch.arange(TOKENS) < ends[:, None]).expand(rows, -1, -1)
 
 
-def test_a_cache_that_holds_everything_evicts_nothing():
-    f = hidden().requires_grad_()
-    assert not soft_eviction(f, CAUSAL, 20).any() and not soft_eviction(f, CAUSAL, 90).any()
+def rising(rows: int, seed: int = 0) -> torch.Tensor:
+    """F of tokens whose order changes while it grows."""
+    draws = torch.Generator().manual_seed(seed)
+    steps = torch.rand(rows, CHUNKS, TOKENS, generator=draws, dtype=torch.float64) ** 4
+    return steps.cumsum(1)
 
 
-def test_the_scale_of_f_changes_nothing():
-    """Else a model could learn to make all F alike, and evict nothing."""
-    f = hidden()
-    large, small = (
-        soft_eviction(x * f, CAUSAL, 4, 0.0, 0, 0).masked_fill(~CAUSAL, 0) for x in (100, 7)
+def hard(f: torch.Tensor, tokens: int, sinks: int, recent: int) -> torch.Tensor:
+    """Which tokens a cache holds after each chunk, token by token."""
+    held, states = [], []
+    for chunk in range(CHUNKS):
+        held += range(chunk * CHUNK, (chunk + 1) * CHUNK)
+        while len(held) > tokens:
+            free = [j for j in held[sinks : len(held) - recent]]
+            held.remove(max(free, key=lambda j: (f[chunk, j].item(), -j)))
+        states.append([float(j in held) for j in range(TOKENS)])
+    return torch.tensor(states, dtype=f.dtype)
+
+
+@pytest.mark.parametrize("tokens", [8, 13, 22])
+def test_a_narrow_sigmoid_is_the_cache(tokens, monkeypatch):
+    monkeypatch.setattr("heedful.ops.selective.soft_eviction._WIDTH", 1e-4)
+    monkeypatch.setattr("heedful.ops.selective.soft_eviction._LEAST_WIDTH", 1e-7)
+    monkeypatch.setattr("heedful.ops.selective.soft_eviction._HALVINGS", 60)
+    f = rising(3)
+    shares = cached_shares(f, causal(3), tokens, sinks=1, recent=2)
+    for row in range(3):
+        exact = hard(f[row], tokens, 1, 2)
+        there = causal()[0]
+        torch.testing.assert_close(
+            shares[row][there], exact[there], rtol=0, atol=1e-3, msg=f"row {row}"
+        )
+
+
+@pytest.mark.parametrize("tokens", [8, 13, 22])
+def test_shares_add_up_to_the_cache_and_never_rise(tokens):
+    shares, visible = cached_shares(rising(2), causal(2), tokens, sinks=1, recent=2), causal(2)
+    counts, sums = visible.sum(-1), (shares * visible).sum(-1)
+    torch.testing.assert_close(sums, counts.clamp(max=tokens).double(), rtol=0, atol=1e-3)
+    assert (shares.diff(dim=1) <= 0).all() and shares.min() >= 0 and shares.max() == 1
+    assert (shares[:, :, 0] == 1).all()
+    assert (shares[:, torch.arange(CHUNKS), torch.arange(CHUNK, TOKENS + 1, CHUNK) - 2] == 1).all()
+
+
+def test_of_equals_the_oldest_go(monkeypatch):
+    monkeypatch.setattr("heedful.ops.selective.soft_eviction._LEAST_WIDTH", 1e-7)
+    last = cached_shares(torch.zeros(1, CHUNKS, TOKENS), causal(), 10, sinks=0, recent=0)[0, -1]
+    assert (last.diff() >= 0).all() and last[0] < 0.01 < 0.5 < last[-6]
+
+
+def test_documents_are_cached_apart():
+    """Of a second document as many tokens stay as of the same tokens alone."""
+    f, visible = rising(1), causal().clone()
+    visible[:, 3:, :15] = False
+    whole = cached_shares(f, visible, 8, sinks=1, recent=2)
+    alone = cached_shares(f[:, 3:, 15:], causal()[:, :3, :15], 8, sinks=1, recent=2)
+    torch.testing.assert_close(whole[:, 3:, 15:], alone, rtol=0, atol=1e-4)
+
+
+def test_a_token_stays_at_the_cost_of_others():
+    """At the first eviction the derivative of the sum is zero, and each token's own is negative."""
+    f = rising(1).requires_grad_()
+    visible = causal()[:, :3]
+
+    def after(f):
+        return cached_shares(f[:, :3], visible, 10, sinks=1, recent=2)[0, -1]
+
+    jacobian = torch.autograd.functional.jacobian(after, f.detach())[:, 0, 2, :15]
+    free = slice(1, 13)
+    assert jacobian[free].diagonal(offset=1).min() < 0
+    torch.testing.assert_close(
+        jacobian[:15].sum(0), torch.zeros(15, dtype=torch.float64), rtol=0, atol=1e-3
     )
-    torch.testing.assert_close(large, small)
-
-
-def test_of_tokens_that_nothing_has_hidden_the_oldest_go():
-    """As under `MostHidden`: a layer that hides nothing keeps the newest tokens."""
-    bias = soft_eviction(torch.zeros(1, 1, 20, 20), CAUSAL, 5, sinks=1, recent=2)
-    weights = bias.masked_fill(~CAUSAL, -torch.inf).softmax(-1)[0, 0, -1]
-    assert weights[0] == weights[-1] and weights[[0, *range(15, 20)]].sum() > 0.95
-    assert bool((weights[1:].diff() >= 0).all()) and weights[1:12].sum() < 1e-3
-
-
-def test_what_is_beyond_twice_the_cache_weighs_little():
-    f = hidden()
-    logits = soft_eviction(f, CAUSAL, 5, sinks=0, recent=0).masked_fill(~CAUSAL, -torch.inf)
-    rank = f.masked_fill(~CAUSAL, torch.inf).argsort(-1).argsort(-1)
-    weights = logits.softmax(-1)[:, :, 10:]
-    rest = (weights * (rank[:, :, 10:] >= 10)).sum(-1)
-    assert rest.max() < 10 * math.exp(-SHARPNESS) / 2
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_gradients_are_finite_and_of_f_alone(tied):
-    f = torch.zeros(1, 1, 20, 20, dtype=torch.float64) if tied else hidden()
-    f.requires_grad_()
-    bias = soft_eviction(f, CAUSAL, 4, sinks=1, recent=2)
-    (gradient,) = torch.autograd.grad(bias.masked_select(CAUSAL).sum(), f)
-    assert gradient.isfinite().all() and gradient.max() <= 0 and gradient[0, 0, -1].any()
-    assert gradient.min() >= -10 * SHARPNESS
-    assert not gradient[:, :, :3].any()  # these see no more than the cache has room for
+    others = jacobian[1:13, 1:13] - torch.diag(jacobian[1:13, 1:13].diagonal())
+    assert (others >= 0).all() and others.max() > 0.05

@@ -1,7 +1,7 @@
-"""Soft budgets: the map that a layer trains with, and which cache a step imitates."""
+"""An order of eviction that is learned from attention maps: the loss, its scale, the command."""
 
-import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,99 +13,189 @@ import heedful
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
 from heedful.nn import Selective
-from heedful.ops.selective.soft_eviction import soft_eviction
+from heedful.ops.selective.reference import selection
+from heedful.ops.selective.soft_eviction import cached_shares
+from heedful.training.eviction_order import LEVEL, EvictionOrderLoss
 from heedful.training.trainer import LayerTrainer
 from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 
-
-def hiding(selector: str = "extra"):
-    return varied(tiny("llama"), Selective(selector), 0.5)
+LENGTH = 70
 
 
-def trainer_of(model, folder: Path, steps: int = 4, **options) -> LayerTrainer:
+def hiding(family: str = "llama", selector: str = "extra", strength: float = 0.5):
+    torch.manual_seed(0)
+    mechanism = Selective(selector, dim=None if selector == "head" else 3)
+    return varied(tiny(family), mechanism, strength)
+
+
+def layers_of(model) -> list[heedful.nn.Layer]:
+    return [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
+
+
+def trainer_of(model, folder: Path, steps: int = 4, rate: float = 0.0, **options) -> LayerTrainer:
     arguments = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=0.0,
+        use_cpu=True, disable_tqdm=True, save_strategy="no", learning_rate=rate,
     )  # fmt: skip
-    rows = [{"input_ids": x, "labels": x} for x in tokens(8)]
+    rows = [{"input_ids": x, "labels": x} for x in tokens(8, LENGTH)]
     return LayerTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **options)
 
 
-@pytest.mark.parametrize("selector", ["head", "mean", "per-head", "extra"])
-def test_a_layer_in_training_adds_it_to_the_logits(selector):
-    """The first layer's output is that of the definition with soft eviction as its bias."""
-    model = hiding(selector)
-    layer = next(x for x in model.modules() if isinstance(x, heedful.nn.Layer))
-    calls = []
-    layer.register_forward_hook(
-        lambda layer, args, kwargs, out: calls.append((args, kwargs, out.output)), with_kwargs=True
-    )
-    layer.soft_budget = 15
-    ids = tokens(2, 40)
-    model.eval()(input_ids=ids, use_cache=False)
-    model.train()(input_ids=ids, use_cache=False)
-    (_, _, plain), ((q, k, v), kwargs, output) = calls
-    assert not torch.equal(plain, output)
-    visible = torch.ones(1, 1, *[ids.shape[1]] * 2, dtype=torch.bool).tril()
-    f = layer.maps(q, k, **kwargs).hiding
-    f = f.cumsum(2) - f
-    selectors = layer.selectors(q, k, kwargs["inputs"])
-    evicted = soft_eviction(f.amin(1, keepdim=True), visible, 15)
-    exact = heedful.selective_attention(
-        q, k, v, selector_q=selectors[0], selector_k=selectors[1], bias=evicted,
-        scale=kwargs["scale"], impl="reference",
-    )  # fmt: skip
-    torch.testing.assert_close(output, exact.output)
+def loss_of(model, ids, labels, cache: int, step: int = 0) -> torch.Tensor:
+    with EvictionOrderLoss(model).observing() as order:
+        order.draw(labels, step)
+        model.train()(input_ids=ids, use_cache=False)
+        return order(cache)
 
 
-def test_each_step_draws_a_cache_and_evaluation_has_none(tmp_path):
-    """The same draws for the same seed, all within bounds; at the end no layer imitates any."""
-    model, calls = hiding(), []
-    layers = [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
-    for layer in layers:
-        layer.register_forward_hook(
-            lambda layer, *_: calls.append(layer.soft_budget if layer.training else None)
-        )
-    trainer = trainer_of(model, tmp_path, steps=40, soft_budgets=(2, 9))
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_loss_is_its_formula(family, monkeypatch):
+    """Query by query, of the base's own attention maps; softcap, windows and sinks included."""
+    monkeypatch.setattr("heedful.training.eviction_order.CHUNK", 8)
+    monkeypatch.setattr("heedful.training.eviction_order.QUERIES", 9)
+    model = hiding(family).double()
+    ids, cache = tokens(2, LENGTH), 20
+    heads = {}
+
+    def collect(layer, args, kwargs):
+        heads[layer] = args, kwargs
+
+    handles = [
+        layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in layers_of(model)
+    ]
+    order = EvictionOrderLoss(model)
+    with order.observing():
+        order.draw(ids, 5)
+        model.train()(input_ids=ids, use_cache=False)
+        loss = order(cache)
+    for handle in handles:
+        handle.remove()
+    queries, total = order._queries, 0.0
+    for layer, ((q, k, v), kwargs) in heads.items():
+        visibility, scale, inputs = (kwargs[x] for x in ("visibility", "scale", "inputs"))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        standard = heedful.Standard().build(layer.shape)
+        maps = standard.maps(q, k, visibility=visibility, scale=scale, inputs=inputs).weights
+        hiding_map = selection(*layer.selectors(q, k, inputs), True, visibility, scale)
+        ends = [min(8 * (c + 1), LENGTH) for c in range(math.ceil(LENGTH / 8))]
+        f = torch.stack([hiding_map[:, :, :end].sum(2).amin(1) for end in ends], 1)
+        visible = visibility.dense(LENGTH, LENGTH, q.device).expand(2, -1, -1)
+        shares = cached_shares(f, visible[:, [end - 1 for end in ends]], cache)
+        size = [0.0, 0.0]
+        of_queries = [[], []]
+        for row in range(2):
+            for i in queries[row].tolist():
+                chunk = i // 8
+                share = shares[row, chunk - 1].clone() if chunk else torch.ones(LENGTH).double()
+                share[chunk * 8 :] = 1
+                log_share = error = 0.0
+                for h in range(q.shape[1]):
+                    weights = maps[row, h, i]
+                    values = v[row, h // (q.shape[1] // k.shape[1])]
+                    left = (weights * share).sum()
+                    log_share += left.log() / q.shape[1]
+                    difference = (weights * share / left - weights) @ values
+                    error += difference.square().sum()
+                    size[row] += (weights @ values).square().sum() / 9
+                of_queries[row].append((log_share, error))
+            for log_share, error in of_queries[row]:
+                total += (error / size[row] - log_share) / (2 * 9 * len(heads))
+    torch.testing.assert_close(loss, total, rtol=1e-6, atol=1e-8)
+
+
+def test_a_cache_for_all_tokens_costs_nothing():
+    model, ids = hiding(), tokens(2, LENGTH)
+    assert loss_of(model, ids, ids, LENGTH).item() == pytest.approx(0, abs=1e-6)
+    assert loss_of(model, ids, ids, 20).item() > 0.05
+
+
+def test_while_it_is_observed_a_model_in_training_is_the_base():
+    """And in eval mode, or afterwards, what it was."""
+    base, ids = tiny("llama"), tokens(2, LENGTH)
+    model = hiding()
+    model.load_state_dict(base.state_dict(), strict=False)
+    plain = model.eval()(input_ids=ids, use_cache=False).logits
+    order = EvictionOrderLoss(model)
+    with order.observing():
+        order.draw(ids, 0)
+        seen = model.train()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(seen, base(input_ids=ids, use_cache=False).logits)
+        assert torch.equal(model.eval()(input_ids=ids, use_cache=False).logits, plain)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
+    assert not torch.allclose(plain, seen, atol=1e-3)
+
+
+def test_answers_are_read_where_only_answers_are_learned():
+    """Half of the queries are the answers' then, with twice the weight."""
+    model, ids = hiding(), tokens(1, 300)
+    labels = torch.full_like(ids, -100)
+    labels[0, 250:260] = ids[0, 250:260]
+    order = EvictionOrderLoss(model)
+    order.draw(labels, 0)
+    chosen = order._queries[order._weights == 2]
+    assert sorted(chosen.tolist()) == list(range(249, 259))
+    order.draw(ids, 0)
+    assert (order._weights == 1).all() and order._queries.max() < 299
+
+
+def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
+    """On the same sequences, of a cache of a third; the base's weights stay as they were."""
+    model = hiding(strength=0.05)
+    before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".heedful." in name)
+    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
+    ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
+    first = loss_of(model, ids, ids, 24).item()
     trainer.train()
-    steps = [calls[i : i + len(layers)] for i in range(0, len(calls), len(layers))]
-    assert len(steps) == 40 and all(len(set(step)) == 1 for step in steps)
-    budgets = [step[0] for step in steps]
-    assert min(budgets) == 2 and max(budgets) == 9
-    assert {layer.soft_budget for layer in layers} == {None}
-    calls.clear()
-    trainer.evaluate()
-    assert set(calls) == {None}
-    calls.clear()
-    trainer_of(model, tmp_path, steps=40, soft_budgets=(2, 9)).train()
-    assert calls[:: len(layers)] == budgets
+    last = loss_of(model, ids, ids, 24).item()
+    assert last < 0.9 * first
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+    order = EvictionOrderLoss(model)
+    with order.observing():
+        levels = order.levels(model, {"input_ids": ids, "labels": ids})
+    torch.testing.assert_close(levels, torch.full_like(levels, LEVEL))
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
 
 
-def test_a_step_learns_from_what_is_evicted(tmp_path):
-    """The gradient of the selectors differs from that without eviction, and stays finite."""
-    gradients = []
-    for budget in (None, 15):
-        model = copy.deepcopy(hiding()).train()
-        for layer in model.modules():
-            if isinstance(layer, heedful.nn.Layer):
-                layer.soft_budget = budget
-        ids = tokens(2, 40)
-        model(input_ids=ids, labels=ids).loss.backward()
-        gradients.append([p.grad for n, p in model.named_parameters() if ".heedful." in n])
-    for plain, evicted in zip(*gradients, strict=True):
-        assert evicted.isfinite().all() and evicted.any() and not torch.equal(plain, evicted)
+def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
+    """The loss of a model whose F is a thousand times as large is the same to the last digits."""
+    losses = []
+    for factor in (1, 1000):
+        model = hiding()
+        for layer in layers_of(model):
+            layer.query.weight.data *= factor
+        trainer = trainer_of(model, tmp_path, soft_budgets=(20, 30))
+        with trainer._order.observing():
+            losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_a_model_that_hides_nothing_is_refused(tmp_path):
+def test_each_step_draws_a_cache_the_same_for_the_same_seed(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        EvictionOrderLoss, "__call__",
+        lambda self, n: drawn.append(n) or sum(x.f.sum() for x in self._reports) * 0,
+    )  # fmt: skip
+    for _ in range(2):
+        trainer_of(hiding(), tmp_path, steps=40, soft_budgets=(2, 9)).train()
+    assert drawn[:40] == drawn[40:] and min(drawn) == 2 and max(drawn) == 9
+
+
+def test_models_that_cannot_learn_it_are_refused(tmp_path):
     model = tiny("llama")
     heedful.convert(model, "mta")
     with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM masks"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
+    with pytest.raises(ValueError, match="selectors of their own"):
+        trainer_of(hiding(selector="head"), tmp_path, soft_budgets=(2, 9))
+    with pytest.raises(ValueError, match="leave out memory_loss"):
+        trainer_of(hiding(), tmp_path, soft_budgets=(2, 9), memory_loss=0.1)
 
 
 def test_those_of_a_recipe_grow_with_the_length():
-    for length, budgets in ((1024, (64, 384)), (2048, (128, 768)), (32, (2, 12)), (8, (1, 3))):
+    for length, budgets in ((1024, (64, 256)), (2048, (128, 512)), (32, (2, 8)), (8, (1, 2))):
         options = Training("base", recipe="hide", length=length)
         assert options.filled(has_weights=True).soft_budgets == budgets
     given = Training("base", recipe="hide", length=32, soft_budgets=(5, 40))
@@ -114,14 +204,28 @@ def test_those_of_a_recipe_grow_with_the_length():
         replace(given, soft_budgets=(32, 40)).filled(has_weights=True)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"targets": "text"}, "go together"),
+        ({"recipe": "adapt", "soft_budgets": (4, 12)}, "go together"),
+        ({"train": "lora"}, "trains the mechanism alone"),
+        ({"memory_loss": 0.1}, "without a memory loss"),
+    ],
+)
+def test_what_does_not_go_with_maps_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Training("base", **({"recipe": "hide"} | options)).filled(has_weights=True)
+
+
 def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_base_of_bytes(Path("base"), 512)
     options = Training(
-        "base", ("absent.txt",), "run", recipe="adapt", mechanism=("mta",), steps=2, length=32,
-        soft_budgets=(4, 12), device="cpu",
+        "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=32,
+        device="cpu",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"no layer of this .* masks; call heedful\.convert"):
+    with pytest.raises(ValueError, match=r"no layer of this .* masks; take --mechanism selective"):
         train_text(options, show=False)
     assert not Path("run").exists()
 
@@ -136,18 +240,19 @@ def test_wrong_ones_are_refused(budgets, message):
 
 
 def test_the_command_trains_with_them(tmp_path, monkeypatch):
+    """Other budgets, other selectors; the adapter's F has its scale."""
     monkeypatch.chdir(tmp_path)
     save_base_of_bytes(Path("base"), 512)
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
     options = Training(
-        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=32, evaluations=1,
-        device="cpu", soft_budgets=(4, 12),
+        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
+        device="cpu", soft_budgets=(20, 30),
     )  # fmt: skip
     train_text(options, show=False)
-    assert json.loads(Path("run/training.json").read_text())["recipe"]["soft_budgets"] == [4, 12]
-    train_text(replace(options, out="other", soft_budgets=(4, 4)), show=False)
+    assert json.loads(Path("run/training.json").read_text())["recipe"]["soft_budgets"] == [20, 30]
+    train_text(replace(options, out="other", soft_budgets=(20, 20)), show=False)
     first, other = (
-        [json.loads(x).get("loss") for x in Path(run, "log.jsonl").read_text().splitlines()]
+        torch.cat([x.key.weight for x in layers_of(heedful.load("base", adapter=run))])
         for run in ("run", "other")
     )
-    assert first != other
+    assert first.any() and not torch.equal(first, other)

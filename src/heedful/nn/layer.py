@@ -247,8 +247,6 @@ class Layer(nn.Module):
     Training sets:
 
     tau: cap of the memory in `LayerOutput.memory`; `None` for no memory.
-    soft_budget: in training mode, the tokens of the cache that a layer which reports memory
-        imitates; `None` for all.
     """
 
     roles: frozenset[Role] = frozenset({"decoder"})
@@ -269,7 +267,6 @@ class Layer(nn.Module):
     host: Host = Host()
     impl: Impl = "auto"
     tau: float | None = None
-    soft_budget: int | None = None
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()

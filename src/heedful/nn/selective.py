@@ -23,7 +23,6 @@ from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
-from heedful.ops.selective.soft_eviction import soft_eviction
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class Selective:
             same, its key projection zero-initialised: unchanged outputs at initialisation).
         head: the head that selects, for `selector="head"`.
         protect_first: keep the first token of every document from being hidden.
+        dim: of an own selector's queries and keys; by default that of the heads. A cache holds
+            these keys beside K and V, so that a small one costs few bytes.
 
     Source: Leviathan et al., arXiv 2410.02703, section 3 and its ablations.
     """
@@ -44,6 +45,7 @@ class Selective:
     selector: Literal["head", "mean", "per-head", "bilinear", "extra"] = "head"
     head: int = 0
     protect_first: bool = True
+    dim: int | None = None
 
     def __post_init__(self) -> None:
         choices = ("head", "mean", "per-head", "bilinear", "extra")
@@ -55,6 +57,13 @@ class Selective:
             )
         if not isinstance(self.protect_first, bool):
             raise ValueError(f"protect_first must be True or False, got {self.protect_first!r}")
+        own = self.selector in ("bilinear", "extra")
+        if self.dim is not None and not (own and is_whole(self.dim, 1)):
+            raise ValueError(
+                f"dim must be None or a whole number of at least 1, and only with an own selector "
+                f"(selector='extra' or 'bilinear'), got {self.dim!r} with "
+                f"selector={self.selector!r}"
+            )
 
     def build(self, shape: HeadShape) -> "SelectiveAttention":
         """The layer for one attention module."""
@@ -81,8 +90,9 @@ class SelectiveAttention(Layer):
         self.config, self.group = config, shape.heads // shape.key_heads
         self.query = self.key = None
         if config.selector in ("bilinear", "extra"):
-            self.query = WideLinear(shape.hidden, shape.dim, bias=False)
-            self.key = WideLinear(shape.hidden, shape.dim, bias=False)
+            dim = shape.dim if config.dim is None else config.dim
+            self.query = WideLinear(shape.hidden, dim, bias=False)
+            self.key = WideLinear(shape.hidden, dim, bias=False)
             self.needs, self.keeps = frozenset({"input"}), ("F", "selector keys")
         self.reset_parameters()
 
@@ -108,10 +118,6 @@ class SelectiveAttention(Layer):
     ) -> LayerOutput:
         """Attention with what earlier tokens have hidden; `state` is F of every key."""
         selector_q, selector_k = self.selectors(q, k, inputs)
-        bias = inputs.bias
-        if self.training and self.soft_budget is not None:
-            evicted = self._soft_eviction(selector_q, selector_k, visibility, scale, inputs)
-            bias = evicted if bias is None else bias + evicted
         result = selective_attention(
             q,
             k,
@@ -121,7 +127,7 @@ class SelectiveAttention(Layer):
             state=inputs.state,
             tau=self.tau,
             protect_first=self.config.protect_first,
-            bias=bias,
+            bias=inputs.bias,
             softcap=inputs.softcap,
             sinks=inputs.sinks,
             dropout_p=inputs.dropout,
@@ -130,25 +136,6 @@ class SelectiveAttention(Layer):
             impl=self.impl,
         )
         return LayerOutput(result.output, result.state, result.memory)
-
-    def _soft_eviction(
-        self,
-        selector_q: Float[Tensor, "B Hs Tq Ds"],
-        selector_k: Float[Tensor, "B Hs Tk Ds"],
-        visibility: Visibility | None,
-        scale: float | None,
-        inputs: LayerInputs,
-    ) -> Float[Tensor, "B 1 Tq Tk"]:
-        """What a cache of `soft_budget` tokens would take from the logits."""
-        visibility = Visibility() if visibility is None else visibility
-        scale = self.shape.dim**-0.5 if scale is None else scale
-        hiding = selection(selector_q, selector_k, self.config.protect_first, visibility, scale)
-        f = hiding.cumsum(2) - hiding
-        if inputs.state is not None:
-            f = f + pad(inputs.state, (0, f.shape[3] - inputs.state.shape[2]))[:, :, None]
-        visible = visibility.dense(*f.shape[2:], f.device)[:, None]
-        # A cache evicts a token for all heads, by the selector that hides it least.
-        return soft_eviction(f.amin(1, keepdim=True), visible, self.soft_budget)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""

@@ -1,5 +1,7 @@
 """transformers' Trainer for converted models: what it adds to the loss, and how it saves."""
 
+from contextlib import nullcontext
+
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import TrainerSteps
 from heedful.nn import Layer
+from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.losses import GroupingLoss, MemoryLoss
 from heedful.training.sequences import IGNORE
 
@@ -45,21 +48,6 @@ def parameter_groups(
     return [group for group in groups if group["params"]]
 
 
-def hiding_layers(model: nn.Module) -> list[Layer]:
-    """The layers that mask tokens, and so can imitate a cache that evicts these.
-
-    Raises:
-        ValueError: there is none.
-    """
-    layers = [x for x in model.modules() if isinstance(x, Layer) and x.reports_memory]
-    if not layers:
-        raise ValueError(
-            f"soft_budgets imitate a cache that evicts what is masked, and no layer of this "
-            f"{type(model).__name__} masks; call heedful.convert(model, 'selective')"
-        )
-    return layers
-
-
 class LayerTrainer(TrainerSteps, Trainer):
     """transformers' Trainer, with what a converted model's layers report added to the loss.
 
@@ -70,16 +58,16 @@ class LayerTrainer(TrainerSteps, Trainer):
     Arguments:
         memory_loss: factor of the memory loss; 0 is none.
         tau: of the memory loss.
-        soft_budgets: smallest and largest cache to imitate: each step draws a number of tokens from
-            there, evenly on a logarithmic scale, and layers that report memory lower the logits of
-            what a cache of that size would have evicted.
+        soft_budgets: smallest and largest cache: each step draws a number of tokens from there,
+            evenly on a logarithmic scale, and the loss is `EvictionOrderLoss` for a cache of that
+            size. The base stays frozen, and neither text nor teacher is the target.
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
         args, kwargs: as Trainer's.
 
     Raises:
         ValueError: a memory loss or soft budgets are requested of a model without a layer that
-            reports memory.
+            reports memory, or both at once.
     """
 
     def __init__(
@@ -96,7 +84,14 @@ class LayerTrainer(TrainerSteps, Trainer):
         self.soft_budgets = soft_budgets
         self.teacher = None if teacher is None else teacher.to(self.args.device)
         self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
-        self._hiding = [] if soft_budgets is None else hiding_layers(self.model)
+        self._order = None
+        if soft_budgets is not None:
+            if memory_loss or teacher is not None:
+                raise ValueError(
+                    "soft_budgets take their loss from attention maps alone: leave out memory_loss "
+                    "and teacher"
+                )
+            self._order = EvictionOrderLoss(self.model, self.args.seed)
         if memory_loss:
             MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
 
@@ -106,13 +101,29 @@ class LayerTrainer(TrainerSteps, Trainer):
             self._added.append((self.memory_factor, MemoryLoss(self.model, self.tau)))
         if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
             self._added.append((1.0, GroupingLoss(self.model)))
+        observing = nullcontext() if self._order is None else self._order.observing()
         try:
-            return super().train(*args, **kwargs)
+            with observing:
+                result = super().train(*args, **kwargs)
+                if self._order is not None:
+                    self._order.settle(self._levels())
+            return result
         finally:
-            self._imitate(None)
             for _, added in self._added:
                 added.remove()
             self._added = []
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """As Trainer's; while an order of eviction is learned, with F of the scale it will have."""
+        if self._order is None or not self._order.is_observing:
+            return super().evaluate(*args, **kwargs)
+        with self._order.settled(self._levels()):
+            return super().evaluate(*args, **kwargs)
+
+    def _levels(self) -> Tensor:
+        """F of each layer on the first sequences of the evaluation set, of all processes."""
+        batch = self._prepare_inputs(next(iter(self.get_eval_dataloader())))
+        return self.accelerator.reduce(self._order.levels(self.model, batch), "mean")
 
     def compute_loss(
         self,
@@ -121,15 +132,16 @@ class LayerTrainer(TrainerSteps, Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ):
-        if self.soft_budgets is not None and model.training:
-            self._imitate(self._drawn_budget(*self.soft_budgets))
-        if self.teacher is None:
+        # A loss that is divided by the tokens of the whole step is summed over the step's parts.
+        summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        part = getattr(self, "current_gradient_accumulation_steps", 1)  # none before training
+        if self._order is not None and model.training:
+            loss, outputs = self._evicted(model, inputs)
+            loss = loss / (part if summed else 1)
+        elif self.teacher is None:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         else:
             loss, outputs = self._divergence(model, inputs, num_items_in_batch)
-        # A loss that is divided by the tokens of the whole step is summed over the step's parts.
-        summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        part = self.current_gradient_accumulation_steps
         self.note_loss(loss.detach() / (1 if summed else part))
         for factor, added in self._added if model.training else ():
             loss = loss + factor * added() / (part if summed else 1)
@@ -153,15 +165,18 @@ class LayerTrainer(TrainerSteps, Trainer):
             total = total * self.accelerator.num_processes
         return total / predicted, outputs
 
+    def _evicted(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+        """What a cache of this step's size loses of the base's attention, and the output."""
+        inputs = {**inputs, "use_cache": False}
+        self._order.draw(inputs.pop("labels"), self.state.global_step)
+        outputs = model(**inputs)
+        return self._order(self._drawn_budget(*self.soft_budgets)), outputs
+
     def _drawn_budget(self, least: int, most: int) -> int:
         """The tokens of this step's cache: the same again where a run goes on."""
         draws = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.state.global_step)
         share = torch.rand((), generator=draws).item()
         return round(least * (most / least) ** share)
-
-    def _imitate(self, tokens: int | None) -> None:
-        for layer in self._hiding:
-            layer.soft_budget = tokens
 
     def note_loss(self, loss: Tensor) -> None:
         """Called with what every part of a step adds to the loss, without what layers report."""

@@ -15,7 +15,7 @@ from heedful.commands.options import Device, RoleName, check_memory_loss
 Schedule = Literal["cosine", "linear", "constant"]
 RecipeName = Literal["auto", "scratch", "adapt", "hide", "mta", "mta-long", "selective"]
 Trained = Literal["all", "lora", "mechanism"]
-Targets = Literal["text", "base"]
+Targets = Literal["text", "base", "maps"]
 
 
 class TrainingRecipe(NamedTuple):
@@ -41,7 +41,7 @@ RECIPES = {
     "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
     "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
     "hide": TrainingRecipe(
-        200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "base", 0.3, 1.0, (64, 384)
+        200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "maps", 0.0, 1.0, (64, 256)
     ),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
@@ -54,7 +54,7 @@ RECIPES = {
 that learns which tokens its cache can do without."""
 
 HIDE = "hide"
-HIDING = "selective:selector=extra"
+HIDING = "selective:selector=extra,dim=16"
 """The mechanism of that last one, unless another is named."""
 
 
@@ -139,8 +139,9 @@ class Training:
     rank: int = 16
     """Of the matrices of lora."""
     targets: Targets | None = None
-    """What is learned: the text's next token, or what the base, which must be frozen, predicts
-    without the mechanism; that takes a second forward pass."""
+    """What is learned: the text's next token; what the base, which must be frozen, predicts
+    without the mechanism, for a second forward pass; or, by selectors of their own, which tokens a
+    cache can evict, from the attention maps of the base, without a pass back through it."""
     steps: int | None = None
     """Optimiser steps."""
     batch: int | None = None
@@ -164,9 +165,8 @@ class Training:
     tau: float | None = None
     """From which F on a token counts as hidden in that loss; the paper has 1."""
     soft_budgets: tuple[int, int] | None = None
-    """Smallest and largest cache in tokens that training imitates, one in each step: what selective
-    attention would have evicted from it gets almost no weight. Those of a recipe grow with the
-    length."""
+    """Smallest and largest cache in tokens for --targets maps, one is drawn in each step. Those of
+    a recipe grow with the length."""
     accumulate: int = 1
     """Take each step in so many parts, for batches that do not fit."""
     checkpointing: bool = False
@@ -287,6 +287,16 @@ class Training:
         if recipe.targets == "base" and recipe.train == "all":
             raise ValueError(
                 "targets='base' needs a frozen base: add --train mechanism or --train lora"
+            )
+        if (recipe.targets == "maps") != (recipe.soft_budgets is not None):
+            raise ValueError(
+                "targets='maps' and soft_budgets go together: the loss is what caches of that size "
+                "evict of the base's attention; give both, or neither"
+            )
+        if recipe.targets == "maps" and (recipe.train != "mechanism" or recipe.memory_loss):
+            raise ValueError(
+                "targets='maps' trains the mechanism alone, without a memory loss: add --train "
+                "mechanism --memory-loss 0"
             )
         if recipe.batch % self.accumulate:
             raise ValueError(

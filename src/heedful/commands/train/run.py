@@ -31,10 +31,11 @@ from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
 from heedful.training.checkpoints import Checkpoints, differences
+from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
-from heedful.training.trainer import hiding_layers, parameter_groups
+from heedful.training.trainer import parameter_groups
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
@@ -166,7 +167,7 @@ def _begin(
         if recipe.memory_loss:
             MemoryLoss(start.model).remove()  # refused before the text is read
         if recipe.soft_budgets is not None:
-            hiding_layers(start.model)  # likewise
+            EvictionOrderLoss(start.model)  # likewise
         text = read_mixture(
             options.parts(),
             options.held_out,

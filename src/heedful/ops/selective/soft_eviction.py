@@ -1,56 +1,84 @@
-"""Eviction of the most hidden tokens in a form that has a gradient, for training."""
+"""What a cache that evicts the most hidden tokens still holds, in a form that has a gradient."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import softplus
 
 AGE = 1e-5  # of F, for each token by which a key is older: it decides between equals
-SHARPNESS = 8.0  # at rank 2n a token has lost that many nats
-_LEAST_SLOPE_WIDTH = 0.1  # of F between ranks n and 2n, in the gradient: many tie at zero
+_WIDTH = 0.3  # of the sigmoid that evicts, in standard deviations of F
+_LEAST_WIDTH = 30 * AGE
+_HALVINGS = 26
 
 
-def soft_eviction(
-    f: Float[Tensor, "B Hs Tq Tk"],
-    visible: Bool[Tensor, "#B #Hs Tq Tk"],
+def cached_shares(
+    f: Float[Tensor, "N C T"],
+    visible: Bool[Tensor, "N C T"],
     tokens: int,
-    age: float = AGE,
     sinks: int = 4,
     recent: int = 8,
-) -> Float[Tensor, "B Hs Tq Tk"]:
-    r"""What to add to the logits so that each query attends to about its n least hidden tokens.
+) -> Float[Tensor, "N C T"]:
+    r"""How far each token is still in a cache that evicts after each of C chunks.
 
-    $$ b_{ij} = -\mathrm{softplus}\left(a\,\frac{F_{ij} - F_{i(n)}}{F_{i(2n)} - F_{i(n)}}\right) $$
+    $$ a_{cj} = \min\Big(a_{c-1,j}, \sigma\Big(\frac{\theta_c - F_{cj}}{w_c}\Big)\Big),
+       \qquad \sum_j a_{cj} = n $$
 
-    where $F_{i(n)}$ is the n-th smallest F that query i sees, and a the sharpness. A token of rank
-    n loses ln 2 nats, one of rank 2n about a: what a cache of n tokens would have evicted is gone.
-    The two quantiles have no gradient, so that only the order of tokens can be learned, and not a
-    scale that would make all of them equal.
+    with $w_c$ 0.3 of F's standard deviation over the tokens that are still there. The threshold
+    $\theta_c$ follows from the sum and has its gradient: one token stays at the cost of others, so
+    that an order is learned and no scale. The gradient's tails are heavier than the sigmoid's: a
+    token that should have stayed is often far from the threshold. As in a cache, what has been
+    evicted does not come back, of equals the oldest go, and the first and the newest tokens stay.
 
     Arguments:
-        f: how much each token is hidden.
-        visible: who sees whom; what it hides does not count.
-        tokens: n, of the cache that is imitated.
-        age: added to F for each token by which a key is older. Without it a layer that hides
-            nothing would evict nothing, where a cache of n tokens evicts all the same.
-        sinks, recent: how many of the first and of the newest tokens that a query sees are kept
-            whatever their F, as an eviction policy keeps them.
+        f: how strongly each token is hidden after each chunk.
+        visible: which tokens the last query of each chunk sees.
+        tokens: n.
+        sinks, recent: how many of the first and of the newest visible tokens stay whatever their F.
+
+    Returns:
+        The shares: 1 for a token that is cached, 0 for one that has been evicted.
     """
-    keys = f.shape[-1]
-    if tokens >= keys:
-        return torch.zeros_like(f)
-    old = torch.arange(keys - 1, -1, -1, device=f.device, dtype=f.dtype)
-    level = f.detach() + age * old
-    first, last = visible.cumsum(-1) <= sinks, visible.flip(-1).cumsum(-1).flip(-1) <= recent
-    level = level.masked_fill((first | last) & visible, -1.0)
-    seen = level.masked_fill(~visible, torch.inf)
-    threshold = seen.kthvalue(tokens, dim=-1, keepdim=True).values
-    beyond = seen.kthvalue(min(2 * tokens, keys), dim=-1, keepdim=True).values
-    most = level.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
-    # A query that sees no more than n tokens has no threshold, and loses none.
-    full = threshold.isinf()
-    threshold = threshold.masked_fill(full, 0)
-    width = (beyond.minimum(most) - threshold).masked_fill(full, 1).clamp(min=1e-9)
-    gap = (level - threshold) / width
-    gap = gap + (f - f.detach()) / width.clamp(min=_LEAST_SLOPE_WIDTH)
-    return -softplus(SHARPNESS * gap).masked_fill(full | first | last, 0)
+    age = AGE * torch.arange(f.shape[2] - 1, -1, -1, device=f.device, dtype=f.dtype)
+    cached, shares = torch.ones_like(f[:, 0]), []
+    for level, seen in zip((f + age).unbind(1), visible.unbind(1), strict=True):
+        full = seen.sum(-1, keepdim=True) > tokens
+        if full.any():
+            oldest, newest = seen.cumsum(-1), seen.flip(-1).cumsum(-1).flip(-1)
+            free = seen & (oldest > sinks) & (newest > recent) & full
+            room = (tokens - (seen & ~free).sum(-1, keepdim=True)).clamp(min=0)
+            lowest = _lowest(level, cached.detach(), free, room)
+            cached = torch.where(free, cached.minimum(lowest), cached)
+        shares.append(cached)
+    return torch.stack(shares, 1)
+
+
+def _lowest(
+    level: Float[Tensor, "N T"],
+    cached: Float[Tensor, "N T"],
+    free: Bool[Tensor, "N T"],
+    room: Int[Tensor, "N 1"],
+) -> Float[Tensor, "N T"]:
+    """A sigmoid that is high where the level is low, so that `room` of the free tokens stay."""
+    with torch.no_grad():
+        weight = cached * free
+        count = weight.sum(-1, keepdim=True).clamp(min=1)
+        mean = (level * weight).sum(-1, keepdim=True) / count
+        spread = ((level - mean) ** 2 * weight).sum(-1, keepdim=True).div(count).sqrt()
+        width = (_WIDTH * spread).clamp(min=_LEAST_WIDTH)
+        z = level / width
+        low, high = z.amin(-1, keepdim=True) - 30, z.amax(-1, keepdim=True) + 30
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            over = (torch.sigmoid(middle - z).minimum(cached) * free).sum(-1, keepdim=True) > room
+            low, high = torch.where(over, low, middle), torch.where(over, middle, high)
+        threshold = (low + high) / 2
+        share = torch.sigmoid(threshold - z)
+        slope = _slope(threshold - z)
+        part = slope * free * (share < cached)
+        part = part / part.sum(-1, keepdim=True).clamp(min=1e-9)
+    change = (level - level.detach()) / width  # zero, with the gradient of z
+    return share + slope * ((part * change).sum(-1, keepdim=True) - change)
+
+
+def _slope(z: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """In place of the sigmoid's: also a token far behind the threshold can be learned to stay."""
+    return 0.25 / (1 + z.abs() / 2) ** 2

@@ -1,0 +1,259 @@
+"""An order in which a cache evicts, learned from the attention maps of the model itself.
+
+A cache with room for n tokens evicts those with the highest F. Which tokens are worth keeping can
+be read off the model without a mechanism: later queries attend to them. So the selectors of each
+layer learn from that layer alone, beside a frozen base, without a gradient through the model.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
+from heedful.nn.layer import NO_INPUTS
+from heedful.ops import Visibility
+from heedful.ops.common.standard import masked_softmax
+from heedful.ops.selective.reference import selection
+from heedful.ops.selective.soft_eviction import cached_shares
+from heedful.training.sequences import IGNORE
+
+CHUNK = 32  # tokens after which the imitated cache evicts
+QUERIES = 128  # of each sequence whose attention is compared
+ANSWER = 2.0  # weight of a query that answers, in a text of which only answers are learned
+LEVEL = 0.2  # of F on average, once it has a scale: enough for an order, too little to be felt
+_LEAST_SHARE = 1e-3  # of attention, below which a query has no gradient
+
+
+class _Report(NamedTuple):
+    """What one layer tells of a forward pass."""
+
+    f: Float[Tensor, "B C T"]
+    visible: Bool[Tensor, "B C T"]
+    maps: Float[Tensor, "B H R T"]
+    values: Float[Tensor, "B Hk T D"]
+
+
+class EvictionOrderLoss:
+    r"""How much of what the base attends to is gone from a cache that evicts by F.
+
+    $$ \frac{1}{L R} \sum_{l,i} \Big( -\frac{1}{H} \sum_h \log \sum_j A_{hij} a_{ij}
+       + \frac{\sum_h |\tilde o_{hi} - o_{hi}|^2}{\langle \sum_h |o_h|^2 \rangle} \Big) $$
+
+    over L layers, H heads and R queries drawn from each sequence. A is the attention map without
+    masks, $a_{ij}$ how far token j is still in the cache when query i comes (`cached_shares`), o
+    the heads' outputs and $\tilde o$ those of the tokens that are left, with weights that add up
+    to 1 again. The first term minds every head alike, also one that looks far back once in a
+    thousand queries; the second minds what the heads put out.
+
+    While a model in training mode runs within `observing()`, its layers compute standard attention,
+    so that every layer has the base's own input, and report what this loss reads. Only the order of
+    F matters to it: `settle` gives F a scale afterwards.
+
+    Arguments:
+        model: with layers that mask, converted by `selective` with selectors of their own.
+        seed: of the queries that are drawn.
+
+    Raises:
+        ValueError: no layer masks, or a selector has no parameters of its own.
+    """
+
+    def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self._layers = hiding_layers(model)
+        if any(layer.query is None for layer in self._layers):
+            raise ValueError(
+                "targets='maps' trains selectors of their own, and these are heads of the base; "
+                "take --mechanism selective:selector=extra"
+            )
+        self._seed, self._reports = seed, []
+        self._queries: Int[Tensor, "B R"] | None = None
+        self._weights: Float[Tensor, "B R"] | None = None
+
+    @property
+    def is_observing(self) -> bool:
+        """Whether layers report at the moment."""
+        return any("forward" in vars(layer) for layer in self._layers)
+
+    @contextmanager
+    def observing(self) -> Iterator["EvictionOrderLoss"]:
+        """Within it the layers compute standard attention in training mode, and report."""
+        try:
+            for layer in self._layers:
+                layer.forward = _Observed(layer, self._report)
+            yield self
+        finally:
+            for layer in self._layers:
+                vars(layer).pop("forward", None)
+            self._reports = []
+
+    def draw(self, labels: Int[Tensor, "B T"], step: int) -> None:
+        """Choose the queries of the next forward pass, the same ones again for the same step."""
+        draws = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
+        chosen = [_queries(row.cpu(), draws) for row in labels]
+        self._queries = torch.stack([queries for queries, _ in chosen]).to(labels.device)
+        self._weights = torch.stack([weights for _, weights in chosen]).to(labels.device)
+        self._reports = []
+
+    def __call__(self, tokens: int) -> Float[Tensor, ""]:
+        """The loss of the newest forward pass, for a cache of so many tokens per layer."""
+        reports, self._reports = self._reports, []
+        if not reports:
+            raise ValueError("no layer has reported: draw(labels, step), then run the model")
+        f, visible = (torch.cat([getattr(x, name) for x in reports]) for name in ("f", "visible"))
+        shares = cached_shares(f, visible, tokens).chunk(len(reports))
+        total = f.new_zeros(())
+        for report, share in zip(reports, shares, strict=True):
+            total = total + self._of_one_layer(report, share)
+        return total / len(reports)
+
+    @torch.no_grad()
+    def levels(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, " L"]:
+        """F of each layer at the end of a batch's sequences, on average, within `observing()`."""
+        training = model.training
+        self.draw(batch["labels"], 0)
+        model.train()
+        model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False)
+        model.train(training)
+        reports, self._reports = self._reports, []
+        ends = [(x.f[:, -1], x.visible[:, -1]) for x in reports]
+        return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
+
+    @torch.no_grad()
+    def settle(self, levels: Float[Tensor, " L"]) -> None:
+        """Scale the selectors' queries so that F is `LEVEL` where it was so much."""
+        for layer, level in zip(self._layers, levels.tolist(), strict=True):
+            layer.query.weight.mul_(LEVEL / max(level, 1e-6))
+
+    @contextmanager
+    def settled(self, levels: Float[Tensor, " L"]) -> Iterator[None]:
+        """`settle`, taken back afterwards: for evaluation in the course of training."""
+        weights = [layer.query.weight.detach().clone() for layer in self._layers]
+        self.settle(levels)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for layer, weight in zip(self._layers, weights, strict=True):
+                    layer.query.weight.copy_(weight)
+
+    def _of_one_layer(self, report: _Report, shares: Tensor) -> Tensor:
+        # While a chunk of tokens is read, the cache is what the chunk before it has left.
+        chunk = self._queries // CHUNK
+        shares = torch.cat([torch.ones_like(shares[:, :1]), shares], 1)
+        shares = shares.gather(1, _wide(chunk, shares))
+        token = torch.arange(shares.shape[2], device=shares.device)
+        shares = shares.masked_fill(token >= chunk[..., None] * CHUNK, 1)
+        attended = report.maps * shares[:, None]
+        whole = attended.sum(-1, keepdim=True).clamp(min=_LEAST_SHARE)
+        values = report.values.repeat_interleave(report.maps.shape[1] // report.values.shape[1], 1)
+        output = report.maps @ values
+        error = ((attended / whole) @ values - output).square().sum((1, 3))
+        size = output.square().sum((1, 3)).mean(1, keepdim=True).clamp(min=1e-12)
+        cost = error / size - whole[..., 0].log().mean(1)
+        return (cost * self._weights).sum() / self._weights.sum()
+
+    def _report(
+        self,
+        layer: Layer,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B Hk T D"],
+        v: Float[Tensor, "B Hk T D"],
+        visibility: Visibility,
+        scale: float,
+        inputs: LayerInputs,
+    ) -> None:
+        if self._queries is None:
+            raise ValueError("draw(labels, step) chooses the queries, before the model runs")
+        tokens = k.shape[2]
+        hiding = selection(
+            *layer.selectors(q, k, inputs), layer.config.protect_first, visibility, scale
+        )
+        rest = -tokens % CHUNK
+        hiding = torch.nn.functional.pad(hiding, (0, 0, 0, rest))
+        # A cache evicts a token for all heads, by the selector that masks it least.
+        f = hiding.unflatten(2, (-1, CHUNK)).sum(3).cumsum(2).amin(1)
+        dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
+        ends = torch.arange(CHUNK - 1, tokens + rest, CHUNK, device=q.device).clamp(max=tokens - 1)
+        with torch.no_grad():
+            maps = self._maps(q, k, dense, scale, inputs)
+        self._reports.append(_Report(f, dense[:, ends], maps.to(f.dtype), v.detach().to(f.dtype)))
+
+    def _maps(self, q, k, dense, scale, inputs: LayerInputs) -> Float[Tensor, "B H R T"]:
+        """The standard attention of the drawn queries."""
+        rows = self._queries
+        q = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+        visible = dense.gather(1, _wide(rows, dense))[:, None]
+        logits = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * scale
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if inputs.softcap is not None:
+            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+        if inputs.bias is not None:
+            bias = inputs.bias.expand(len(q), -1, -1, -1)
+            logits = logits + bias.gather(
+                2, rows[:, None, :, None].expand(-1, bias.shape[1], -1, bias.shape[3])
+            )
+        sinks = None if inputs.sinks is None else inputs.sinks[:, None, None]
+        return masked_softmax(logits, visible, sinks)
+
+
+class _Observed:
+    """In place of a layer's forward: standard attention in training, and a report of the layer."""
+
+    def __init__(self, layer: Layer, report) -> None:
+        self._layer, self._report = layer, report
+        self._standard = Standard().build(layer.shape)
+
+    def __call__(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        inputs: LayerInputs = NO_INPUTS,
+    ) -> LayerOutput:
+        layer = self._layer
+        if not layer.training:
+            forward = type(layer).forward
+            return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+        seen = Visibility() if visibility is None else visibility
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        self._report(layer, q, k, v, seen, factor, inputs)
+        return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+
+
+def hiding_layers(model: nn.Module) -> list[Layer]:
+    """The layers that mask tokens, and so can tell a cache which to evict.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layers = [x for x in model.modules() if isinstance(x, Layer) and x.reports_memory]
+    if not layers:
+        raise ValueError(
+            f"targets='maps' teaches what a cache evicts by what is masked, and no layer of this "
+            f"{type(model).__name__} masks; take --mechanism selective:selector=extra"
+        )
+    return layers
+
+
+def _queries(labels: Int[Tensor, " T"], draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Which queries of a sequence are compared, and their weights.
+
+    Any, and where only answers are learned (less than half of the tokens) as many of those.
+    """
+    queries = torch.randint(len(labels) - 1, (QUERIES,), generator=draws)
+    weights = torch.ones(QUERIES)
+    answers = (labels[1:] != IGNORE).nonzero()[:, 0]
+    if 0 < len(answers) < len(labels) // 2:
+        chosen = answers[torch.randperm(len(answers), generator=draws)[: QUERIES // 2]]
+        queries[: len(chosen)], weights[: len(chosen)] = chosen, ANSWER
+    return queries, weights
+
+
+def _wide(rows: Int[Tensor, "B R"], like: Tensor) -> Int[Tensor, "B R T"]:
+    return rows[..., None].expand(-1, -1, like.shape[-1])
