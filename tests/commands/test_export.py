@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
-from heedful.cli import main
 from heedful.commands.export.options import Export
 from heedful.commands.export.run import export_folder
 from heedful.testing import assert_matches_oracle
-from helpers.families import stir
+from helpers.command_line import status_of
+from helpers.families import varied
 from helpers.gguf_files import write_gguf
 from helpers.small_models import files_of, save_base_of_bytes, small, tokenizer_of_words
 
@@ -24,18 +24,15 @@ def here(tmp_path, monkeypatch) -> None:
 
 def save_converted(folder: str, mechanism) -> None:
     model = save_base_of_bytes(Path("base"), 64)
-    heedful.convert(model, mechanism)
-    stir(model, 0.3, ".heedful.")
+    varied(model, mechanism, 0.3)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained("base").save_pretrained(folder)
 
 
 def test_a_folder_becomes_a_stock_one_with_its_tokenizer(capsys):
     save_converted("converted", heedful.KnockingHeads())
-    with pytest.raises(SystemExit) as stop:
-        main(["export", "converted", "deep/stock"])
-    printed = capsys.readouterr().out
-    assert stop.value.code == 0 and "KnockingHeads" in printed and "model: deep/stock" in printed
+    status, printed = status_of("export", "converted", "deep/stock"), capsys.readouterr().out
+    assert status == 0 and "KnockingHeads" in printed and "model: deep/stock" in printed
     ids = torch.arange(40)[None]
     expected = heedful.load("converted")(ids).logits
     stock = AutoModelForCausalLM.from_pretrained("deep/stock")
@@ -53,8 +50,7 @@ def test_a_folder_becomes_a_stock_one_with_its_tokenizer(capsys):
 def test_an_adapter_is_exported_with_its_base():
     base = save_base_of_bytes(Path("base"), 64)
     model = AutoModelForCausalLM.from_pretrained("base")
-    heedful.convert(model, heedful.KnockingHeads(("q", "k", "v")))
-    stir(model, 0.3, ".heedful.")
+    varied(model, heedful.KnockingHeads(("q", "k", "v")), 0.3)
     heedful.save_adapter(model, "adapter", base="base")
     export_folder(Export("adapter", "stock"))
     ids = torch.arange(40)[None]
@@ -78,10 +74,8 @@ def test_a_gguf_file_becomes_an_ordinary_folder():
 def test_what_cannot_be_exported_leaves_nothing(capsys):
     save_converted("converted", heedful.Selective(selector="extra"))
     before = files_of(Path())
-    with pytest.raises(SystemExit) as stop:
-        main(["export", "converted", "deep/stock"])
-    error = capsys.readouterr().err
-    assert stop.value.code == 1 and "heedful: model: Selective(" in error
+    status, error = status_of("export", "converted", "deep/stock"), capsys.readouterr().err
+    assert status == 1 and "heedful: model: Selective(" in error
     assert "is not standard attention" in error and "Traceback" not in error
     with pytest.raises(ValueError, match="out must be a new or empty folder, got 'base'"):
         export_folder(Export("converted", "base"))

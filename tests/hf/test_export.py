@@ -21,7 +21,7 @@ from heedful.nn import (
     Standard,
     TalkingHeads,
 )
-from helpers.families import FUSED, logits, ragged_mask, stir, tiny, tokens
+from helpers.families import FUSED, logits, ragged_mask, stir, tiny, tokens, varied
 
 KNOCKING = ("llama", "qwen2", "qwen3", "starcoder2", "olmo2", *FUSED)
 UNLEARNT = {
@@ -88,8 +88,7 @@ def test_linear_knocking_heads_are_in_the_projections(family, tmp_path):
 def test_folded_weights_are_rounded_once(dtype, tmp_path):
     """The nearest numbers of the model's precision to the product in fp64; the rest bit for bit."""
     model = tiny(dtype=dtype)
-    heedful.convert(model, KnockingHeads())
-    stir(model, 0.3, ".heedful.")
+    varied(model, KnockingHeads(), 0.3)
     stock = exported(model, tmp_path / "out").state_dict()
     for name, weight in model.state_dict().items():
         if ".heedful." in name:
@@ -161,8 +160,7 @@ def test_windows_become_types_of_layers(family, tied, tmp_path):
 
 def test_windows_beside_knocking_heads(tmp_path):
     model = tiny(head_dim=16)
-    heedful.convert(model, {KnockingHeads(): [0, 1], Standard(window=4): [2]})
-    stir(model, 0.3, ".heedful.")
+    varied(model, {KnockingHeads(): [0, 1], Standard(window=4): [2]}, 0.3)
     ids = tokens()
     stock = exported(model, tmp_path / "out")
     assert stock.config.layer_types == ["full_attention", "full_attention", "sliding_attention"]
@@ -236,8 +234,7 @@ def test_nothing_is_left_of_what_could_not_be_written(tmp_path, monkeypatch):
 
 def test_another_process_opens_it_without_heedful(tmp_path):
     model = tiny(dtype=torch.float32)
-    heedful.convert(model, KnockingHeads())
-    stir(model, 0.3, ".heedful.")
+    varied(model, KnockingHeads(), 0.3)
     heedful.export(model, tmp_path / "out")
     ids = tokens(1)
     code = (

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.nn import KnockingHeads, LocalGlobal, MultiToken, Standard, TalkingHeads
-from helpers.families import config_of, stir
+from helpers.families import config_of, stir, varied
 
 absent = [name for name in ("vllm", "heedful_vllm") if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -101,8 +101,7 @@ def check_served(model, folder: Path, **options) -> None:
 )
 def test_greedy_tokens_are_those_of_generate(family, mechanisms, options, tmp_path):
     model = model_of(family)
-    heedful.convert(model, mechanisms)
-    stir(model, 0.2, ".heedful.")
+    varied(model, mechanisms)
     model.save_pretrained(tmp_path / "model")
     check_served(model, tmp_path / "model", **options)
 
@@ -110,8 +109,7 @@ def test_greedy_tokens_are_those_of_generate(family, mechanisms, options, tmp_pa
 @pytest.mark.parametrize("mechanism", [KnockingHeads(), LocalGlobal(20, 2)], ids=["fold", "window"])
 def test_exported_models_need_no_plugin(mechanism, tmp_path):
     model = model_of("llama")
-    heedful.convert(model, mechanism)
-    stir(model, 0.2, ".heedful.")
+    varied(model, mechanism)
     heedful.export(model, tmp_path / "model")
     check_served(model, tmp_path / "model", num_gpu_blocks_override=40)
 
