@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, run, small, table, told
+from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, problem, run, small, table
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -140,7 +140,7 @@ def attempt(kind: str) -> Row:
                 continue
             return Row(kind, "refused", clause(error))
         except Exception as error:
-            return Row(kind, "wrong", f"convert: {told(error)}")
+            return Row(kind, "wrong", f"convert: {problem(error)}")
         where = where or next(iter(conversion.where.values()))
         try:
             for name, before in expected.items():
@@ -151,7 +151,7 @@ def attempt(kind: str) -> Row:
         except ValueError as error:
             return Row(kind, "refused", clause(error))
         except Exception as error:  # a difference, or a traceback: both must be seen
-            return Row(kind, "wrong", f"{mechanism}: {told(error)}")
+            return Row(kind, "wrong", f"{mechanism}: {problem(error)}")
         finally:
             conversion.revert()
     if model.config.is_encoder_decoder and len(where) < 3:

@@ -293,11 +293,11 @@ def attempt(kind: str) -> Row:
         except ValueError as error:
             return Row(kind, "refused", clause(error))
         except Exception as error:
-            return Row(kind, "wrong", f"convert: {told(error)}")
+            return Row(kind, "wrong", f"convert: {problem(error)}")
         try:
             refused = compare(model, ids, expected)
         except Exception as error:  # a difference, or a traceback: both must be seen
-            return Row(kind, "wrong", f"{mechanism}: {told(error)}")
+            return Row(kind, "wrong", f"{mechanism}: {problem(error)}")
         finally:
             conversion.revert()
         only = "" if mechanism == "standard" else f"{mechanism}: "
@@ -352,7 +352,7 @@ def clause(error: Exception) -> str:
     return re.split(r"[;:] |\. ", message)[0][:160]
 
 
-def told(error: Exception) -> str:
+def problem(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:160]
 
 

@@ -323,13 +323,13 @@ def groups() -> Figure:
     alpha = {"the": 0.1, "a": 0.1, "on": 0.15, "it": 0.3, ".": 0.3, "dog": 0.45, "cat": 0.5}
     weights = torch.tensor([[alpha.get(word, 0.4) for word in words]])
     small = ("the", "a", "on", ".")
-    told = torch.tensor([[[3.0 * (word not in small)] for word in words]])
+    weight = torch.tensor([[[3.0 * (word not in small)] for word in words]])
     shown = {
         "fixed\nsize 4": fixed_groups(4, count),
         "sliding\nsize 4, stride 2": sliding_groups(4, 2, count),
         "sentence\ncloses at “.”": sentence_groups(ids, (1,)),
         "cif\nweights fill a group": cif_groups(weights),
-        "slots\nclusters of a block": slot_groups(told, block=8, slots=2),
+        "slots\nclusters of a block": slot_groups(weight, block=8, slots=2),
     }
     lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in shown]
     figure = Figure(figsize=(7.6, 4.1), layout="constrained", facecolor="white")

@@ -31,6 +31,7 @@ from heedful.commands.policies import spelled
 from heedful.eviction import POLICIES
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
+from helpers.command_line import status_of
 
 HEEDFUL = [sys.executable, "-m", "heedful"]
 
@@ -43,6 +44,7 @@ def test_the_commands_are_these():
         "compare",
         "train",
         "convert",
+        "export",
         "generate",
         "budget",
         "eval",
@@ -59,10 +61,8 @@ def test_a_typo_in_an_option_is_a_usage_error():
 
 
 def test_doctor_finds_this_machine_sound(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor"])
+    assert status_of("doctor") == 0
     printed = capsys.readouterr().out
-    assert stop.value.code == 0
     assert "tiled equals reference" in printed and "keeps its logits, and reverts" in printed
     assert "fused        no: its kernels need a GPU; impl='auto' runs tiled" in printed
     assert "all works" in printed
@@ -74,16 +74,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-def answer(*words: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(list(words))
-    return stop.value.code
-
-
 def test_doctor_says_which_mechanisms_fit_a_model(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny.json").write_text(json.dumps(CONFIG))
-    assert answer("doctor", "tiny.json") == 0
+    assert status_of("doctor", "tiny.json") == 0
     printed = capsys.readouterr().out
     fits = {line.split()[0]: line.split(maxsplit=1)[1] for line in printed.splitlines()}
     assert "attention    2 layers of 4 heads of 8, 2 key heads" in printed
@@ -94,9 +88,9 @@ def test_doctor_says_which_mechanisms_fit_a_model(tmp_path, capsys, monkeypatch)
     assert fits["selective"] == "fits: 0 parameters more; caches hold keys and values, F"
     assert fits["canon"].endswith("caches hold keys and values, 3 tokens' rows")
     Path("sinks.json").write_text(json.dumps(CONFIG | {"model_type": "gpt_oss", "head_dim": 8}))
-    assert answer("doctor", "sinks.json") == 0
+    assert status_of("doctor", "sinks.json") == 0
     assert re.search("grouped +does not fit: mechanism Grouped", capsys.readouterr().out)
-    assert answer("doctor", "nothing.json") == 1
+    assert status_of("doctor", "nothing.json") == 1
     assert "'nothing.json' has no configuration that can be read" in capsys.readouterr().err
 
 
@@ -104,15 +98,15 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**CONFIG), dtype=torch.bfloat16)
     model.save_pretrained("stock")
-    assert answer("convert", "stock", "made", "--mechanism", "mta:conv_every=1@1") == 0
+    assert status_of("convert", "stock", "made", "--mechanism", "mta:conv_every=1@1") == 0
     printed = capsys.readouterr().out
     assert "in 1 layers" in printed and "parameters of its own" in printed
     model_back = heedful.load("made")
     assert model_back.dtype == torch.bfloat16
     assert model_back._heedful.mechanisms == {heedful.MultiToken(conv_every=1): (1,)}
-    assert answer("doctor", "made") == 0
+    assert status_of("doctor", "made") == 0
     assert "converted    to MultiToken(" in capsys.readouterr().out
-    assert answer("convert", "made", "back", "--revert") == 0
+    assert status_of("convert", "made", "back", "--revert") == 0
     assert Path("made/open_with_heedful.py").exists()
     assert not Path("back/open_with_heedful.py").exists()
     back = AutoModelForCausalLM.from_pretrained("back")
@@ -132,7 +126,7 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
         (("stock", "more", "--mechanism", "mta", "selective"), "each must say its layers"),
         (("stock", "more", "--mechanism", "mta@x"), "must be spelled NAME[:OPTION=VALUE"),
     ):
-        assert answer("convert", *words) == 1
+        assert status_of("convert", *words) == 1
         assert message in capsys.readouterr().err
         assert not Path("more").exists()
 
@@ -143,12 +137,12 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
     Path("text.txt").write_text("one line and another line\n" * 200)
     options = "--data text.txt --steps 2 --batch 2 --length 16 --device cpu --out run"
     options = shlex.split(options)
-    assert answer("train", "tiny.json", *options) == 0
+    assert status_of("train", "tiny.json", *options) == 0
     printed = capsys.readouterr().out
     assert "2 steps, 64 tokens in" in printed and "bits per byte of the evaluation set" in printed
-    assert answer("train", "tiny.json", *options, "--seed", "1") == 1
+    assert status_of("train", "tiny.json", *options, "--seed", "1") == 1
     assert "folder of another run: seed was 0 and is 1 now" in capsys.readouterr().err
-    assert answer("train", "tiny.json", "--recipe", "mat") == 1
+    assert status_of("train", "tiny.json", "--recipe", "mat") == 1
     assert "did you mean 'mta'" in capsys.readouterr().err
 
 
@@ -202,17 +196,14 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
     monkeypatch.setattr(
         "heedful.ops.mta.api.multi_token_attention_tiled", lambda q, *_, **__: q * 1
     )
-    with pytest.raises(SystemExit) as stop:
-        main(["doctor"])
+    assert status_of("doctor") == 1
     printed = capsys.readouterr().out
-    assert stop.value.code == 1
     assert "BROKEN" in printed and "all works" not in printed
 
 
 def test_the_version_can_be_asked_for(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0 and capsys.readouterr().out == f"heedful {heedful.__version__}\n"
+    assert status_of("--version") == 0
+    assert capsys.readouterr().out == f"heedful {heedful.__version__}\n"
 
 
 def test_help_lists_what_the_rooms_accept(capsys):
@@ -229,8 +220,7 @@ def test_help_lists_what_the_rooms_accept(capsys):
     lists[decoding.EvictionName] = {"auto", "none"} | named
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
+        status_of(command, "--help")
         printed += re.sub(r"[│\s]", "", capsys.readouterr().out)
     for shown, accepted in lists.items():
         assert set(get_args(shown)) == set(accepted)
@@ -285,14 +275,11 @@ def test_a_line_that_was_cut_off_is_one_clean_line(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(setups, "setups", lambda data: {"parity": setup})
     command = ["compare", "--tasks", "parity", "--steps", "1", "--batch", "2", "--device", "cpu"]
     command += ["--mechanisms", "standard", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        main(command)
+    status_of(*command)
     results = tmp_path / "results.jsonl"
     results.write_bytes(results.read_bytes()[:-20])
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main(command)
-    assert stop.value.code == 0
+    assert status_of(*command) == 0
     error = capsys.readouterr().err
     assert f"warning: {results}: removed a last line that was cut off\n" in error
     assert ".py:" not in error and "UserWarning" not in error
@@ -322,15 +309,13 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
 
 
 def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
-    def told(*arguments, should_stop, **options):
+    def endless(*arguments, should_stop, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr("heedful.commands.compare.run.train", told)
+    monkeypatch.setattr("heedful.commands.compare.run.train", endless)
     before = signal.getsignal(signal.SIGTERM)
     command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--out", str(tmp_path)])
-    assert stop.value.code == 143
+    assert status_of(*command, "--out", str(tmp_path)) == 143
     assert (tmp_path / "unfinished" / "parity-standard-0" / "checkpoint-1").is_dir()
     assert signal.getsignal(signal.SIGTERM) is before

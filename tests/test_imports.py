@@ -55,19 +55,19 @@ MAY_IMPORT = {
 MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
-LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"} | {
-    f"heedful.commands.{command}.options"
-    for command in (
-        "bench",
-        "budget",
-        "compare",
-        "convert",
-        "evaluate",
-        "generate",
-        "inspect",
-        "train",
-    )
-}
+ROOMS = (
+    "bench",
+    "budget",
+    "compare",
+    "convert",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "train",
+)
+LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"}
+LIGHT |= {f"heedful.commands.{command}.options" for command in ROOMS}
 
 
 def room_of(path: Path) -> str:
@@ -156,6 +156,7 @@ COMMAND_MAP = {
     "generate": set(),
     "inspect": set(),
     "convert": set(),
+    "export": set(),
     "train": set(),
     "compare": {"inspect"},  # the names of kernels' patterns
     "evaluate": {"generate", "compare"},  # prompts in chunks; tasks and figures
@@ -180,7 +181,7 @@ def test_commands_import_one_another_as_the_map_says():
 # What imports itself in a circle after all, and why.
 CIRCLES = [
     # The Auto classes open folders by `load`, which converts; a conversion tells the Auto classes.
-    {f"heedful.hf.{x}" for x in ("auto_classes", "load", "adapter_folders", "restore", "convert")},
+    {f"heedful.hf.{x}" for x in ("auto_classes", "load", "adapter_folders", "restore", "convert")}
 ]
 
 
@@ -240,9 +241,8 @@ def test_importing_the_package_loads_nothing_heavy():
     assert loaded_by("import heedful; dir(heedful)") & HEAVY == set()
 
 
-@pytest.mark.parametrize("room", ["ops", "nn"])
-def test_operators_and_layers_need_torch_alone(room):
-    loaded = loaded_by(f"import heedful.{room}")
+def test_operators_and_layers_need_torch_alone():
+    loaded = loaded_by("import heedful.ops, heedful.nn")
     assert "torch" in loaded
     assert loaded & (HEAVY - {"torch", "numpy"}) == set()
 

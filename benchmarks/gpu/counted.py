@@ -83,11 +83,11 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
     q, k, v, grad = (draw(batch, heads, tokens, dim) for _ in range(4))
 
     def multi_token(**parameters: Tensor) -> None:
-        given = Parameters(**{name: parameters.get(name) for name in Parameters._fields})
+        filters = Parameters(**{name: parameters.get(name) for name in Parameters._fields})
         steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device))
-        mta.attend(mta.operands(q, k, v, given, dim**-0.5, steps), steps)
+        mta.attend(mta.operands(q, k, v, filters, dim**-0.5, steps), steps)
         steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device))
-        mta.gradients(grad, (q, k, v, *given, None, None), dim**-0.5, steps)
+        mta.gradients(grad, (q, k, v, *filters, None, None), dim**-0.5, steps)
 
     def hidden() -> None:
         pair = draw(2, batch, 1, tokens, dtype=torch.float32)
@@ -97,7 +97,7 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             dim**-0.5, None, 0.0,
         )  # fmt: skip
         memory = pair.new_empty(batch, 0)
-        selective.attend(x, None, selective._Outputs(torch.empty_like(q), memory, pair))
+        selective.attend(x, None, selective.Outputs(torch.empty_like(q), memory, pair))
         selective.attend_backward(grad, pair[0], memory, x, pair, None)
 
     kernel = draw(heads, 6, 11, dtype=torch.float32)

@@ -160,7 +160,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
             grouping, _, _ = layer._grouped(q, k, visibility, options["inputs"])
             groups.setdefault(role, []).append(grouping.there.expand(rows, -1).sum().item() / rows)
             scored = score_pairs(
-                grouping, window=layer.config.window, visibility=layer._seen(visibility),
+                grouping, window=layer.config.window, visibility=layer._for_role(visibility),
                 queries=q.shape[2], asking=layer.config.queries == "groups",
             )  # fmt: skip
         else:

@@ -112,11 +112,11 @@ def command_alone() -> str:
     names = {"standard": "`heedful train`, standard attention", "plain": "the plain loop itself"}
     lines = []
     for r in records:
-        drawn = np.random.default_rng(0)
+        rng = np.random.default_rng(0)
         values, ends = [], []
         for order in (r["times_plain"], r["plain_times"]):
             values.append(np.median(order))
-            ends.append(np.median(drawn.choice(order, (2000, len(order))), axis=1))
+            ends.append(np.median(rng.choice(order, (2000, len(order))), axis=1))
         low, high = np.quantile(np.sqrt(ends[0] / ends[1]), (0.025, 0.975))
         lines.append([
             names[r["kind"]], f"{values[0]:.3f} ×", f"{1 / values[1]:.3f} ×",

@@ -18,6 +18,7 @@ from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.compare.options import Comparison
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.evaluate.options import Evaluation
+from heedful.commands.export.options import Export
 from heedful.commands.generate.options import Generation
 from heedful.commands.inspect.options import Inspection
 from heedful.commands.train.options import Training
@@ -130,6 +131,7 @@ _Command = (
     Annotated[CompareCommand, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
     | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
@@ -215,6 +217,8 @@ def _run(command: _Command) -> int:
             return _train(command)
         case ConvertCommand():
             return _convert(command)
+        case Export():
+            return _export(command)
         case GenerateCommand():
             return _generate(command)
         case BudgetCommand():
@@ -256,6 +260,14 @@ def _convert(command: ConvertCommand) -> int:
 
     _quiet()
     print(convert_folder(options))
+    return 0
+
+
+def _export(options: Export) -> int:
+    from heedful.commands.export.run import export_folder
+
+    _quiet()
+    print(export_folder(options))
     return 0
 
 

@@ -45,14 +45,14 @@ def _tested(package: str, version: str) -> str:
     tested = TESTED.get(package)
     if tested is None:
         return ""
-    told = f"heedful is tested with {', '.join(tested)}"
+    status = f"heedful is tested with {', '.join(tested)}"
     if _too_old(package, version):
-        return f" (too old: {told}; pip install '{package}>={tested[0]}')"
+        return f" (too old: {status}; pip install '{package}>={tested[0]}')"
     if version.partition("+")[0] in tested:
-        return f" ({told})"
+        return f" ({status})"
     if package == "transformers" and release(version) > release(tested[-1]):
-        return f" (untested: {told}; convert() proves of every model that it computes the same)"
-    return f" (untested: {told})"
+        return f" (untested: {status}; convert() proves of every model that it computes the same)"
+    return f" (untested: {status})"
 
 
 def _too_old(package: str, version: str) -> bool:
@@ -205,11 +205,11 @@ def _fit(model, config) -> tuple[_Fit | None, str]:
     layers = layers or [x for x in model.modules() if isinstance(x, Layer)]
     shapes = [layer.shape for layer in layers]
     own = sum(p.numel() for p in conversion.parameters().values())
-    kept = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
+    contents = ["keys and values", *dict.fromkeys(x for x in map(kept_beside, layers) if x)]
     where = "" if conversion.where[config] == ("decoder",) else f" in {conversion.where[config]}"
     first = shapes[0]
     return _Fit(
-        about=f"fits{where}: {own:,} parameters more; caches hold {', '.join(kept)}",
+        about=f"fits{where}: {own:,} parameters more; caches hold {', '.join(contents)}",
         heads=f"{len(layers)} layers of {first.heads} heads of {first.dim}, "
         f"{first.key_heads} key heads",
         cache=sum(2 * shape.key_heads * shape.dim for shape in shapes),

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import heedful
-from heedful import cli
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.hf import stock
 from heedful.hf.stock import stock_tokenizer
+from helpers.command_line import status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import files_of, small, tokenizer_of_words
 
@@ -34,15 +34,9 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def answer(*words: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(list(words))
-    return stop.value.code
-
-
 def refused(capsys, *words: str) -> str:
     """The line that a command ends with."""
-    assert answer(*words) == 1
+    assert status_of(*words) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
     return [line for line in error.splitlines() if line.startswith("heedful")][-1]
@@ -56,7 +50,7 @@ def test_it_is_opened_with_its_tokenizer():
 
 
 def test_it_is_converted_with_its_tokenizer(capsys):
-    assert answer("convert", "small.gguf", "out-mta", "--mechanism", "mta") == 0
+    assert status_of("convert", "small.gguf", "out-mta", "--mechanism", "mta") == 0
     model, ids = heedful.load("out-mta"), torch.arange(60)[None]
     assert torch.equal(model(ids).logits, small(vocabulary=261)(ids).logits)
     assert stock_tokenizer("out-mta").encode(TEXT[:60]) == stock_tokenizer("small.gguf").encode(
@@ -69,16 +63,16 @@ def test_generate_and_inspect_read_it(capsys):
     written = []
     for model in ("small.gguf", "plain"):
         words = ("generate", model, "--prompt", "a red", "--max-new-tokens", "6")
-        assert answer(*words) == 0
+        assert status_of(*words) == 0
         written.append(capsys.readouterr().out)
     assert written[0] == written[1]
-    assert answer("inspect", "small.gguf", "--text", "a red bus", "--out", "look.html") == 0
+    assert status_of("inspect", "small.gguf", "--text", "a red bus", "--out", "look.html") == 0
     assert Path("look.html").is_file()
 
 
 def test_eval_reads_it(capsys):
     words = ("--tasks", "perplexity", "--data", "book.txt", "--length", "64", "--samples", "3")
-    assert answer("eval", "small.gguf", "plain", *words, "--out", "runs/eval") == 0
+    assert status_of("eval", "small.gguf", "plain", *words, "--out", "runs/eval") == 0
     lines = Path("runs/eval/samples.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
     values = {
@@ -91,21 +85,21 @@ def test_eval_reads_it(capsys):
 
 def test_training_begins_with_it(capsys):
     words = ("--steps", "1", "--batch", "2", "--length", "48", "--out", "runs/train")
-    assert answer("train", "small.gguf", "--data", "book.txt", "--mechanism", "mta", *words) == 0
+    assert status_of("train", "small.gguf", "--data", "book.txt", "--mechanism", "mta", *words) == 0
     assert len(heedful.load("runs/train").model.layers) == 2
 
 
 def test_budgets_need_a_folder_to_stand_in(capsys):
     line = refused(capsys, "budget", "small.gguf", "--data", "book.txt")
     assert "heedful convert small.gguf OUT --mechanism standard makes one" in line
-    assert answer("convert", "small.gguf", "out-plain", "--mechanism", "standard") == 0
+    assert status_of("convert", "small.gguf", "out-plain", "--mechanism", "standard") == 0
     words = ("--data", "book.txt", "--length", "40", "--rows", "1", "--loss", "5")
-    assert answer("budget", "out-plain", *words) == 0
+    assert status_of("budget", "out-plain", *words) == 0
     assert Path("out-plain/budgets.json").is_file()
 
 
 def test_doctor_reads_its_configuration(capsys):
-    assert answer("doctor", "small.gguf") == 0
+    assert status_of("doctor", "small.gguf") == 0
     assert "selective" in capsys.readouterr().out
 
 

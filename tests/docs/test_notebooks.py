@@ -7,12 +7,12 @@ import pytest
 
 from helpers import ROOT
 
-MADE = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
+SCRIPT = runpy.run_path(str(ROOT / "docs" / "notebooks.py"))
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def test_the_committed_notebooks_are_those_of_the_pages(tmp_path):
-    MADE["main"](tmp_path)
+    SCRIPT["main"](tmp_path)
     assert [path.name for path in NOTEBOOKS] == sorted(path.name for path in tmp_path.iterdir())
     for path in NOTEBOOKS:
         same = path.read_text() == (tmp_path / path.name).read_text()

@@ -23,10 +23,8 @@ from transformers import AutoModelForCausalLM
 import heedful
 from benchmarks import tables
 from benchmarks.parts import origin
-from heedful import cli
 from heedful.commands.bench import measure as bench
 from heedful.commands.compare import run as compare
-from heedful.commands.compare import setups
 from heedful.commands.compare.scratch import Size
 from heedful.commands.train import start as trained_models
 from heedful.commands.train.options import SIZES, Shape
@@ -35,6 +33,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
 from helpers import ROOT
+from helpers.command_line import change_setups, status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
@@ -75,8 +74,9 @@ def commands() -> list:
                 for words in map(shlex.split, line.split("&&")):
                     if words and Path(words[0]).name == "heedful":
                         out = words.index("--out") + 1 if "--out" in words else len(words)
-                        # Comparisons of the README in every run, those of other pages as slow.
+                        # As slow: what a study ran, and comparisons of pages but the README.
                         late = words[1] == "compare" and page != ROOT / "README.md"
+                        late |= page in STUDIES
                         marks = [pytest.mark.slow] * late
                         label = f"{name(page)}: {' '.join(words)}"
                         case = pytest.param(words[1:], id=label, marks=marks)
@@ -163,15 +163,12 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     for adapter in {"runs/hide", "adapters/smollm2-135m-hide"} & {*arguments}:
         if arguments[0] != "train":
             _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
-    real, measure = setups.setups, bench.bench
-
-    def small_setups(data=()):
-        return {name: _small(setup) for name, setup in real(data).items()}
+    measure = bench.bench
 
     def small_bench(config):
-        sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16}
-        # As many tokens as in the check before it, so that FlexAttention compiles once.
-        return measure(replace(config, lengths=(150,), rounds=1, memory=False, **sizes))
+        sizes = {"batch": min(config.batch, 2), "heads": 4, "dim": 16, "lengths": (150,)}
+        impls = tuple(x for x in config.impls if x != "flex")  # which takes long to compile
+        return measure(replace(config, impls=impls, rounds=1, memory=False, **sizes))
 
     if arguments[0] == "train":
         arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", str(length)]
@@ -179,6 +176,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     if arguments[0] == "eval":
         few = "--samples 2 --lengths 900 --depths 0.5 --needles 2 --length 48 --kinds 1"
         arguments = [*arguments, *few.split()]
+    if arguments[0] == "export":
+        window = heedful.LocalGlobal(window=8)
+        heedful.convert(small(), window).model.save_pretrained(tmp_path / arguments[1])
     if "--revert" in arguments:
         heedful.convert(small(), "mta").model.save_pretrained(tmp_path / "runs" / "with-mta")
     smaller = {"--steps": "1", "--seeds": "1", "--length": str(length), "--hidden": "16"}
@@ -187,13 +187,15 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
             value = arguments.index(option) + 1
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    if arguments[0] == "compare" and "--steps" not in arguments:
+        arguments = [*arguments, "--steps", "1"]  # of the tour too, which has steps of its own
     plans = compare.plans
     monkeypatch.setattr(compare, "plans", lambda *arguments: islice(plans(*arguments), 2))
-    monkeypatch.setattr(setups, "setups", small_setups)
+    change_setups(
+        monkeypatch, lambda _: Size(16, 2, 2), steps=1, batch=2, evaluations=1, held_out=2
+    )
     monkeypatch.setattr(bench, "bench", small_bench)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 0, capsys.readouterr().err
+    assert status_of(*arguments) == 0, capsys.readouterr().err
 
 
 TINY = Shape(16, 2, 2, 32, 300, True, 1e4)
@@ -222,11 +224,6 @@ def test_launched_commands_run(launcher, tmp_path):
         assert done.returncode == 0, done.stderr[-3000:]
         out = tmp_path / words[words.index("--out") + 1]
         assert (out / "model.safetensors").is_file() and not (out / "unfinished").exists()
-
-
-def _small(setup: setups.Setup) -> setups.Setup:
-    small_run = replace(setup.hyperparameters, steps=1, batch=2, evaluations=1, held_out=2)
-    return setup._replace(size=Size(16, 2, 2), hyperparameters=small_run)
 
 
 def _save_small_adapter(folder: Path, base: Path) -> None:

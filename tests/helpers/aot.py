@@ -92,11 +92,11 @@ def resources(kernel, signature: dict, constants: dict, aligned: dict, options: 
         file.flush()
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         command = [str(tool), "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
         "shared": compiled.metadata.shared,
-        "registers": int(re.search(r"REG:(\d+)", told)[1]),
-        "spilled": int(re.search(r"STACK:(\d+)", told)[1]),
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spilled": int(re.search(r"STACK:(\d+)", usage)[1]),
         "narrow_loads": bool(re.search(r"ld\.global[.\w]*\.b16", compiled.asm["ptx"])),
         "tensor_cores": bool(re.search(r"\b(mma\.sync|wgmma)", compiled.asm["ptx"])),
     }
@@ -128,8 +128,8 @@ def selective(dim: int, key_heads: int, everything: bool) -> None:
     state = torch.zeros(2, 1, 128) if everything else None
     tau, window = (1.0, 100) if everything else (None, None)
     arguments = (q, k, v, q[:, :1], k[:, :1], state, segments, first, window, tau, 0.1, True, [])
-    out, last, memory, *kept = _fused(*arguments, True)
-    _fused_backward(out, last, memory, out, *kept, *arguments)
+    out, last, memory, *states = _fused(*arguments, True)
+    _fused_backward(out, last, memory, out, *states, *arguments)
 
 
 def main(operator: str, case: str) -> None:

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-import heedful
 from heedful.hf.versions import cache_of
 from heedful.nn import (
     NAMES,
@@ -16,7 +15,7 @@ from heedful.nn import (
     Standard,
     mechanism,
 )
-from helpers.families import exactly, stir, tiny
+from helpers.families import exactly, tiny, varied
 
 MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
@@ -42,10 +41,7 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
 
 
 def converted(name: str, family: str = "llama", **options):
-    model = tiny(family, **options)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family, **options), MECHANISMS[name])
 
 
 def greedy(model, ids: Tensor, new: int = 8, **options) -> Tensor:

@@ -192,8 +192,8 @@ def dropout(mechanism: Mechanism) -> None:
         seed = torch.tensor(seed)
         check_equal(results(compiled, x, seed), results(function, x, seed))
     assert len(graphs) == 1, f"{len(graphs)} graphs for three seeds"
-    drawn = torch.compile(lambda x: function(x, None), fullgraph=True, backend="aot_eager")
-    first, second = (drawn(x)[0] for _ in range(2))
+    without_seed = torch.compile(lambda x: function(x, None), fullgraph=True, backend="aot_eager")
+    first, second = (without_seed(x)[0] for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -233,8 +233,8 @@ def export(mechanism: Mechanism) -> None:
         shapes = {name: {2: tokens} if name in mechanism.per_token else None for name in x}
         program = torch.export.export(Model(), (x, padding), dynamic_shapes=(shapes, {1: tokens}))
         for length in (2, 17, 64, 65, 257):
-            given = inputs(length)
-            check_equal(list(program.module()(*given)), list(Model()(*given)))
+            arguments = inputs(length)
+            check_equal(list(program.module()(*arguments)), list(Model()(*arguments)))
 
 
 def forward_mode() -> None:

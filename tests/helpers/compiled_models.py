@@ -15,7 +15,7 @@ import heedful
 from heedful.hf.versions import cache_of
 from heedful.nn import MultiToken, Selective
 from helpers import encoder_families
-from helpers.families import stir, tiny, tokens
+from helpers.families import tiny, tokens, varied
 
 MECHANISMS = {
     "standard": "standard",
@@ -31,10 +31,7 @@ LENGTHS = (11, 17, 9)
 
 def converted(name: str, family: str = "mistral"):
     kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma2" else {}
-    model = tiny(family, num_hidden_layers=2, **kinds)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.1, only=".heedful.")
-    return model
+    return varied(tiny(family, num_hidden_layers=2, **kinds), MECHANISMS[name], 0.1)
 
 
 def calls(ids: torch.Tensor) -> dict[str, dict]:
@@ -71,9 +68,7 @@ def check(name: str, way: str, use_cache: bool, family: str = "mistral") -> None
 def two_rows(family: str) -> None:
     """One graph for the logits of an encoder-decoder, or of an encoder."""
     torch._dynamo.reset()
-    model = encoder_families.tiny(family)
-    heedful.convert(model, MECHANISMS["mta"])
-    stir(model, 0.1, only=".heedful.")
+    model = varied(encoder_families.tiny(family), MECHANISMS["mta"], 0.1)
     ids, target = tokens(2, 11), {}
     if model.config.is_encoder_decoder:
         target = {"decoder_input_ids": tokens(2, 7), "use_cache": False}

@@ -18,9 +18,9 @@ def leave_covers(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("crossed") and not item.get_closest_marker("slow"):
             crosses.setdefault((item.location[0], item.originalname), []).append(item)
     for cases in crosses.values():
-        kept = cover([set(map(repr, case.callspec.params.items())) for case in cases])
+        usual = cover([set(map(repr, case.callspec.params.items())) for case in cases])
         for at, case in enumerate(cases):
-            if at not in kept:
+            if at not in usual:
                 case.add_marker(pytest.mark.exhaustive)
 
 
@@ -36,9 +36,9 @@ def cover(cases: list[set[str]]) -> set[int]:
     first, and so on.
     """
     parts = [set(combinations(sorted(case), 2 if len(case) > 2 else 1)) for case in cases]
-    missing, kept = set().union(*parts), set()
+    missing, chosen = set().union(*parts), set()
     while missing:
         best = max(range(len(parts)), key=lambda at: len(parts[at] & missing))
-        kept.add(best)
+        chosen.add(best)
         missing -= parts[best]
-    return kept
+    return chosen

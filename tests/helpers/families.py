@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+import heedful
+
 VOCABULARY = 40
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -114,6 +116,13 @@ def stir(model: torch.nn.Module, by: float, only: str = "") -> None:
     for name, p in model.named_parameters():
         if only in name:
             p.add_(by * torch.randn_like(p))
+
+
+def varied(model: PreTrainedModel, mechanism: object, by: float = 0.2, **options):
+    """The model, converted, with the mechanism's parameters away from where they start."""
+    heedful.convert(model, mechanism, **options)
+    stir(model, by, only=".heedful.")
+    return model
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -84,7 +84,7 @@ Shares = list[dict[int, float]]
 
 
 def shares_by_hand(
-    case: Case, drawn: Tensor | None, row: int, tokens: int, visibility: Visibility | None
+    case: Case, inputs: Tensor | None, row: int, tokens: int, visibility: Visibility | None
 ) -> Shares:
     """The memberships of one row as the docstrings define them, token by token."""
     actual: Shares = []
@@ -105,13 +105,13 @@ def shares_by_hand(
                     if new:
                         actual.append({})
                     actual[-1][t] = 1.0
-                    closes = drawn[row, t].item() in (0, 3)
+                    closes = inputs[row, t].item() in (0, 3)
                     length = len(actual[-1])
                     new = (closes and length >= SHORTEST) or length == LONGEST
             case "cif":
                 level, groups = 0.0, {}
                 for t in run:
-                    alpha, at = drawn[row, t].item(), level
+                    alpha, at = inputs[row, t].item(), level
                     level += alpha
                     while level - at > 1e-12:
                         j = int(at + 1e-12)
@@ -121,7 +121,7 @@ def shares_by_hand(
                 actual += [groups[j] for j in sorted(groups)]
             case "slots":
                 for i in range(0, len(run), BLOCK):
-                    actual += _slots_by_hand(drawn[row], run[i : i + BLOCK])
+                    actual += _slots_by_hand(inputs[row], run[i : i + BLOCK])
     return actual
 
 

@@ -63,12 +63,12 @@ def capped(logit: float, softcap: float | None) -> float:
 
 def softmax(logits: list[float | None], sink: float | None = None) -> list[float]:
     """Over the entries that are not `None`; those get zero. A sink takes a share of its own."""
-    seen = [x for x in logits if x is not None]
-    if not seen:
+    visible = [x for x in logits if x is not None]
+    if not visible:
         return [0.0] * len(logits)
     if sink is not None:
-        seen.append(sink)
-    top = max(seen)
+        visible.append(sink)
+    top = max(visible)
     weights = [0.0 if x is None else math.exp(x - top) for x in logits]
     total = sum(weights) + (0.0 if sink is None else math.exp(sink - top))
     return [w / total for w in weights]

@@ -20,8 +20,8 @@ def draw(*shape: int) -> Tensor:
 def fixed(like: Tensor) -> Tensor:
     """The same normal numbers at every call, in fp64, on any device."""
     generator = torch.Generator("cpu").manual_seed(1)
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
-    return drawn.to(like.device)
+    numbers = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return numbers.to(like.device)
 
 
 def with_grads(function: Function, tensors: Tensors) -> Tensors:

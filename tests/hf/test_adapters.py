@@ -19,7 +19,7 @@ from heedful.nn import (
     MultiToken,
     Selective,
 )
-from helpers.families import logits, stir, tiny, tokens
+from helpers.families import logits, stir, tiny, tokens, varied
 
 CONFIGS = {
     "mta-published": MultiToken.published(),
@@ -37,10 +37,7 @@ every = pytest.mark.parametrize("name", CONFIGS)
 
 
 def converted(name: str, dtype=torch.float64):
-    model = tiny(dtype=dtype)
-    heedful.convert(model, CONFIGS[name])
-    stir(model, 0.1, only=".heedful.")
-    return model
+    return varied(tiny(dtype=dtype), CONFIGS[name], 0.1)
 
 
 def lora(**options):

@@ -7,7 +7,7 @@ import heedful
 from heedful.nn import Grouped, MultiToken, Selective
 from helpers.encoder_families import logits as pair_logits
 from helpers.encoder_families import tiny as tiny_pair
-from helpers.families import checkpoint_layers, exactly, logits, stir, tiny, tokens, twin
+from helpers.families import checkpoint_layers, exactly, logits, tiny, tokens, twin, varied
 
 MECHANISMS = {
     "standard": "standard",
@@ -22,10 +22,7 @@ each = pytest.mark.parametrize("name", MECHANISMS)
 
 def converted(name: str, p: float = 0.3, family: str = "llama"):
     field = "attn_pdrop" if family == "gpt2" else "attention_dropout"
-    model = tiny(family, **{field: p})
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.1, only=".heedful.")
-    return model
+    return varied(tiny(family, **{field: p}), MECHANISMS[name], 0.1)
 
 
 @each

@@ -23,14 +23,11 @@ from transformers import (
 import heedful
 from heedful.hf import register
 from heedful.nn import NAMES, Differential, MultiToken, Selective, ablations, mechanism
-from helpers.families import config_of, logits, stir, tiny, tokens
+from helpers.families import config_of, logits, tiny, tokens, varied
 
 
 def converted(config="mta-published", dtype=torch.float32):
-    model = tiny(dtype=dtype, num_hidden_layers=3)
-    heedful.convert(model, config)
-    stir(model, 0.1, only=".heedful.")
-    return model
+    return varied(tiny(dtype=dtype, num_hidden_layers=3), config, 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +137,7 @@ LlamaForCausalLM.from_pretrained(sys.argv[1])
 ADVICE = r"heedful: open this folder with heedful.load\(folder\)"
 
 
+@pytest.mark.slow
 def test_a_family_class_cannot_load_it_where_heedful_was_never_imported(folder):
     done = subprocess.run(
         [sys.executable, "-c", STOCK, str(folder)], capture_output=True, text=True

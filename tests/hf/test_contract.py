@@ -21,7 +21,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.nn.layer import ALONE
-from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin
+from helpers.families import logits, ragged_mask, stir, tiny, tokens, twin, varied
 
 
 class Noting(StandardAttention):
@@ -66,8 +66,8 @@ def test_a_layer_is_given_what_it_declares(family, monkeypatch):
     ids = tokens(2, 7)
     with torch.no_grad():
         cache = cache_of(model(input_ids=ids[:, :5], attention_mask=ragged_mask(2, 5)))
-    for layer, given in zip(actual, inputs, strict=True):
-        assert torch.equal(layer.noted.input, given)
+    for layer, hidden in zip(actual, inputs, strict=True):
+        assert torch.equal(layer.noted.input, hidden)
         assert torch.equal(layer.noted.token_ids, ids[:, :5])
         assert torch.equal(layer.noted.positions.expand(2, -1), torch.arange(5).expand(2, -1))
     assert [layer.noted.cache for layer in actual] == list(cache.layers)
@@ -135,8 +135,7 @@ def test_layers_may_have_different_mechanisms(tmp_path):
 
 def test_local_layers_beside_global_ones_generate_with_a_cache():
     model, ids = tiny(num_hidden_layers=4), tokens(2, 9)
-    heedful.convert(model, {Standard(window=3): [0, 1, 3], "talking-heads": [2]})
-    stir(model, 0.2, only=".heedful.")
+    varied(model, {Standard(window=3): [0, 1, 3], "talking-heads": [2]})
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     cached = model.generate(ids, **options)
     assert torch.equal(cached, model.generate(ids, use_cache=False, **options))
@@ -187,18 +186,18 @@ def test_a_look_shows_the_maps_that_made_the_output_and_what_was_learned(config,
     values, outputs = {}, {}
     for index, layer in layers.items():
 
-        def note(_, given, result, index=index):
-            values[index], outputs[index] = given[2][0].float(), result.output[0].float()
+        def note(_, inputs, result, index=index):
+            values[index], outputs[index] = inputs[2][0].float(), result.output[0].float()
 
         layer.register_forward_hook(note)
-    for index, seen in heedful.look(model, tokens(1, 9)).items():
-        assert seen.heads_per_map == shared
-        assert len(seen.weights) * shared == len(outputs[index])
+    for index, look in heedful.look(model, tokens(1, 9)).items():
+        assert look.heads_per_map == shared
+        assert len(look.weights) * shared == len(outputs[index])
         if shared == 1:  # differential attention norms its heads behind the map
-            spread = values[index].repeat_interleave(len(seen.weights) // len(values[index]), dim=0)
-            torch.testing.assert_close(seen.weights @ spread, outputs[index], rtol=1e-4, atol=1e-4)
+            spread = values[index].repeat_interleave(len(look.weights) // len(values[index]), dim=0)
+            torch.testing.assert_close(look.weights @ spread, outputs[index], rtol=1e-4, atol=1e-4)
         for name in ("conv", "post_conv", "mix", "post_mix"):
-            own, shown = getattr(layers[index], name, None), getattr(seen, name)
+            own, shown = getattr(layers[index], name, None), getattr(look, name)
             assert (shown is None) == (own is None), name
             if own is not None:
                 assert torch.equal(shown, own) and not shown.requires_grad

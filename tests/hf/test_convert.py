@@ -38,7 +38,7 @@ from heedful.nn import (
     Selective,
     TalkingHeads,
 )
-from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin
+from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin, varied
 
 EVERYWHERE = {
     "standard": "standard",
@@ -122,9 +122,9 @@ def test_another_model_of_the_same_configuration_is_untouched(name):
         type(tiny())(config).double().eval() for _ in range(2)
     )  # both hold this very configuration
     ids = tokens()
-    before, kept = logits(other, ids), state(other)
+    before, others = logits(other, ids), state(other)
     heedful.convert(one, name)
-    assert state(other) == kept and config._attn_implementation == "sdpa"
+    assert state(other) == others and config._attn_implementation == "sdpa"
     assert torch.equal(logits(other, ids), before)
     heedful.convert(other, name)
     heedful.revert(one)
@@ -134,9 +134,7 @@ def test_another_model_of_the_same_configuration_is_untouched(name):
 
 
 def test_a_copy_is_independent():
-    model = tiny()
-    heedful.convert(model, MultiToken(conv_every=1))
-    stir(model, 0.2, only=".heedful.")
+    model = varied(tiny(), MultiToken(conv_every=1))
     ids = tokens()
     before = logits(model, ids)
     other = twin(model)
@@ -236,8 +234,7 @@ def test_wrong_arguments(message):
 @every
 def test_the_implementation_is_chosen_for_a_machine_and_not_saved(name, tmp_path):
     model, ids = tiny(), tokens()
-    heedful.convert(model, EVERYWHERE[name], impl="reference")
-    stir(model, 0.1, only="heedful")
+    varied(model, EVERYWHERE[name], 0.1, impl="reference")
     model.save_pretrained(tmp_path)
     assert '"impl"' not in (tmp_path / "config.json").read_text()
     tiled = heedful.load(tmp_path, impl="tiled", dtype=torch.float64)
@@ -292,22 +289,23 @@ def test_masks_of_four_dimensions_are_refused():
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_the_route_gets_no_square_mask(family, monkeypatch):
     """Padding arrives as one entry per key, whatever the family's layers."""
-    seen = []
+    visibilities = []
     model = tiny(family)
     heedful.convert(model, "standard")
     for module in model.modules():
         if isinstance(layer := getattr(module, "heedful", None), torch.nn.Module):
             layer.register_forward_pre_hook(
-                lambda _, inputs, options: seen.append(options["visibility"]), with_kwargs=True
+                lambda _, inputs, options: visibilities.append(options["visibility"]),
+                with_kwargs=True,
             )
     logits(model, tokens(), attention_mask=ragged_mask())
     logits(model, tokens())
-    assert [None if v.padding is None else tuple(v.padding.shape) for v in seen] == (
+    assert [None if v.padding is None else tuple(v.padding.shape) for v in visibilities] == (
         [(2, 11)] * 3 + [None] * 3
     )
-    windows = [v.window for v in seen]
+    windows = [v.window for v in visibilities]
     assert windows == ([4, None, 4] if family == "gemma3_text" else [None] * 3) * 2
-    assert all(v.documents is None or v.documents.ndim == 2 for v in seen)
+    assert all(v.documents is None or v.documents.ndim == 2 for v in visibilities)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -353,8 +351,7 @@ def test_training_under_autocast(name):
 @every
 def test_pickling_keeps_the_mechanism(name, tmp_path):
     model, ids = tiny(), tokens()
-    heedful.convert(model, EVERYWHERE[name])
-    stir(model, 0.1, only=".heedful.")
+    varied(model, EVERYWHERE[name], 0.1)
     expected, plain = logits(model, ids), logits(heedful.revert(twin(model)), ids)
     torch.save(model, tmp_path / "model.pt")
     for again in (
@@ -366,6 +363,7 @@ def test_pickling_keeps_the_mechanism(name, tmp_path):
         assert torch.equal(logits(heedful.revert(again), ids), plain)
 
 
+@pytest.mark.slow
 def test_a_pickled_model_opens_in_another_process(tmp_path):
     model, ids = tiny(num_hidden_layers=2), tokens()
     heedful.convert(model, "mta")

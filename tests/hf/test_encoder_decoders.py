@@ -25,7 +25,7 @@ from heedful.nn import (
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
-from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens
+from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, tokens, varied
 
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)
@@ -52,10 +52,7 @@ EVERYWHERE = ("decoder", "encoder", "cross")
 
 def converted(family: str, mechanism: object, **options):
     """A converted model whose parameters are no identities."""
-    model = tiny(family)
-    heedful.convert(model, mechanism, **options)
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family), mechanism, **options)
 
 
 @pytest.mark.crossed
@@ -90,14 +87,14 @@ def test_logits_of_whole_rows_are_unchanged_to_the_last_bit(family, mechanism, d
 
 @every
 def test_each_place_changes_logits_by_itself(family):
-    source, target, seen = tokens(2, 11), tokens(2, 7), []
+    source, target, results = tokens(2, 11), tokens(2, 7), []
     for where in (*EVERYWHERE, None):
         torch.manual_seed(0)
         model = converted(family, MTA, where=where)
         marked = {name.split(".heedful.")[0] for name in model._heedful.parameters()}
         assert all(("encoder." in name) == (where == "encoder") for name in marked) or where is None
-        seen.append(logits(model, source, target))
-        assert all(not torch.equal(seen[-1], before) for before in seen[:-1])
+        results.append(logits(model, source, target))
+        assert all(not torch.equal(results[-1], before) for before in results[:-1])
 
 
 @pytest.mark.crossed
@@ -164,11 +161,11 @@ def test_a_ragged_batch_is_its_rows(family, name):
 def test_target_tokens_in_pieces_are_the_whole_row(family, name):
     """With left padding in the target; the cache is new, a stock one, or the family's own."""
     model, source, target = converted(family, MECHANISMS[name]), tokens(2, 11), tokens(2, 12)
-    mask, seen = ragged_mask(left=False), ragged_mask(2, 12, left=True)
+    mask, target_mask = ragged_mask(left=False), ragged_mask(2, 12, left=True)
     positions = {}
     if family == "t5gemma":
-        positions["decoder_position_ids"] = (seen.cumsum(1) - 1).clamp(min=0)
-    more = {"decoder_attention_mask": seen}
+        positions["decoder_position_ids"] = (target_mask.cumsum(1) - 1).clamp(min=0)
+    more = {"decoder_attention_mask": target_mask}
     expected = logits(model, source, target, mask, **more, **positions)
     stock = EncoderDecoderCache(DynamicCache(), DynamicCache())
     for cache in (heedful.new_cache(model), stock, None):
@@ -179,12 +176,12 @@ def test_target_tokens_in_pieces_are_the_whole_row(family, name):
             with torch.no_grad():
                 out = model(
                     input_ids=source, attention_mask=mask, decoder_input_ids=piece,
-                    decoder_attention_mask=seen[:, :done], cache=cache, use_cache=True,
+                    decoder_attention_mask=target_mask[:, :done], cache=cache, use_cache=True,
                     **more,
                 )  # fmt: skip
             cache = cache_of(out)
             parts.append(out.logits)
-        real = seen.bool()
+        real = target_mask.bool()
         torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=0, atol=1e-11)
 
 

@@ -8,7 +8,7 @@ from transformers import T5EncoderModel
 import heedful
 from heedful.nn import Differential, KnockingHeads, MultiToken, Selective, Standard, TalkingHeads
 from helpers.encoder_families import ENCODER_DECODERS, ENCODERS, tiny
-from helpers.families import ragged_mask, stir, tokens
+from helpers.families import ragged_mask, stir, tokens, varied
 
 every = pytest.mark.parametrize("family", ENCODERS)
 IDENTITIES = {
@@ -31,10 +31,7 @@ def logits(model, ids: Tensor, mask: Tensor | None = None, **options) -> Tensor:
 
 
 def converted(family: str, name: str):
-    model = tiny(family)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family), MECHANISMS[name])
 
 
 @every

@@ -7,14 +7,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
 from heedful.nn import NAMES, mechanism
-from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens
+from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens, varied
 
 
 def converted(name: str, family: str = "llama"):
-    model = tiny(family)
-    heedful.convert(model, mechanism(name))
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family), mechanism(name))
 
 
 def repeated_forward(model, ids: Tensor, new: int) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import heedful
 from heedful import Grouped
-from helpers.families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens
+from helpers.families import EAGER, FAMILIES, config_of, logits, stir, tiny, tokens, varied
 
 GROUPINGS = {
     "fixed": Grouped(size=4, window=2),
@@ -21,8 +21,7 @@ GROUPINGS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [x if x == "cif" else pytest.param(x, marks=pytest.mark.slow) for x in GROUPINGS],
+    "name", [x if x == "cif" else pytest.param(x, marks=pytest.mark.slow) for x in GROUPINGS]
 )
 def test_noise_cannot_be_learnt(name):
     """A canary: a leak would let a model read the next token, and its loss would fall."""
@@ -107,8 +106,7 @@ def test_a_rotation_that_lengthens_some_channels_is_followed(family, share):
     yarn |= {"partial_rotary_factor": share, "original_max_position_embeddings": 16}
     model, ids = tiny(family, rope_parameters=yarn), tokens(2, 19)
     before = logits(model, ids)
-    heedful.convert(model, Grouped(size=1, window=1, refine="attention"))
-    stir(model, 0.2, only=".heedful.")
+    varied(model, Grouped(size=1, window=1, refine="attention"))
     rounding = 16 * torch.finfo(torch.float32).eps * before.abs().max().item()
     torch.testing.assert_close(logits(model, ids), before, rtol=0, atol=rounding)
 
@@ -117,8 +115,7 @@ def test_a_rotation_that_lengthens_some_channels_is_followed(family, share):
 def test_summaries_stand_at_the_mean_position_of_their_group(family):
     """Moving a whole row moves nothing, as with standard attention: only distances count."""
     model, ids = tiny(family, max_position_embeddings=256), tokens(2, 30)
-    heedful.convert(model, Grouped(size=4, window=2))
-    stir(model, 0.2, only=".heedful.")
+    varied(model, Grouped(size=4, window=2))
     at = torch.arange(30)[None]
     with torch.no_grad():
         actual, moved = (

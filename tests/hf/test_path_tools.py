@@ -91,17 +91,17 @@ ids = tokenizer("a red bus and one car", return_tensors="pt").input_ids
 options = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
 written = model.generate(ids, **options)
 from heedful.hf.versions import cache_of
-held = cache_of(written).tokens
-assert all(n <= budget for n, budget in zip(held, (13, 14, 15), strict=True)), held
+sizes = cache_of(written).tokens
+assert all(n <= budget for n, budget in zip(sizes, (13, 14, 15), strict=True)), sizes
 both = AutoModelForSeq2SeqLM.from_pretrained(pair, **trusted)
 source = torch.arange(3, 14)[None]
 with torch.no_grad():
-    found = {
+    results = {
         "logits": model(ids, use_cache=False).logits,
         "written": written.sequences,
         "pair": both(input_ids=source, decoder_input_ids=source, use_cache=False).logits,
     }
-torch.save(found, out)
+torch.save(results, out)
 """
 
 
@@ -143,6 +143,7 @@ def test_untrusted_it_is_refused_and_the_folder_says_how_else(folder, elsewhere)
         LlamaForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_registered_no_trust_is_needed(folder, elsewhere):
     code = """
 import sys
@@ -177,6 +178,7 @@ def test_a_reverted_model_names_no_shim(folder, tmp_path):
     assert torch.equal(logits(again, ids), logits(model, ids))
 
 
+@pytest.mark.slow
 def test_a_pipeline_opens_a_path(folder, elsewhere):
     code = """
 import sys
@@ -276,12 +278,12 @@ def test_transformers_serve_answers_a_chat(folder, elsewhere, tmp_path):
             env=elsewhere, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
         try:
-            asked = run(ASK, elsewhere, f"http://127.0.0.1:{port}", folder)
+            client = run(ASK, elsewhere, f"http://127.0.0.1:{port}", folder)
         finally:
             server.send_signal(signal.SIGKILL)
             server.wait()
         log.seek(0)
-        assert asked.returncode == 0, f"{asked.stderr[-2000:]}\n{log.read()[-4000:]}"
-    answer = json.loads(asked.stdout)
+        assert client.returncode == 0, f"{client.stderr[-2000:]}\n{log.read()[-4000:]}"
+    answer = json.loads(client.stdout)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["usage"]["completion_tokens"] == 5

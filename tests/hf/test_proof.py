@@ -49,9 +49,9 @@ def state_of(model) -> dict:
     }
 
 
-def wrong_scale(module, q, k, v, seen, *, scaling=None, **options):
+def wrong_scale(module, q, k, v, mask, *, scaling=None, **options):
     scaling = 1.01 * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    return attend(module, q, k, v, seen, scaling=scaling, **options)
+    return attend(module, q, k, v, mask, scaling=scaling, **options)
 
 
 def wide_window(*args, **options):
@@ -68,11 +68,11 @@ def no_padding(*args, **options):
 
 def forgetful(self, key_states, value_states, *args, **options):
     """A cache whose earlier keys are not those that came."""
-    keys, values = kept(self, key_states, value_states, *args, **options)
+    keys, values = update(self, key_states, value_states, *args, **options)
     return keys.roll(1, 2) if key_states.shape[2] == 1 else keys, values
 
 
-attend, kept = attention.attention, cache.LayerCache.update
+attend, update = attention.attention, cache.LayerCache.update
 CONTEXT = "attention_context"
 BROKEN = {
     "scale": ("no mask", "llama", {}, (attention, "attention", wrong_scale)),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import heedful
 from heedful.nn import MultiToken, Selective
-from helpers.families import logits, stir, tiny, tokens
+from helpers.families import logits, tiny, tokens, varied
 
 MECHANISMS = {
     "mta": MultiToken(conv_every=1),
@@ -109,8 +109,7 @@ def test_the_mechanism_learns_on_a_quantized_base(kind, name, tmp_path):
 def test_a_converted_folder_is_quantized_while_it_loads(kind, name, tmp_path):
     """But for the mechanism, bit for bit; and so it is saved and loaded again, and generates."""
     model, ids = plain(), tokens()
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.1, only=".heedful.")
+    varied(model, MECHANISMS[name], 0.1)
     model.save_pretrained(tmp_path / "whole")
     small = heedful.load(tmp_path / "whole", quantization_config=kind())
     assert len(quantized(small)) == 9

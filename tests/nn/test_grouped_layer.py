@@ -254,9 +254,9 @@ def test_learned_groups_are_shared_by_layers_in_turn():
     shared: dict = {}
     inputs = LayerInputs(input=x, positions=positions, shared=shared)
     assert lead(q, k, v, inputs=inputs).grouping.wanted == 3
-    (kept,) = shared.values()
+    (groups,) = shared.values()
     assert follow(q, k, v, inputs=inputs).grouping is None
-    assert list(shared.values()) == [kept]
+    assert list(shared.values()) == [groups]
     with pytest.raises(ValueError, match=r"share=2: layer 3 takes the groups of layer 2"):
         follow(q, k, v, inputs=LayerInputs(input=x, positions=positions))
 

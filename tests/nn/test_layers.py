@@ -89,9 +89,9 @@ def opened(built: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -
     """Queries, keys and values as the layer changes them before the rotation."""
     if "unrotated" not in built.needs:
         return [q, k, v]
-    told = Tokens(input=inputs.input)
+    beside = Tokens(input=inputs.input)
     parts = zip("qkv", (q, k, v), strict=True)
-    return [built.before_rotation(x, y.transpose(1, 2), told).transpose(1, 2) for x, y in parts]
+    return [built.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts]
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -132,9 +132,9 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, known, segment
     new = 8 - known
     x, inputs = draw(2, 8, 4, 6), draw(2, 8, 20)
     past = (None, None) if not known else (inputs[:, :known], x[:, :known])
-    told = Tokens(past=past[0], segments=segments)
+    beside = Tokens(past=past[0], segments=segments)
     expected = convolved(inputs[:, known:], built.kernels["input"], past[0], segments)
-    actual = built.before_projection(inputs[:, known:], told)
+    actual = built.before_projection(inputs[:, known:], beside)
     torch.testing.assert_close(actual, expected, **EXACT)
     for part, heads in ROWS.items():
         one = x[:, :, :heads]
@@ -143,8 +143,8 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, known, segment
             one[:, known:].flatten(2), built.kernels[part],
             None if before is None else before.flatten(2), segments,
         )  # fmt: skip
-        told = Tokens(past=before, segments=segments)
-        actual = built.before_rotation(part, one[:, known:], told)
+        beside = Tokens(past=before, segments=segments)
+        actual = built.before_rotation(part, one[:, known:], beside)
         assert actual.shape == (2, new, heads, 6)
         torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
 

@@ -34,7 +34,7 @@ CASES = [
     for role in ("decoder", "encoder", "cross")
     if role in config.build(HeadShape(4, 2, 6, 20, 0, role)).roles
 ]
-SEEN = {
+VISIBILITIES = {
     "decoder": Visibility(),
     "encoder": Visibility(causal=False),
     "cross": Visibility(causal=False, queries=Queries()),
@@ -74,8 +74,8 @@ def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
     layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
     sinks = torch.randn(4, dtype=torch.float64) if sunk else None
     inputs = LayerInputs(bias=bias if biased else None, softcap=softcap, sinks=sinks)
-    out = layer(q, k, v, visibility=SEEN[role], scale=0.7, inputs=inputs).output
-    weights = layer.maps(q, k, visibility=SEEN[role], scale=0.7, inputs=inputs).weights
+    out = layer(q, k, v, visibility=VISIBILITIES[role], scale=0.7, inputs=inputs).output
+    weights = layer.maps(q, k, visibility=VISIBILITIES[role], scale=0.7, inputs=inputs).weights
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1).repeat_interleave(2, dim=1)
         expected = layer.norm(weights @ joined).unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
@@ -87,9 +87,9 @@ def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
 @every
 def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
     layer, (q, k, v, bias) = built(name, role), draw()
-    plain = layer(q, k, v, visibility=SEEN[role]).output
+    plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
     leaf = bias.requires_grad_()
-    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(bias=leaf)).output
+    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(bias=leaf)).output
     assert not torch.allclose(actual, plain)
     (grad,) = torch.autograd.grad(actual.square().sum(), leaf)
     assert bool((grad != 0).any())
@@ -99,9 +99,9 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
 def test_sinks_change_outputs_and_get_a_gradient(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
     assert "sinks" in layer.takes
-    plain = layer(q, k, v, visibility=SEEN[role]).output
+    plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
     leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(sinks=leaf)).output
+    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(sinks=leaf)).output
     assert not torch.allclose(actual, plain)
     (grad,) = torch.autograd.grad(actual.sum(), leaf)
     assert bool((grad != 0).all())
@@ -127,8 +127,8 @@ def test_grouped_attention_refuses_dropout():
 def test_a_cap_changes_outputs(name, role):
     layer, (q, k, v, _) = built(name, role), draw()
     assert "softcap" in layer.takes
-    plain = layer(q, k, v, visibility=SEEN[role]).output
-    actual = layer(q, k, v, visibility=SEEN[role], inputs=LayerInputs(softcap=0.5)).output
+    plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
+    actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(softcap=0.5)).output
     assert not torch.allclose(actual, plain)
 
 
@@ -156,7 +156,7 @@ def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
 def test_identity_at_initialisation(name, role):
     layer, (q, k, v, _) = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)), draw()
     expected = scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    actual = layer.double()(q, k, v, visibility=SEEN[role]).output
+    actual = layer.double()(q, k, v, visibility=VISIBILITIES[role]).output
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 

@@ -12,7 +12,7 @@ from helpers.oracle import cast
 KEYS = 61
 PADDING = torch.ones(2, KEYS, dtype=torch.bool)
 PADDING[1, :7] = False
-SEEN = {
+VISIBILITIES = {
     "causal": None,
     "all": Visibility(causal=False),
     "window": Visibility(window=9),
@@ -31,7 +31,7 @@ def defined(mechanism, kind: str) -> bool:
     )
 
 
-CASES = [(m, kind) for m in MECHANISMS for kind in SEEN if defined(m, kind)]
+CASES = [(m, kind) for m in MECHANISMS for kind in VISIBILITIES if defined(m, kind)]
 
 
 @pytest.mark.crossed
@@ -43,9 +43,11 @@ def test_few_rows_err_no_more_than_their_definition(mechanism, kind, queries, ke
     tensors = mechanism.draw(Shape(key_heads=key_heads, queries=queries, keys=KEYS))
     inputs = cast(tensors, dtype)
     with torch.no_grad():
-        actual = mechanism.run(inputs, "tiled", SEEN[kind])
-        plain = mechanism.run(inputs, "reference", SEEN[kind])
-        exact = mechanism.run({n: x.double() for n, x in inputs.items()}, "reference", SEEN[kind])
+        actual = mechanism.run(inputs, "tiled", VISIBILITIES[kind])
+        plain = mechanism.run(inputs, "reference", VISIBILITIES[kind])
+        exact = mechanism.run(
+            {n: x.double() for n, x in inputs.items()}, "reference", VISIBILITIES[kind]
+        )
     for i, (x, y, z) in enumerate(zip(actual, plain, exact, strict=True)):
         assert x.dtype == y.dtype and x.shape == y.shape
         assert_matches_oracle(f"output {i}", x, y, z, KEYS)

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import (
-    cif_groups,
-    fixed_groups,
-    sliding_groups,
-    slot_groups,
-)
+from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups, slot_groups
 from heedful.ops.grouped.reference import memberships
 from helpers.grouped_cases import (
     BY_NAME,
@@ -33,7 +28,7 @@ from helpers.grouped_cases import (
 from helpers.loops import dot, sight, softmax
 from helpers.oracle import against_oracle, with_grads
 
-SEEN = [
+KINDS = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",
     "ragged, both ways", "documents in a window", "both ways in a window",
 ]  # fmt: skip
@@ -43,12 +38,12 @@ SEEN = [
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "mutual" not in name])
 def test_memberships_by_hand(case: Case, visible):
     visibility = VISIBILITIES[visible](TOKENS)
-    drawn = case.draw(2, TOKENS)
-    groups = case.make(drawn, TOKENS, visibility)
+    features = case.draw(2, TOKENS)
+    groups = case.make(features, TOKENS, visibility)
     a = memberships(groups)
     a = a.expand(2, -1, -1) if len(a) == 1 else a
     for row in range(2):
-        expected = shares_by_hand(case, drawn, row, TOKENS, visibility)
+        expected = shares_by_hand(case, features, row, TOKENS, visibility)
         there = groups.there[row % len(groups.there)]
         assert int(there.sum()) == len(expected) and bool(there[: len(expected)].all())
         for j, shares in enumerate(expected):
@@ -64,7 +59,7 @@ def test_memberships_by_hand(case: Case, visible):
         assert bool((groups.end[row % len(groups.end)].diff() >= 0).all())
 
 
-def by_loops(x, groups, case, drawn, visibility, window, asking) -> Tensor:
+def by_loops(x, groups, case, features, visibility, window, asking) -> Tensor:
     """The definition: which groups are far, what is left of each token, one softmax over both."""
     q, k, v = (x[name] for name in "qkv")
     a = memberships(groups).double()
@@ -73,7 +68,7 @@ def by_loops(x, groups, case, drawn, visibility, window, asking) -> Tensor:
     sees = sight(visibility, TOKENS, TOKENS)
     two_sided = visibility is not None and not visibility.causal
     for b in range(2):
-        shares = shares_by_hand(case, drawn, b, TOKENS, visibility)
+        shares = shares_by_hand(case, features, b, TOKENS, visibility)
         runs = documents_of(visibility, b, TOKENS)
         number = {}
         for t in (t for run in runs for t in run):
@@ -132,13 +127,14 @@ def by_loops(x, groups, case, drawn, visibility, window, asking) -> Tensor:
     return out
 
 
+@pytest.mark.crossed
 @each_case
-@pytest.mark.parametrize("visible", SEEN)
+@pytest.mark.parametrize("visible", KINDS)
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
 def test_the_definition_by_loops(case, visible, asking):
-    visibility, drawn, x = VISIBILITIES[visible](TOKENS), case.draw(2, TOKENS), tensors()
-    groups = case.make(drawn, TOKENS, visibility)
-    expected = by_loops(x, groups, case, drawn, visibility, 5, asking)
+    visibility, features, x = VISIBILITIES[visible](TOKENS), case.draw(2, TOKENS), tensors()
+    groups = case.make(features, TOKENS, visibility)
+    expected = by_loops(x, groups, case, features, visibility, 5, asking)
     for impl in ("reference", "tiled"):
         actual = attend(x, groups, impl, asking=asking, window=5, visibility=visibility)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
@@ -148,8 +144,8 @@ def test_the_definition_by_loops(case, visible, asking):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
 def test_tiled_errs_at_most_twice_as_much_as_the_definition(case, dtype, asking):
-    drawn = case.draw(2, 300)
-    groups = case.make(drawn, 300, None)
+    features = case.draw(2, 300)
+    groups = case.make(features, 300, None)
 
     def run(impl):
         return lambda x: attend(x, groups, impl, asking=asking, window=40)
@@ -157,6 +153,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(case, dtype, asking)
     against_oracle(run("tiled"), run("reference"), tensors(300), dtype, f"{case}")
 
 
+@pytest.mark.crossed
 @each_case
 @pytest.mark.parametrize(
     "visible", ["causal", "ragged documents", "window 70", "ragged, both ways"]
@@ -164,15 +161,15 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(case, dtype, asking)
 @pytest.mark.parametrize("queries", [300, 150, 1])
 def test_tiled_is_the_definition_in_fp64(case, visible, queries):
     """With every gradient, those of the groups too; over several blocks of rows."""
-    visibility, drawn = VISIBILITIES[visible](300), case.draw(2, 300)
+    visibility, features = VISIBILITIES[visible](300), case.draw(2, 300)
     x = tensors(300, queries)
-    learned = drawn is not None and drawn.is_floating_point()
+    learned = features is not None and features.is_floating_point()
     if learned:
-        x["drawn"] = drawn
+        x["drawn"] = features
 
     def run(impl):
         def function(y):
-            groups = case.make(y.get("drawn", drawn), 300, visibility)
+            groups = case.make(y.get("drawn", features), 300, visibility)
             return attend(y, groups, impl, window=20, visibility=visibility)
 
         return function
@@ -189,14 +186,14 @@ def test_cross_attention_to_all_groups(case, impl):
     """No token by itself; padding of the source is in no group, padded queries get zeros (I6)."""
     padding = VISIBILITIES["ragged, both ways"](TOKENS).padding
     source = Visibility(causal=False, padding=padding)
-    drawn, x = case.draw(2, TOKENS), tensors(TOKENS, 9)
-    groups = case.make(drawn, TOKENS, source)
+    features, x = case.draw(2, TOKENS), tensors(TOKENS, 9)
+    groups = case.make(features, TOKENS, source)
     real = torch.arange(9)[None] < 7
     visibility = replace(source, queries=Queries(padding=real))
     actual = attend(x, groups, impl, visibility=visibility, window=1)
     assert not bool(actual[:, :, 7:].any())
     for b in range(2):
-        shares = shares_by_hand(case, drawn, b, TOKENS, source)
+        shares = shares_by_hand(case, features, b, TOKENS, source)
         for h in range(4):
             z = x["logits"][b, h // 2].exp()
             weights = [{i: s * z[i] for i, s in g.items()} for g in shares]
@@ -240,8 +237,12 @@ def test_nothing_to_choose_by_gives_the_mean_of_all_that_is_seen(case, impl, vis
     del x["logits"], x["beta"]
     x["q"] = torch.zeros_like(x["q"])
     groups = case.make(case.draw(2, TOKENS), TOKENS, visibility)
-    seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None].double()
-    expected = seen @ x["v"].repeat_interleave(2, dim=1) / seen.sum(-1, keepdim=True).clamp(min=1)
+    visible_keys = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None].double()
+    expected = (
+        visible_keys
+        @ x["v"].repeat_interleave(2, dim=1)
+        / visible_keys.sum(-1, keepdim=True).clamp(min=1)
+    )
     actual = attend(x, groups, impl, window=3, visibility=visibility)
     torch.testing.assert_close(actual, expected.expand_as(actual), **EXACT)
     without = attend(x | {"beta": torch.zeros(4).double()}, groups, impl, window=3,
@@ -277,10 +278,14 @@ def test_groups_of_one_token_are_standard_attention(impl, visible, asking):
         cif_groups(torch.ones(2, TOKENS, dtype=torch.float64), visibility=visibility),
         slot_groups(draw(2, TOKENS, 3), block=1, slots=1, visibility=visibility),
     ]
-    seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
+    visible_keys = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
     expected = scaled_dot_product_attention(
-        x["q"], x["k"], x["v"], attn_mask=seen | ~seen.any(-1, keepdim=True), enable_gqa=True
-    ).masked_fill(~seen.any(-1, keepdim=True), 0)
+        x["q"],
+        x["k"],
+        x["v"],
+        attn_mask=visible_keys | ~visible_keys.any(-1, keepdim=True),
+        enable_gqa=True,
+    ).masked_fill(~visible_keys.any(-1, keepdim=True), 0)
     for groups in alone:
         for window in (1, 6):
             actual = attend(x, groups, impl, window=window, visibility=visibility, asking=asking)
@@ -294,10 +299,10 @@ def test_a_window_over_the_whole_row_is_standard_attention_in_encoders(case, imp
     """I2; for decoders the layers' tests have it."""
     visibility, x = VISIBILITIES[visible](TOKENS), tensors()
     groups = case.make(case.draw(2, TOKENS), TOKENS, visibility)
-    seen = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
-    blind = ~seen.any(-1, keepdim=True)
+    visible_keys = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
+    blind = ~visible_keys.any(-1, keepdim=True)
     expected = scaled_dot_product_attention(
-        x["q"], x["k"], x["v"], attn_mask=seen | blind, enable_gqa=True
+        x["q"], x["k"], x["v"], attn_mask=visible_keys | blind, enable_gqa=True
     ).masked_fill(blind, 0)
     actual = attend(x, groups, impl, window=TOKENS, visibility=visibility)
     torch.testing.assert_close(actual, expected, **EXACT)

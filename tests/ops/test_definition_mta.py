@@ -80,8 +80,8 @@ def by_loops(
     for b in range(batch):
         for h in range(heads):
             for i in range(queries):
-                seen = [x[b][h][i][j] if sees(b, i, j) else None for j in range(keys)]
-                x[b][h][i] = softmax(seen, None if sinks is None else sinks[h].item())
+                logits = [x[b][h][i][j] if sees(b, i, j) else None for j in range(keys)]
+                x[b][h][i] = softmax(logits, None if sinks is None else sinks[h].item())
     x = mixed(zero_where_unseen(convolved(x, post_conv)), post_mix)
     return weighted(x, v.tolist(), group)
 
@@ -165,11 +165,11 @@ def test_a_neighbour_is_masked_in_its_own_row_not_in_the_current_one(impl):
                     total += kernel[0, r, c].item() * scores[i2, j2].item()
         return total
 
-    found = attention_map(impl, q, k, conv=kernel)[0, 0]
+    weights = attention_map(impl, q, k, conv=kernel)[0, 0]
     band = rows - 1 + half  # from this distance on nothing is masked
     for i in range(band + 1, tokens):
         # Logits are known up to a constant of the row: take them relative to the first key.
-        actual = (found[i, : i + 1] / found[i, 0]).log()
+        actual = (weights[i, : i + 1] / weights[i, 0]).log()
         masked = torch.tensor([convolved(i, j, True) for j in range(i + 1)], dtype=torch.float64)
         unmasked = torch.tensor([convolved(i, j, False) for j in range(i + 1)], dtype=torch.float64)
         torch.testing.assert_close(actual, masked - masked[0], **EXACT)

@@ -20,7 +20,7 @@ def draw(*shape: int) -> Tensor:
 
 def first_tokens(visibility: Visibility | None, row: int, keys: int) -> set[int]:
     """The first real token of the row and of each of its documents."""
-    firsts, seen = set(), set()
+    firsts, numbers = set(), set()
     for token in range(keys):
         document = 0
         if visibility is None:
@@ -29,8 +29,8 @@ def first_tokens(visibility: Visibility | None, row: int, keys: int) -> set[int]
             continue
         if visibility.documents is not None:
             document = int(visibility.documents[row, token])
-        if document not in seen:
-            seen.add(document)
+        if document not in numbers:
+            numbers.add(document)
             firsts.add(token)
     return firsts
 
@@ -113,9 +113,9 @@ def hidden_after_each_query(impl: str, q: Tensor, k: Tensor, **options) -> Tenso
     tokens, state = q.shape[2], None
     f = torch.zeros(tokens + 1, tokens, dtype=q.dtype)
     for i in range(tokens):
-        seen = k[:, :, : i + 1]
+        keys = k[:, :, : i + 1]
         actual = selective_attention(
-            q[:, :, i : i + 1], seen, seen, state=state, impl=impl, **options
+            q[:, :, i : i + 1], keys, keys, state=state, impl=impl, **options
         )
         state = actual.state
         f[i + 1, : i + 1] = state[0, 0]
@@ -153,11 +153,7 @@ def test_the_usual_mistakes_would_show(impl):
 
     actual = selective_attention(q, k, v, impl=impl).output
     torch.testing.assert_close(actual, output(s_protected.cumsum(2) - s_protected), **EXACT)
-    for wrong in (
-        s_protected.cumsum(3) - s_protected,
-        s_protected.cumsum(2),
-        s.cumsum(2) - s,
-    ):
+    for wrong in (s_protected.cumsum(3) - s_protected, s_protected.cumsum(2), s.cumsum(2) - s):
         assert (actual - output(wrong)).abs().max() > 1e-3
 
 

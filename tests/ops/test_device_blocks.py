@@ -20,7 +20,7 @@ def device_blocks(monkeypatch):
     monkeypatch.setattr(tiles, "is_cpu", lambda device: False)
     monkeypatch.setattr(tiles, "ROWS_ON_DEVICE", 24)
     monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_ON_DEVICE", 12)
-    monkeypatch.setattr(precision, "_bf16_cpu", lambda: True)
+    monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
     monkeypatch.setattr(precision, "_product", lambda a, b: precision.widen(a) @ precision.widen(b))
 
 

@@ -92,11 +92,11 @@ def test_none_is_nothing_and_a_seed_is_all(mechanism, impl):
     assert not torch.equal(
         run_by(mechanism, impl, dropout_p=0.3, seed=8)(tensors)[0], run(tensors)[0]
     )
-    drawn = run_by(mechanism, impl, dropout_p=0.3)
+    without_seed = run_by(mechanism, impl, dropout_p=0.3)
     torch.manual_seed(1)
-    first, second = drawn(tensors)[0], drawn(tensors)[0]
+    first, second = without_seed(tensors)[0], without_seed(tensors)[0]
     torch.manual_seed(1)
-    assert torch.equal(drawn(tensors)[0], first) and not torch.equal(second, first)
+    assert torch.equal(without_seed(tensors)[0], first) and not torch.equal(second, first)
 
 
 @each_impl

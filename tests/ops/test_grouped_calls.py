@@ -65,9 +65,9 @@ def test_a_few_queries_are_rows_of_the_whole(case, asking, visible, dtype):
 @each_impl
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 64, 65, 129])
 def test_odd_lengths(case, impl, tokens):
-    drawn, x = case.draw(2, tokens), tensors(tokens)
-    actual = attend(x, case.make(drawn, tokens, None), impl, window=2)
-    expected = attend(x, case.make(drawn, tokens, None), "reference", window=2)
+    features, x = case.draw(2, tokens), tensors(tokens)
+    actual = attend(x, case.make(features, tokens, None), impl, window=2)
+    expected = attend(x, case.make(features, tokens, None), "reference", window=2)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
     if tokens < 3:  # nothing is far yet
         standard = scaled_dot_product_attention(
@@ -78,12 +78,12 @@ def test_odd_lengths(case, impl, tokens):
 
 @each_case
 def test_a_batch_is_its_rows_and_two_runs_are_one(case):
-    drawn, x = case.draw(2, 150), tensors(150)
-    both = attend(x, case.make(drawn, 150, None), "tiled", window=9)
-    assert torch.equal(both, attend(x, case.make(drawn, 150, None), "tiled", window=9))
+    features, x = case.draw(2, 150), tensors(150)
+    both = attend(x, case.make(features, 150, None), "tiled", window=9)
+    assert torch.equal(both, attend(x, case.make(features, 150, None), "tiled", window=9))
     for b in range(2):
         row = {name: y if name == "beta" else y[b : b + 1] for name, y in x.items()}
-        own = None if drawn is None else drawn[b : b + 1]
+        own = None if features is None else features[b : b + 1]
         alone = attend(row, case.make(own, 150, None), "tiled", window=9)
         torch.testing.assert_close(alone, both[b : b + 1], **EXACT)
 
@@ -93,11 +93,11 @@ def test_local_false_leaves_the_own_token_and_the_summaries():
     for impl in ("reference", "tiled"):
         actual = attend(x, groups, impl, window=1, local=False)
         sums = summarise(x["k"], x["v"], groups, logits=x["logits"])
-        seen = torch.arange(groups.count) < (torch.arange(TOKENS) // 4)[:, None]
+        far = torch.arange(groups.count) < (torch.arange(TOKENS) // 4)[:, None]
         logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT / 6**0.5
         logits = logits + x["beta"][:, None, None] * groups.mass.log()
         own = (x["q"] * x["k"].repeat_interleave(2, 1)).sum(-1, keepdim=True) / 6**0.5
-        p = torch.cat([logits.masked_fill(~seen, -torch.inf), own], -1).softmax(-1)
+        p = torch.cat([logits.masked_fill(~far, -torch.inf), own], -1).softmax(-1)
         expected = p[..., :-1] @ sums.v.repeat_interleave(2, 1)
         expected = expected + p[..., -1:] * x["v"].repeat_interleave(2, 1)
         torch.testing.assert_close(actual, expected, **EXACT)
@@ -247,8 +247,8 @@ def test_groups_that_cannot_be(make, message):
 @pytest.mark.parametrize("visible", ["causal", "ragged, both ways"])
 def test_a_bias_and_its_gradient(case, shape, visible):
     """A summary's is the mean of its members', by their shares."""
-    visibility, drawn = VISIBILITIES[visible](300), case.draw(2, 300)
-    groups = case.make(drawn, 300, visibility)
+    visibility, features = VISIBILITIES[visible](300), case.draw(2, 300)
+    groups = case.make(features, 300, visibility)
     x = tensors(300) | {"bias": draw(*shape, 300, 300)}
 
     def run(impl):

@@ -13,12 +13,7 @@ from heedful.ops.grouped import (
     sliding_groups,
     slot_groups,
 )
-from helpers.grouped_cases import (
-    attend,
-    draw,
-    each_impl,
-    tensors,
-)
+from helpers.grouped_cases import attend, draw, each_impl, tensors
 
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.
 
@@ -60,9 +55,9 @@ def test_a_leak_through_a_rule_that_counts_groups_instead_of_tokens():
     def leaky(x):
         sums = summarise(x["k"], x["v"], fixed_groups(4, 24))
         number = torch.arange(24) // 4
-        seen = torch.arange(6) <= number[:, None]
+        far = torch.arange(6) <= number[:, None]
         logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT
-        return logits.masked_fill(~seen, -torch.inf).softmax(-1) @ sums.v.repeat_interleave(2, 1)
+        return logits.masked_fill(~far, -torch.inf).softmax(-1) @ sums.v.repeat_interleave(2, 1)
 
     assert earlier_change(leaky) > 1e-3
 
@@ -73,12 +68,12 @@ def test_a_leak_through_groups_that_are_chosen_before_they_are_masked():
     def run(masked_first: bool):
         def function(x):
             sums = summarise(x["k"], x["v"], fixed_groups(4, 24))
-            seen = torch.arange(6) * 4 + 3 <= torch.arange(24)[:, None] - 1
+            far = torch.arange(6) * 4 + 3 <= torch.arange(24)[:, None] - 1
             logits = x["q"] @ sums.k.repeat_interleave(2, 1).mT
             if masked_first:
-                logits = logits.masked_fill(~seen, -torch.inf)
+                logits = logits.masked_fill(~far, -torch.inf)
             best = logits.topk(3, dim=-1).indices
-            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True) & seen
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True) & far
             own = (x["q"] * x["k"].repeat_interleave(2, 1)).sum(-1, keepdim=True)
             p = torch.cat([logits.masked_fill(~chosen, -torch.inf), own], -1).softmax(-1)
             values = sums.v.repeat_interleave(2, 1)

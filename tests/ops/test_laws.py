@@ -83,7 +83,7 @@ def test_tiled_errs_at_most_twice_as_much_as_the_definition(mechanism, dtype):
 @with_two_sided
 @pytest.mark.parametrize("units", [False, True], ids=["widened", "units"])
 def test_bfloat16_on_a_cpu_with_and_without_units_for_it(mechanism, units, monkeypatch):
-    monkeypatch.setattr("heedful.ops.common.precision._bf16_cpu", lambda: units)
+    monkeypatch.setattr("heedful.ops.common.precision.bf16_on_cpu", lambda: units)
     hold(mechanism, Shape().long(111), torch.bfloat16, None)
 
 
@@ -191,6 +191,7 @@ def test_negative_documents_are_padding(mechanism, impl):
         assert torch.equal(x, y)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "mechanism", [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in str(m))], ids=str
 )
@@ -303,15 +304,15 @@ def joins_neighbours(mechanism: Mechanism) -> bool:
 def with_evicted_keys(mechanism: Mechanism):
     """A call of 90 keys, the same of fewer in any order with their positions, and those kept."""
     tensors = mechanism.draw(Shape(queries=9, keys=90))
-    kept = torch.ones(90, dtype=torch.bool)
-    kept[torch.randperm(81)[:50]] = False
-    order = torch.cat([torch.randperm(int(kept.sum()) - 9), torch.arange(int(kept.sum()))[-9:]])
-    places = kept.nonzero()[:, 0][order]
+    rest = torch.ones(90, dtype=torch.bool)
+    rest[torch.randperm(81)[:50]] = False
+    order = torch.cat([torch.randperm(int(rest.sum()) - 9), torch.arange(int(rest.sum()))[-9:]])
+    places = rest.nonzero()[:, 0][order]
     fewer = dict(tensors)
     for name in ("k", "v", "selector_k"):
         if name in fewer:
             fewer[name] = tensors[name][:, :, places]
-    return tensors, fewer, Visibility(positions=places[None], window=60), kept
+    return tensors, fewer, Visibility(positions=places[None], window=60), rest
 
 
 @pytest.mark.parametrize("mechanism", [*filter(joins_neighbours, MECHANISMS)], ids=str)
@@ -326,8 +327,8 @@ def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
 @each_impl
 def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
     """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
-    tensors, fewer, evicted, kept = with_evicted_keys(mechanism)
-    whole = mechanism.run(tensors, impl, Visibility(padding=kept[None], window=60))
+    tensors, fewer, evicted, rest = with_evicted_keys(mechanism)
+    whole = mechanism.run(tensors, impl, Visibility(padding=rest[None], window=60))
     actual = mechanism.run(fewer, impl, evicted)
     torch.testing.assert_close(actual[0], whole[0], rtol=0, atol=1e-12)
 
@@ -360,9 +361,11 @@ def test_cross_attention(mechanism, impl):
 def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries):
     """All see all, so that no place counts, however many queries there are."""
     tensors = mechanism.draw(Shape(queries=queries, keys=50))
-    plain, told = Visibility(causal=False), Visibility(causal=False, queries=Queries())
+    plain, explicit = Visibility(causal=False), Visibility(causal=False, queries=Queries())
     for impl in ("reference", "tiled"):
-        actual, expected = (mechanism.run(tensors, impl, seen)[0] for seen in (plain, told))
+        actual, expected = (
+            mechanism.run(tensors, impl, visibility)[0] for visibility in (plain, explicit)
+        )
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     hold(mechanism, Shape(queries=queries, keys=50), torch.float32, plain)
 

@@ -116,6 +116,7 @@ def test_non_causal(mechanism, addition, visible):
     hold(addition, mechanism, Shape().long(130), torch.float32, VISIBILITIES[visible](130))
 
 
+@pytest.mark.crossed
 @every
 @each
 @each_impl
@@ -173,8 +174,8 @@ def test_identity_parameters_with_a_bias_are_torchs_kernel_to_the_last_bit(mecha
     """Unless memory is asked for, as selective-own does."""
     tensors = mechanism.identity(BIAS.tensors(mechanism, Shape().long(130)))
     visibility = Visibility(causal=causal)
-    seen = visibility.dense(130, 130, torch.device("cpu"))
-    mask = tensors["bias"].masked_fill(~seen, float("-inf"))
+    visible = visibility.dense(130, 130, torch.device("cpu"))
+    mask = tensors["bias"].masked_fill(~visible, float("-inf"))
     q, k, v = (tensors[name] for name in "qkv")
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     assert torch.equal(mechanism.run(tensors, "tiled", visibility)[0], expected)
@@ -187,6 +188,7 @@ NEUTRAL = {
 }
 
 
+@pytest.mark.crossed
 @every
 @each_impl
 @pytest.mark.parametrize("name", NEUTRAL)
@@ -207,6 +209,7 @@ def test_none_is_nothing_and_next_to_nothing_nearly(mechanism, impl, name):
         )
 
 
+@pytest.mark.crossed
 @every
 @each
 @each_impl
@@ -312,8 +315,8 @@ def test_no_two_logits_are_further_apart_than_twice_the_cap(impl):
     q, k = (30 * torch.randn(1, 2, 70, 8, dtype=torch.float64) for _ in range(2))
     v = torch.eye(70, dtype=torch.float64).expand(1, 2, 70, 70)
     actual = multi_token_attention(q, k, v, softcap=CAP, impl=impl)
-    seen = actual.tril().where(torch.ones(70, 70).tril().bool(), torch.nan)
-    ratio = (seen.nan_to_num(0).amax(-1) / seen.nan_to_num(9).amin(-1)).log()
+    weights = actual.tril().where(torch.ones(70, 70).tril().bool(), torch.nan)
+    ratio = (weights.nan_to_num(0).amax(-1) / weights.nan_to_num(9).amin(-1)).log()
     assert ratio.max() <= 2 * CAP + 1e-9 and ratio.max() > 1.9 * CAP
 
 

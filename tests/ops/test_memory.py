@@ -40,15 +40,9 @@ def peak(name: str, impl: str, tokens: int, train: bool, heads: int = 8, dim: in
     return peak_memory_mib(PROGRAM.format(call=call, train=train, **sizes))
 
 
-_SHORT = ("selective",)  # the others in the slow suite
-
-
-@pytest.mark.parametrize(
-    "name", [x if x in _SHORT else pytest.param(x, marks=pytest.mark.slow) for x in CALLS]
-)
-@pytest.mark.parametrize(
-    "train", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "backward"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "backward"])
 def test_peak_memory_grows_linearly(name, train):
     short, long = (peak(name, "tiled", tokens, train) for tokens in (1024, 4096))
     assert long < 5 * short, (short, long)
@@ -73,7 +67,7 @@ def test_long_rows_of_selective_attention(train):
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
-    def kept(tokens: int) -> int:
+    def size(tokens: int) -> int:
         sizes = []
         tensors = mechanism.draw(Shape(batch=1).long(tokens))
         leaves = {name: x.requires_grad_() for name, x in tensors.items()}
@@ -84,5 +78,5 @@ def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
             mechanism.run(leaves, "tiled")
         return sum(sizes)
 
-    one, two, three = (kept(tokens) for tokens in (128, 256, 384))
+    one, two, three = (size(tokens) for tokens in (128, 256, 384))
     assert three - two == two - one

@@ -52,11 +52,7 @@ QKV = {
     "k and v must have q's batch size 2, got 1 and 2": (Q, x(1, 4, 5, 8), Q),
     "k must have q's head dim 8, got 6": (Q, x(2, 4, 5, 6), Q),
     "v must have k's 5 tokens, got 6": (Q, Q, x(2, 4, 6, 8)),
-    "q has 5 tokens but k only 3: .* k must be at least as long": (
-        Q,
-        x(2, 4, 3, 8),
-        x(2, 4, 3, 8),
-    ),
+    "q has 5 tokens but k only 3: .* k must be at least as long": (Q, x(2, 4, 3, 8), x(2, 4, 3, 8)),
 }
 
 

@@ -112,11 +112,11 @@ def test_first_tokens_begin_a_document_or_a_padded_row(built):
         real = [True] * keys
         if visibility.padding is not None:
             real = visibility.padding[row % len(visibility.padding)].tolist()
-        seen, expected = set(), []
+        numbers, expected = set(), []
         for document, is_real in zip(documents, real, strict=True):
-            expected.append(is_real and document not in seen)
+            expected.append(is_real and document not in numbers)
             if is_real:
-                seen.add(document)
+                numbers.add(document)
         assert first[row] == expected
 
 

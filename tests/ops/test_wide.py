@@ -91,11 +91,11 @@ def test_wide_form_is_the_convolution(kernel, visible):
     for queries, keys in ((70, 70), (33, 70), (1, 70), (70, 71), (1, 1), (3, 3), (2, 40)):
         visibility = VISIBILITIES[visible](keys)
         q, k, conv = draw(2, 4, queries, 3), draw(2, 2, keys, 3), draw(4, *kernel)
-        seen = visibility.dense(queries, keys, q.device)[:, None]
-        expected = definition(q, k, conv, visibility).masked_fill(~seen, 0)
+        mask = visibility.dense(queries, keys, q.device)[:, None]
+        expected = definition(q, k, conv, visibility).masked_fill(~mask, 0)
         for factors in (by_rows, by_rank):
-            found = wide_form(q, k, conv, *factors(conv), sight_of(visibility))
-            torch.testing.assert_close(found.masked_fill(~seen, 0), expected, **EXACT)
+            result = wide_form(q, k, conv, *factors(conv), sight_of(visibility))
+            torch.testing.assert_close(result.masked_fill(~mask, 0), expected, **EXACT)
 
 
 @pytest.mark.parametrize("visible", VISIBILITIES)
@@ -106,8 +106,8 @@ def test_its_gradients_are_those_of_the_convolution(visible):
     weight = draw(2, 4, 37, 40) * visibility.dense(37, 40, leaves[0].device)[:, None]
     q, k, conv = leaves
     expected = torch.autograd.grad((definition(q, k, conv, visibility) * weight).sum(), leaves)
-    found = wide_form(q, k, conv, *by_rows(conv), sight_of(visibility))
-    actual = torch.autograd.grad((found * weight).sum(), leaves)
+    result = wide_form(q, k, conv, *by_rows(conv), sight_of(visibility))
+    actual = torch.autograd.grad((result * weight).sum(), leaves)
     for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, **EXACT)
 
@@ -119,8 +119,8 @@ def test_the_identity_is_as_narrow_as_standard_attention():
     left, right = (x[:, :1] for x in by_rows(conv))
     q, k = draw(1, 2, 50, 3), draw(1, 1, 50, 3)
     expected = definition(q, k, conv, Visibility()).tril()
-    found = wide_form(q, k, conv, left, right, sight)
-    torch.testing.assert_close(found.tril(), expected, **EXACT)
+    result = wide_form(q, k, conv, left, right, sight)
+    torch.testing.assert_close(result.tril(), expected, **EXACT)
     assert band_of(1, 1, sight).width == 0
 
 
@@ -130,12 +130,12 @@ def test_rank_one_by_the_flash_kernel_is_the_definition(kernel):
         q, k, v = draw(2, 4, tokens, 3), draw(2, 4, tokens, 3), draw(2, 4, tokens, 3)
         conv = draw(4, kernel[0], 1) @ draw(4, 1, kernel[1])
         sight = sight_of(Visibility())
-        found = flash_attention(low_rank(q, k, conv, sight, 0.3), v, sight)
+        result = flash_attention(low_rank(q, k, conv, sight, 0.3), v, sight)
         if band_of(*kernel, sight).width >= tokens:
-            assert found is None
+            assert result is None
             continue
         expected = multi_token_attention(q, k, v, conv=conv, scale=0.3, impl="reference")
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(result, expected, **EXACT)
 
 
 @pytest.mark.parametrize("two_sided", [False, True])
@@ -145,10 +145,10 @@ def test_rank_one_without_causal_order_by_the_flash_kernel(two_sided):
     for queries in (70, 66):
         q, k, v = draw(2, 4, queries, 3), draw(2, 4, 70, 3), draw(2, 4, 70, 3)
         conv = draw(4, 5, 1) @ draw(4, 1, 3)
-        found = flash_attention(low_rank(q, k, conv, sight, 0.3, two_sided), v, sight)
+        result = flash_attention(low_rank(q, k, conv, sight, 0.3, two_sided), v, sight)
         options = {"visibility": Visibility(causal=False), "two_sided": two_sided}
         expected = multi_token_attention(q, k, v, conv=conv, scale=0.3, impl="reference", **options)
-        torch.testing.assert_close(found, expected, **EXACT)
+        torch.testing.assert_close(result, expected, **EXACT)
 
 
 def test_flash_is_left_where_torch_has_no_such_kernel():

@@ -34,17 +34,8 @@ def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
     out = tmp_path / "records.jsonl"
     clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [
-        "-m",
-        "benchmarks.gpu.session",
-        "--stage",
-        "4",
-        "--small",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-    ]
+    command = ["-m", "benchmarks.gpu.session", "--stage", "4", "--small"]
+    command += ["--device", "cpu", "--out", str(out)]
     for words in (["-c", ALL_STAGES, str(out)], command):
         done = subprocess.run(
             [sys.executable, *words], cwd=ROOT, env=clean, capture_output=True, text=True

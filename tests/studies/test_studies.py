@@ -118,11 +118,11 @@ def test_two_loops_take_a_step_in_turn(run, monkeypatch, tmp_path):
     monkeypatch.setattr(training_overhead, "BATCH", 1)
     monkeypatch.setattr(training_overhead, "LENGTH", 32)
     order = []
-    told = training_overhead.Clock.__call__
+    clock_call = training_overhead.Clock.__call__
 
     def noted(clock) -> bool:
         order.append(clock)
-        return told(clock)
+        return clock_call(clock)
 
     monkeypatch.setattr(training_overhead.Clock, "__call__", noted)
     ratios = training_overhead.in_turn(("plain", "standard"), 9, tmp_path)

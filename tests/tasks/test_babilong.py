@@ -19,7 +19,7 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-def track(told: tuple[str, ...]) -> tuple[dict, dict]:
+def track(lines: tuple[str, ...]) -> tuple[dict, dict]:
     """Where everybody is, and every place at which each thing was, from the words alone."""
     where, holds, been = {}, {}, {}
 
@@ -27,7 +27,7 @@ def track(told: tuple[str, ...]) -> tuple[dict, dict]:
         if been.setdefault(thing, [])[-1:] != [where[holds[thing]]]:
             been[thing].append(where[holds[thing]])
 
-    for sentence in told:
+    for sentence in lines:
         words = sentence.rstrip(".").split()
         who, last = words[0], words[-1]
         if last in PLACES:
@@ -42,11 +42,11 @@ def track(told: tuple[str, ...]) -> tuple[dict, dict]:
     return where, been
 
 
-def derived(kind: int, told: tuple[str, ...], question: str) -> str:
+def derived(kind: int, lines: tuple[str, ...], question: str) -> str:
     """The answer, found by other means than those of the generator."""
     words = question.rstrip("?").split()
     if kind in (1, 2, 3):
-        where, been = track(told)
+        where, been = track(lines)
         if kind == 1:
             return where[words[-1]]
         if kind == 2:
@@ -55,7 +55,7 @@ def derived(kind: int, told: tuple[str, ...], question: str) -> str:
         (at,) = [i for i, x in enumerate(been[thing]) if x == place and i]
         return been[thing][at - 1]
     if kind == 4:
-        facts = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", x).groups() for x in told]
+        facts = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", x).groups() for x in lines]
         pairs = {(a, way, b) for a, way, b in facts} | {(b, AGAINST[way], a) for a, way, b in facts}
         if question.endswith("of?"):
             answers = {b for a, way, b in pairs if (a, way) == (words[3], words[4])}
@@ -64,7 +64,7 @@ def derived(kind: int, told: tuple[str, ...], question: str) -> str:
         (answer,) = answers
         return answer
     gift = re.compile(r"(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\.")
-    for giver, thing, taker in reversed([m.groups() for x in told if (m := gift.fullmatch(x))]):
+    for giver, thing, taker in reversed([m.groups() for x in lines if (m := gift.fullmatch(x))]):
         for pattern, answer in (
             (f"What did {giver} give to {taker}?", thing),
             (f"Who gave the {thing} to {taker}?", giver),
@@ -105,8 +105,8 @@ def test_a_story_stands_in_its_order_in_long_text(kind):
         for question, alone in zip(questions, bare, strict=True):
             assert (question.question, question.answers) == (alone.question, alone.answers)
             assert length - 12 < words(question.prompt) <= length
-            told = context(alone)
-            assert [x for x in context(question) if not x.startswith("Sentence")] == told
+            lines = context(alone)
+            assert [x for x in context(question) if not x.startswith("Sentence")] == lines
             assert question.prompt.endswith(f"Question: {question.question}\nAnswer:")
     assert questions == BabiLong(kind, 1500).sample(4, 0, background, words)
     assert questions[:2] == BabiLong(kind, 1500).sample(2, 0, background, words)

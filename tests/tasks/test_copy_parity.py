@@ -41,8 +41,8 @@ def test_deterministic_uniform_and_longer(task):
     assert first.equal(task.sample(4000, 5).input_ids)
     assert not first.equal(task.sample(4000, 6).input_ids)
     bins = 26 if isinstance(task, Copy) else 2
-    drawn = first[:, 1:33] if isinstance(task, Copy) else first[:, 1::2]
-    share = (drawn - drawn.min()).flatten().bincount(minlength=bins) / drawn.numel()
+    symbols = first[:, 1:33] if isinstance(task, Copy) else first[:, 1::2]
+    share = (symbols - symbols.min()).flatten().bincount(minlength=bins) / symbols.numel()
     assert share.mul(bins).sub(1).abs().max() < 0.06
     lengths = [split.length for split in task.evaluations().values()]
     assert lengths[0] == task.length and lengths == sorted(lengths) and len(set(lengths)) == 3

@@ -20,14 +20,14 @@ def spell(messages: list[dict[str, str]]) -> str:
 
 
 def texts(number: int, chat=spell, length: int = 400, seed: int = 0):
-    made = fact_texts(Background(SENTENCES, count), length, seed, count, chat)
-    return [next(made) for _ in range(number)]
+    documents = fact_texts(Background(SENTENCES, count), length, seed, count, chat)
+    return [next(documents) for _ in range(number)]
 
 
 def test_the_answers_are_where_they_are_said_to_be_and_follow_from_the_text():
-    drawn = texts(60)
-    assert all(count(x.text) <= 400 for x in drawn)
-    for x in drawn:
+    documents = texts(60)
+    assert all(count(x.text) <= 400 for x in documents)
+    for x in documents:
         assert 1 <= len(x.answers) <= MOST_FACTS
         before = x.text[: x.answers[0][0]]
         for start, stop in x.answers:

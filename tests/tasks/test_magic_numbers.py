@@ -6,7 +6,7 @@ import torch
 
 from heedful.tasks import MagicNumbers
 
-_TOLD = re.compile(r"magic number of (\w+) is (\d+) (\. )?")
+_NEEDLE = re.compile(r"magic number of (\w+) is (\d+) (\. )?")
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,11 @@ def test_every_city_is_told_once_and_asked_for_once(task):
     assert samples.input_ids.shape == (60, task.length)
     assert samples.input_ids.max() < task.vocab_size and samples.input_ids[:, 0].eq(0).all()
     for ids, labels in zip(samples.input_ids, samples.labels, strict=True):
-        matches = _TOLD.findall(task.decode(ids))
-        told = {city: number for city, number, stop in matches if stop}
+        matches = _NEEDLE.findall(task.decode(ids))
+        needles = {city: number for city, number, stop in matches if stop}
         answers = [(city, number) for city, number, stop in matches if not stop]
-        assert len(told) == len(answers) == task.needles and told == dict(answers)
-        assert len(set(told.values())) == task.needles
+        assert len(needles) == len(answers) == task.needles and needles == dict(answers)
+        assert len(set(needles.values())) == task.needles
         # Loss lies on the answers' numbers, at their own places.
         places = (labels != -100).nonzero().flatten()
         assert labels[places].equal(ids[places])
@@ -32,7 +32,7 @@ def test_every_city_is_told_once_and_asked_for_once(task):
 
 def test_needles_stand_anywhere_and_questions_in_any_order():
     task = MagicNumbers(length=128, needles=2)
-    rows = [_TOLD.findall(task.decode(ids)) for ids in task.sample(2000, 3).input_ids]
+    rows = [_NEEDLE.findall(task.decode(ids)) for ids in task.sample(2000, 3).input_ids]
     same = sum(row[0][0] == row[2][0] for row in rows) / 2000
     assert abs(same - 0.5) < 4 * (0.25 / 2000) ** 0.5
     ids = task.sample(4000, 4).input_ids
@@ -79,7 +79,7 @@ def test_deterministic_and_longer():
         ("6-needles-2x-length", (256, 6)), ("8-needles-2x-length", (256, 8)),
     ]  # fmt: skip
     assert list(MagicNumbers(27, 2).evaluations()) == ["in-distribution", "2x-length"]
-    assert len(_TOLD.findall(task.decode(task.shown()))) == 4
+    assert len(_NEEDLE.findall(task.decode(task.shown()))) == 4
 
 
 def test_score_and_bad_configurations():

@@ -148,8 +148,8 @@ def test_given_pairs_are_split_by_source(pairs, options):
     sources = {source for source, _ in held_out}
     assert len(sources) == 4
     assert held_out == {pair for pair in LINES if pair[0] in sources}
-    drawn = task.sample(400, 1)
-    trained = decoded(task, drawn)
+    sample = task.sample(400, 1)
+    trained = decoded(task, sample)
     assert trained <= {pair for pair in LINES if pair[0] not in sources} and len(trained) > 80
     few = task.held_out(3)
     assert len(few.labels) == 3 and {task.decode(x) for x in few.input_ids} <= sources

@@ -17,7 +17,7 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
     """
     tokens = TOKEN.findall(text)
     assert "".join(tokens) == text
-    values, mark, answers, told, questions, at = {}, None, [], {}, {}, 0
+    values, mark, answers, facts, questions, at = {}, None, [], {}, {}, 0
     while at < len(tokens):
         token = tokens[at]
         if token.startswith("["):
@@ -28,17 +28,17 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
             assert 1 <= len(value) <= 3 and all(re.fullmatch("[A-Z0-9]", x) for x in value)
             if tokens[end] == ";":
                 values[name] = value
-                told.setdefault(name, []).append(at)
+                facts.setdefault(name, []).append(at)
             else:
                 answers.append(
                     {"name": name, "at": at, "answer": [*value, tokens[end]],
-                     "expected": values[name] + [mark], "told": len(told[name]),
+                     "expected": values[name] + [mark], "told": len(facts[name]),
                      "asked": questions.get(name, 0)}
                 )  # fmt: skip
                 questions[name] = questions.get(name, 0) + 1
             at = end
         at += 1
-    return answers, {name: places[0] for name, places in told.items()}
+    return answers, {name: places[0] for name, places in facts.items()}
 
 
 TASKS = [
@@ -58,14 +58,14 @@ def test_answers_follow_from_the_text(task):
     assert samples.input_ids.max() < task.vocab_size and samples.input_ids[:, 0].eq(0).all()
     for ids in samples.input_ids:
         text = task.decode(ids)
-        answers, told = read(text)
+        answers, facts = read(text)
         assert all(answer["answer"] == answer["expected"] for answer in answers)
         assert len(answers) == task.references + task.questions
-        assert len(told) == task.names and len(re.findall(r"\[", text)) == task.instructions
+        assert len(facts) == task.names and len(re.findall(r"\[", text)) == task.instructions
         last, before = answers[-task.questions :], answers[: -task.questions]
         names = [answer["name"] for answer in last]
         assert len(set(names)) == task.questions
-        dormant = set(told) - {answer["name"] for answer in before}
+        dormant = set(facts) - {answer["name"] for answer in before}
         retold = {answer["name"]: answer["told"] for answer in last}
         for answer in last:
             kinds = {1: "dormant", 1 + task.retold: "recent"}
@@ -82,13 +82,13 @@ def test_dormant_facts_lie_beyond_the_distance_and_after_the_lead():
     task, nearest, first = Recall(asked="dormant"), 10**6, 10**6
     assert task.distance == 151 > task.length // 2
     for ids in task.sample(400, seed=3).input_ids:
-        answers, told = read(task.decode(ids))
+        answers, facts = read(task.decode(ids))
         for answer in answers[-task.questions :]:
             end = (
-                told[answer["name"]] + len(answer["answer"]) + 1
+                facts[answer["name"]] + len(answer["answer"]) + 1
             )  # of BOS, and the fact's last token
             nearest = min(nearest, answer["at"] + 1 - end)
-            first = min(first, told[answer["name"]] + 1)
+            first = min(first, facts[answer["name"]] + 1)
     assert nearest >= task.distance and first >= 8
     assert nearest < task.distance + 40 and first == 8, "the bounds say no more than is needed"
 
@@ -168,8 +168,8 @@ def test_evaluations():
 
 def test_a_row_to_be_read_is_short_and_whole():
     shown = Recall().shown()
-    answers, told = read(Recall().decode(shown))
-    assert len(shown) <= 100 and len(answers) == 2 and len(told) == 2
+    answers, facts = read(Recall().decode(shown))
+    assert len(shown) <= 100 and len(answers) == 2 and len(facts) == 2
     assert len(Recall().tokens(shown)) == len(shown)
 
 

@@ -24,12 +24,12 @@ def test_a_summary_follows_from_its_report(task):
         assert len(facts) == task.facts and all(len(x) == 4 for x in facts)
         assert all(re.fullmatch("[1-9][0-9]", x[3]) for x in facts)
         assert len({(x[1], x[2]) for x in facts}) == task.facts, "a fact is told twice"
-        told = [x[1:] for x in facts if x[0] == heading[1]]
-        assert 1 <= len(told) <= task.salient
-        assert summary == " ".join(" ".join(x) + " ." for x in told)
+        salient = [x[1:] for x in facts if x[0] == heading[1]]
+        assert 1 <= len(salient) <= task.salient
+        assert summary == " ".join(" ".join(x) + " ." for x in salient)
         noise = [x for x in sentences if x[0] not in MARKS]
         assert not any(word in MARKS for x in noise for word in x)
-        lengths.add(len(told))
+        lengths.add(len(salient))
     assert lengths == set(range(1, task.salient + 1))
 
 

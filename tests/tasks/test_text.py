@@ -88,8 +88,8 @@ def test_evaluation_is_the_held_out_part(task):
     assert name == "held-out" and not others and split.part == "held-out"
     assert split._corpus is task._corpus
     known = names("".join(task.decode(ids) for ids in task.held_out().input_ids))
-    drawn = names("".join(split.decode(ids) for ids in split.sample(200, 0).input_ids))
-    assert drawn <= known
+    words = names("".join(split.decode(ids) for ids in split.sample(200, 0).input_ids))
+    assert words <= known
 
 
 def test_one_document_is_cut(tmp_path):

@@ -70,11 +70,11 @@ def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
 
 def test_training_brings_the_size_back():
     torch.manual_seed(0)
-    model, ids = converted("cif"), tokens(2, 60)
+    model, ids = converted("cif"), tokens(2, 40)
     own = [p for grouping in push(model, 6.0) for p in grouping.parameters()]
     optimizer, losses = torch.optim.Adam(own, lr=0.1), []
     with GroupingLoss(model) as grouping:
-        for _ in range(200):
+        for _ in range(100):
             model(input_ids=ids, use_cache=False)
             losses.append(grouping())
             optimizer.zero_grad()

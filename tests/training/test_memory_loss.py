@@ -9,16 +9,14 @@ from transformers import Trainer, TrainingArguments
 
 import heedful
 from heedful.nn import Selective
-from helpers.families import checkpoint_layers, stir, tiny, tokens
+from helpers.families import checkpoint_layers, tiny, tokens, varied
 
 PACKED = torch.tensor([[*range(4), *range(7)], [*range(8), *range(3)]])
 
 
 def selective(family: str = "llama", selector: str = "head", **changes):
     """A converted model in training mode whose selectors hide in part."""
-    model = tiny(family, **changes)
-    heedful.convert(model, Selective(selector))
-    stir(model, 0.3, only=".heedful.")
+    model = varied(tiny(family, **changes), Selective(selector), 0.3)
     return model.train()
 
 

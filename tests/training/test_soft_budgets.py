@@ -17,7 +17,7 @@ from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_shares
 from heedful.training.eviction_order import LEVEL, EvictionOrderLoss
 from heedful.training.trainer import LayerTrainer
-from helpers.families import stir, tiny, tokens
+from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 
 LENGTH = 70
@@ -25,10 +25,8 @@ LENGTH = 70
 
 def hiding(family: str = "llama", selector: str = "extra", strength: float = 0.5):
     torch.manual_seed(0)
-    model = tiny(family)
-    heedful.convert(model, Selective(selector, dim=None if selector == "head" else 3))
-    stir(model, strength, only=".heedful.")
-    return model
+    mechanism = Selective(selector, dim=None if selector == "head" else 3)
+    return varied(tiny(family), mechanism, strength)
 
 
 def layers_of(model) -> list[heedful.nn.Layer]:

@@ -101,6 +101,12 @@ def saved_conversion(folder: Path) -> dict:
         raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
     if not isinstance(saved, dict):
         raise ValueError(f"{path} must hold a JSON object; the checkpoint is damaged")
+    return conversion_in(saved, path)
+
+
+def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
+    """What the contents of a `config.json` say of the conversion, checked; `path` is its name."""
+    folder = Path(path).parent
     if saved.get("model_type") != MODEL_TYPE:
         raise ValueError(
             f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load "

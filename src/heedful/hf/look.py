@@ -82,12 +82,12 @@ def look_into(
     Raises:
         ValueError: as `look`, or a layer is none of the model's.
     """
-    taken, calls = _seen(model, input_ids, layers)
+    taken, calls = _calls(model, input_ids, layers)
     return ((index, _look(taken[index], *calls[index], steps)) for index in sorted(taken))
 
 
 @torch.no_grad()
-def _seen(
+def _calls(
     model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], wanted: Sequence[int]
 ) -> tuple[dict[int, Layer], dict[int, tuple]]:
     """The layers by index, and what each was called with."""

@@ -36,11 +36,7 @@ _MODELS = dict(
 
 
 def save_converted(
-    model: PreTrainedModel,
-    base: type,
-    save: Callable,
-    folder: str | os.PathLike,
-    options: dict,
+    model: PreTrainedModel, base: type, save: Callable, folder: str | os.PathLike, options: dict
 ) -> None:
     """Write a converted model of the family's class `base`, by that class's `save`.
 

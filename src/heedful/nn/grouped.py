@@ -222,7 +222,7 @@ class GroupedAttention(Layer):
                 f"dropout must be 0 for grouped attention, which drops nothing, got "
                 f"{inputs.dropout}; take another mechanism"
             )
-        visibility = self._seen(visibility)
+        visibility = self._for_role(visibility)
         groups, features, report = self._grouped(q, k, visibility, inputs)
         summaries = self.summaries(q, k, v, groups, features.pooling, inputs)
         out = self.attend(
@@ -230,7 +230,7 @@ class GroupedAttention(Layer):
         )
         return LayerOutput(out, grouping=report)
 
-    def _seen(self, visibility: Visibility | None) -> Visibility | None:
+    def _for_role(self, visibility: Visibility | None) -> Visibility | None:
         """In cross-attention, that the queries are another row's is told by the visibility."""
         if self.shape.role != "cross" or (visibility and visibility.queries is not None):
             return visibility
@@ -295,17 +295,17 @@ class GroupedAttention(Layer):
             config.longest, config.closing, config.share,
             first if config.grouping in LEARNED else None,
         )  # fmt: skip
-        kept = {} if inputs.shared is None else inputs.shared
+        results = {} if inputs.shared is None else inputs.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
-        if key not in kept or self.learns:
+        if key not in results or self.learns:
             if self.grouping is None:
                 raise ValueError(
                     f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
                     f"{first}, which made none in this forward pass; convert that layer too, with "
                     "the same configuration, and keep both on one device"
                 )
-            kept[key] = make()
-        return kept[key]
+            results[key] = make()
+        return results[key]
 
     def pooling_features(self, x: Float[Tensor, "B T E"] | None) -> Float[Tensor, "B T P"] | None:
         """Of each token, what its weight in a summary and attention inside its group need."""
@@ -378,7 +378,7 @@ class GroupedAttention(Layer):
 
         What attention inside a group moves between its members is not counted.
         """
-        visibility = self._seen(visibility)
+        visibility = self._for_role(visibility)
         groups, features, _ = self._grouped(q, k, visibility, inputs)
         tokens = k.shape[2]
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)

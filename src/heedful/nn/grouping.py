@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from heedful.nn.layer import GroupingReport, LayerInputs
 from heedful.nn.shape import HeadShape, WideLinear
-from heedful.ops.grouped.groups import (
-    Groups,
-    Places,
-    closed_groups,
-    fixed_from,
-    sliding_from,
-)
+from heedful.ops.grouped.groups import Groups, Places, closed_groups, fixed_from, sliding_from
 from heedful.ops.grouped.learned import cif_from, slots_from
 
 Kind = Literal["fixed", "sliding", "sentence", "slots", "cif"]

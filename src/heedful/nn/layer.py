@@ -1,5 +1,7 @@
 """The layer contract: what a mechanism's layer declares, gets, and returns."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -189,6 +191,18 @@ class Step(NamedTuple):
     logits: bool
 
 
+class StandardForm(NamedTuple):
+    """How standard attention computes what a layer does: what a checkpoint without it must have.
+
+    window: how many tokens a query sees, itself included; `None` for what the model shows.
+    matrices: what multiplies queries, keys or values of every head, before norms and rotation,
+        from the right, `[D, D]`; parts that stay as they are have none.
+    """
+
+    window: int | None = None
+    matrices: Mapping[Projection, Float[Tensor, "D D"]] = MappingProxyType({})
+
+
 class Host(NamedTuple):
     """What the integration says of the attention module that a layer is in.
 
@@ -263,6 +277,13 @@ class Layer(nn.Module):
         """Whether keys and values are all that the next token needs."""
         rows = self.past_queries + self.past_inputs
         return rows == 0 and not self.keeps and not self.summarises
+
+    def standard_form(self) -> StandardForm | None:
+        """How standard attention computes the same with the parameters as they are now.
+
+        `None` where it cannot, or where it is not known to.
+        """
+        return None
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""

@@ -120,11 +120,7 @@ TABLE = (
         multi_token_attention,
     ),
     MechanismRow(
-        "mta-v1",
-        MultiToken.v1(),
-        False,
-        "the paper's first version",
-        multi_token_attention,
+        "mta-v1", MultiToken.v1(), False, "the paper's first version", multi_token_attention
     ),
     MechanismRow(
         "talking-heads",
@@ -176,16 +172,10 @@ TABLE = (
         "short convolutions over tokens before attention, of its input and of q, k and v",
     ),
     MechanismRow(
-        "gated",
-        Gated(),
-        False,
-        "each head's output passes a gate that the layer's input opens",
+        "gated", Gated(), False, "each head's output passes a gate that the layer's input opens"
     ),
     MechanismRow(
-        "local-global",
-        LocalGlobal(),
-        False,
-        "a sliding window, but for every sixth layer",
+        "local-global", LocalGlobal(), False, "a sliding window, but for every sixth layer"
     ),
 )
 

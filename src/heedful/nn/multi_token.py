@@ -15,6 +15,7 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
+    StandardForm,
     Step,
     parameter,
 )
@@ -212,13 +213,9 @@ class MultiTokenAttention(Layer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Identity kernels and mixing; the gate as configured, with zero bias."""
-        for kernel in (self.conv, self.post_conv):
-            if kernel is not None:
-                current = kernel.shape[1] // 2 if self.two_sided else -1
-                kernel.zero_()[:, current, kernel.shape[2] // 2] = 1
-        for weights in (self.mix, self.post_mix):
+        for name, weights in self._learned().items():
             if weights is not None:
-                weights.copy_(torch.eye(weights.shape[1]))
+                weights.copy_(self._identity(name, weights))
         if self.norm is not None:
             self.norm.reset_parameters()
         if self.gate is not None:
@@ -228,6 +225,17 @@ class MultiTokenAttention(Layer):
             else:
                 std = self._gate_std
                 nn.init.trunc_normal_(self.gate.weight, std=std, a=-3 * std, b=3 * std)
+
+    def standard_form(self) -> StandardForm | None:
+        """Standard attention while kernels, mixing and gate are the identity."""
+        gated = self.gate is not None and (
+            self.config.gate_start != "identity" or any(p.any() for p in self.gate.parameters())
+        )
+        if gated or self.norm is not None or self.input_factor != 1.0:
+            return None
+        learned = {name: x for name, x in self._learned().items() if x is not None}
+        same = all(torch.equal(x, self._identity(name, x)) for name, x in learned.items())
+        return StandardForm() if same else None
 
     def forward(
         self,
@@ -253,6 +261,15 @@ class MultiTokenAttention(Layer):
                 opening = 2 * opening
             out = out * opening.to(out.dtype)
         return LayerOutput(out)
+
+    def _identity(self, name: str, weights: Tensor) -> Tensor:
+        """The kernels or the mixing that change nothing, in the shape of these."""
+        if name in ("mix", "post_mix"):
+            return torch.eye(weights.shape[1]).expand_as(weights).to(weights)
+        current = weights.shape[1] // 2 if self.two_sided else -1
+        kernel = torch.zeros_like(weights)
+        kernel[:, current, kernel.shape[2] // 2] = 1
+        return kernel
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The map that multiplies the values, per head, before norm and gate."""

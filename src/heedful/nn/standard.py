@@ -7,7 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.checks import is_whole
-from heedful.nn.layer import NO_INPUTS, TERMS, Layer, LayerInputs, LayerOutput, Maps
+from heedful.nn.layer import (
+    NO_INPUTS,
+    TERMS,
+    Layer,
+    LayerInputs,
+    LayerOutput,
+    Maps,
+    StandardForm,
+)
 from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
@@ -89,6 +97,10 @@ class StandardAttention(Layer):
         super().__init__(shape)
         self.config, self.window = config, config.window
         self.roles = frozenset(ROLES) - ({"cross"} if config.window else set())
+
+    def standard_form(self) -> StandardForm | None:
+        """Itself; what derives from it computes something else, and says so itself."""
+        return StandardForm(self.window) if type(self) is StandardAttention else None
 
     def forward(
         self,

@@ -23,10 +23,7 @@ _logged: set[str] = set()
 
 
 def choose(
-    operator: str,
-    impl: str,
-    unfused: Callable[[], str | None],
-    tensors: Iterable[Tensor | None],
+    operator: str, impl: str, unfused: Callable[[], str | None], tensors: Iterable[Tensor | None]
 ) -> str:
     """The implementation to run for `impl`; asking for one that cannot serve raises.
 

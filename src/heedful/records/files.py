@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,38 @@ def write_whole(path: Path, data: str | bytes) -> None:
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def check_new_folder(out: str | os.PathLike) -> None:
+    """Raise unless `out` is no file and no folder with something in it."""
+    place = Path(out)
+    if not os.fspath(out) or place.is_file() or (place.is_dir() and any(place.iterdir())):
+        raise ValueError(f"out must be a new or empty folder, got {os.fspath(out)!r}; name another")
+
+
+@contextmanager
+def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
+    """A path to make a folder at, which is then moved to `out`: there whole or not at all.
+
+    Raises:
+        ValueError: `out` is a file, or a folder that is not empty.
+    """
+    check_new_folder(out)
+    place = Path(out)
+    missing = [path for path in place.parents if not path.exists()]  # the innermost first
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
+            whole = Path(folder) / "whole"
+            yield whole
+            if place.is_dir():
+                place.rmdir()
+            os.replace(whole, place)
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):  # something else is in it by now
+                path.rmdir()
         raise
 
 

@@ -10,7 +10,7 @@ from heedful.tasks.stories import KINDS, OBJECTS, PEOPLE, Story, story
 UNWANTED = (*(f"{x} " for x in PEOPLE), *(f"the {x}" for x in OBJECTS))
 """What no sentence of the background may say."""
 
-_TOLD = {
+_INSTRUCTIONS = {
     1: "People go from place to place. Say where the person is now.",
     2: "People go from place to place, take things along and put them down. Say where the thing "
     "is now.",
@@ -81,14 +81,14 @@ class BabiLong:
         """
         if stories:
             order = draws(seed, "babilong", self.kind).permutation(len(stories)).tolist()
-            told = [(number, stories[number]) for number in order]
+            numbered = [(number, stories[number]) for number in order]
         else:
-            told = [
+            numbered = [
                 (number, story(self.kind, draws(seed, "story", self.kind, number)))
                 for number in range(count)
             ]
         questions: list[Question] = []
-        for number, tale in told:
+        for number, tale in numbered:
             if len(questions) == count:
                 break
             try:
@@ -111,11 +111,11 @@ class BabiLong:
         def make(room: int) -> tuple[str, None]:
             text = background.cut(start, room)[0] if room and background is not None else []
             at = [int(share * (len(text) + 1)) for share in shares]
-            parts, told = [], 0
+            parts, done = [], 0
             for gap in range(len(text) + 1):
-                while told < len(at) and at[told] == gap:
-                    parts.append(tale.sentences[told])
-                    told += 1
+                while done < len(at) and at[done] == gap:
+                    parts.append(tale.sentences[done])
+                    done += 1
                 parts += text[gap : gap + 1]
             return _prompt(self.kind, " ".join(parts), tale.question), None
 
@@ -128,7 +128,7 @@ class BabiLong:
 def _prompt(kind: int, context: str, question: str) -> str:
     example, example_question, answer = _EXAMPLES[kind]
     return (
-        f"{_TOLD[kind]} The facts may be hidden in a longer text. Answer with one word.\n\n"
+        f"{_INSTRUCTIONS[kind]} The facts may be hidden in a longer text. Answer with one word.\n\n"
         f"{_shown(example, example_question)} {answer}\n\n{_shown(context, question)}"
     )
 

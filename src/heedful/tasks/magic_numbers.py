@@ -38,7 +38,7 @@ _NAMES = (
     "<bos>", "<unk>", "magic", "number", "of", "is", ".", *CITIES, *map(str, range(_VALUES)),
     *_WORDS,
 )  # fmt: skip
-_TOLD, _ASKED = 7, 6  # tokens of a needle, and of a question with its answer
+_NEEDLE, _QUESTION = 7, 6  # tokens of a needle, and of a question with its answer
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MagicNumbers(Task):
 
     def __post_init__(self) -> None:
         check_whole("needles", self.needles, 1, len(CITIES), way_out="each has a city of its own")
-        least = 1 + self.needles * (_TOLD + _ASKED)
+        least = 1 + self.needles * (_NEEDLE + _QUESTION)
         check_whole(
             "length",
             self.length,
@@ -104,26 +104,26 @@ class MagicNumbers(Task):
         rng = np.random.default_rng(seed)
         ids = torch.from_numpy(np.stack([self._row(rng) for _ in range(count)]))
         labels = torch.full_like(ids, IGNORE)
-        answers = slice(self.length - _ASKED * self.needles + _ASKED - 1, None, _ASKED)
+        answers = slice(self.length - _QUESTION * self.needles + _QUESTION - 1, None, _QUESTION)
         labels[:, answers] = ids[:, answers]
         return Samples(ids, labels, torch.ones_like(ids))
 
     def _row(self, rng: np.random.Generator) -> np.ndarray:
         cities = _CITY + rng.permutation(len(CITIES))[: self.needles]
         values = _VALUE + rng.permutation(_VALUES)[: self.needles]
-        told = [
+        needles = [
             [_MAGIC, _NUMBER, _OF, city, _IS, value, _STOP]
             for city, value in zip(cities, values, strict=True)
         ]
-        filler = self._filler(rng, self.length - 1 - self.needles * (_TOLD + _ASKED))
+        filler = self._filler(rng, self.length - 1 - self.needles * (_NEEDLE + _QUESTION))
         places = np.sort(rng.integers(len(filler) + 1, size=self.needles))
         row, done = [BOS], 0
-        for place, needle in zip(places, told, strict=True):
+        for place, needle in zip(places, needles, strict=True):
             row += [*filler[done:place], *needle]
             done = place
         row += filler[done:].tolist()
         for index in rng.permutation(self.needles):
-            row += told[index][:_ASKED]
+            row += needles[index][:_QUESTION]
         return np.array(row)
 
     def _filler(self, rng: np.random.Generator, length: int) -> np.ndarray:
@@ -158,7 +158,7 @@ class MagicNumbers(Task):
         """As many needles, and two, six and eight where they fit; also twice as long."""
         tasks = {"in-distribution": self}
         for needles in (2, 6, 8):
-            if needles != self.needles and 1 + needles * (_TOLD + _ASKED) <= self.length:
+            if needles != self.needles and 1 + needles * (_NEEDLE + _QUESTION) <= self.length:
                 tasks[f"{needles}-needles"] = replace(self, needles=needles)
         longer = {
             name.replace("in-distribution", "2x-length").replace("needles", "needles-2x-length"):

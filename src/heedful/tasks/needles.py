@@ -76,8 +76,8 @@ class Needles:
         cities = [CITIES[i] for i in rng.permutation(len(CITIES))[: self.needles]]
         numbers: list[str] = []
         while len(numbers) < self.needles:
-            drawn = str(rng.integers(10 ** (self.digits - 1), 10**self.digits))
-            numbers += [drawn] * (drawn not in numbers)
+            digits = str(rng.integers(10 ** (self.digits - 1), 10**self.digits))
+            numbers += [digits] * (digits not in numbers)
         start = int(rng.integers(len(background.sentences)))
         shares = [self.depth, *rng.random(self.needles - 1).tolist()]
         queries = [int(i) for i in rng.permutation(self.queries)]

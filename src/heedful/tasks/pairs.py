@@ -189,7 +189,7 @@ class TextPairTask(PairTask):
         """One generated pair."""
 
     @cached_property
-    def _given(self) -> dict[str, list[TextPair]]:
+    def _parts(self) -> dict[str, list[TextPair]]:
         """The pairs of both parts."""
         pairs = text_pairs(self.paths)
         sources = list(dict.fromkeys(pair.source for pair in pairs))
@@ -211,14 +211,14 @@ class TextPairTask(PairTask):
             return self._words
         if self.tokenizer == "byte":
             return bytes_alone()
-        texts = (text for pair in self._given["train"] for text in (pair.source, pair.target))
+        texts = (text for pair in self._parts["train"] for text in (pair.source, pair.target))
         return byte_pairs(texts, self.vocab_size - len(_SPECIAL))
 
     @cached_property
     def _checked(self) -> dict[str, list[tuple[list[int], list[int]]]]:
         """The ids of all given pairs, none of them too long."""
         parts = {}
-        for part, pairs in self._given.items():
+        for part, pairs in self._parts.items():
             sources = self._encoded([pair.source for pair in pairs])
             targets = self._encoded([pair.target for pair in pairs])
             for pair, source, target in zip(pairs, sources, targets, strict=True):
@@ -289,7 +289,7 @@ class TextPairTask(PairTask):
         """The evaluation part; of given pairs it shares what was read."""
         held_out = replace(self, part="held-out")
         if self.paths:
-            held_out.__dict__.update(_given=self._given, _tokens=self._tokens)
+            held_out.__dict__.update(_parts=self._parts, _tokens=self._tokens)
             held_out.__dict__.update(_checked=self._checked)
         return {"held-out": held_out}
 

@@ -130,9 +130,9 @@ class Spans(PairTask):
 
     def mask(self, rng: np.random.Generator) -> Bool[np.ndarray, " length"]:
         """Which tokens of a piece are taken out."""
-        kept = _divided(rng, self.length - self.lost, self.spans)
+        rest = _divided(rng, self.length - self.lost, self.spans)
         taken = _divided(rng, self.lost, self.spans)
-        sizes = np.stack([kept, taken], axis=1).ravel()
+        sizes = np.stack([rest, taken], axis=1).ravel()
         return np.repeat(np.arange(2 * self.spans) % 2 == 1, sizes)
 
     def corrupt(

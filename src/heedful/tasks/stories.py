@@ -206,7 +206,7 @@ def read_stories(path: str, kind: int) -> list[Story]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"babi {str(file)!r} cannot be read ({error}); name a bAbI file") from None
     stories: list[Story] = []
-    told: list[str] = []
+    sentences: list[str] = []
     for number, line in enumerate(lines, start=1):
         match = re.fullmatch(r"(\d+) ([^\t|]*?)\s*(?:[\t|]\s*([^\t|]*?)\s*(?:[\t|].*)?)?", line)
         if match is None:
@@ -215,11 +215,11 @@ def read_stories(path: str, kind: int) -> list[Story]:
                 "sentence, or a question with a tabulator and its answer"
             )
         if int(match[1]) == 1:
-            told = []
+            sentences = []
         if match[3] is None:
-            told.append(match[2])
+            sentences.append(match[2])
         else:
-            stories.append(Story(tuple(told), match[2], match[3], ()))
+            stories.append(Story(tuple(sentences), match[2], match[3], ()))
     if not stories:
         raise ValueError(f"babi {str(file)!r} holds no question; name a bAbI file")
     labels = tuple(sorted({x.answer for x in stories}))

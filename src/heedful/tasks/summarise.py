@@ -23,7 +23,7 @@ _MARKS = ("notably", "reportedly", "formerly", "allegedly")
 _NUMBERS = tuple(map(str, range(10, 100)))
 _HEADING = 3  # tokens of a report's first sentence
 _FACT = 5  # tokens of a fact in a report: mark, entity, relation, number, "."
-_TOLD = 4  # tokens of a fact in a summary
+_SUMMARY_FACT = 4  # tokens of a fact in a summary
 _NOISE = (4, 9)  # least and most words of a sentence of noise, with its "."
 
 
@@ -100,7 +100,7 @@ class Summarise(TextPairTask):
 
     def _lengths(self) -> tuple[int, int]:
         if not self.paths:
-            return 64, self.salient * _TOLD + 1
+            return 64, self.salient * _SUMMARY_FACT + 1
         length = 1024 if self.length is None else self.length
         return length, max(2, length // 4)
 
@@ -122,11 +122,11 @@ class Summarise(TextPairTask):
 
     def cut(self, length: int | None, tokenizer: str) -> "Summarise":
         """Reports of so many tokens; given pairs in bytes or byte pairs."""
-        kept = self.target_length if not self.paths or length is None else None
+        target_length = self.target_length if not self.paths or length is None else None
         return replace(
             self,
             length=self.length if length is None else length,
-            target_length=kept,
+            target_length=target_length,
             tokenizer=tokenizer if self.paths else "byte",
             vocab_size=None,
         )
@@ -136,14 +136,14 @@ class Summarise(TextPairTask):
         mark = int(rng.integers(len(_MARKS)))
         matter = set(rng.permutation(self.facts)[: rng.integers(1, self.salient + 1)].tolist())
         keys = rng.permutation(_ENTITIES * _RELATIONS)[: self.facts].tolist()
-        facts, told = [], []
+        facts, summary = [], []
         for i, key in enumerate(keys):
             entity, relation = divmod(key, _RELATIONS)
             fact = f"{lexicon.entities[entity]} {lexicon.relations[relation]}"
             fact = f"{fact} {_NUMBERS[rng.integers(len(_NUMBERS))]} ."
             other = (mark + rng.integers(1, len(_MARKS))) % len(_MARKS)
             facts.append(f"{_MARKS[mark if i in matter else other]} {fact}")
-            told += [fact] if i in matter else []
+            summary += [fact] if i in matter else []
         most = self.length - 1
         room = int(rng.integers(3 * most // 4, most + 1)) - _HEADING - self.facts * _FACT
         noise = _noise(rng, lexicon, room)
@@ -154,7 +154,7 @@ class Summarise(TextPairTask):
                 report.append(facts[len(facts) - len(places)])
                 places.pop(0)
             report += noise[at : at + 1]
-        return " ".join(report), " ".join(told)
+        return " ".join(report), " ".join(summary)
 
     def score(self, texts: Sequence[str], labels: "Int[Tensor, 'N T']") -> dict[str, float]:
         """`rouge_l` from 0 to 1, and of generated reports what became of their facts."""

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from heedful.checks import check_choice, check_whole
 from heedful.data import corpus
-from heedful.tasks.samples import (
-    IGNORE,
-    Recipe,
-    Samples,
-    Task,
-    check_aligned,
-    check_draw,
-)
+from heedful.tasks.samples import IGNORE, Recipe, Samples, Task, check_aligned, check_draw
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 if TYPE_CHECKING:
@@ -265,10 +258,7 @@ class Text(Task):
         size = tokens if byte else int(self._corpus.token_bytes[targets[mask].cpu().numpy()].sum())
         with np.errstate(over="ignore"):  # a diverged model: infinity is the answer
             perplexity = float(np.exp(np.float64(nats / tokens)))
-        return {
-            "perplexity": perplexity,
-            "bits_per_byte": nats / (math.log(2) * size),
-        }
+        return {"perplexity": perplexity, "bits_per_byte": nats / (math.log(2) * size)}
 
 
 def _split(texts: list[str]) -> tuple[list[str], list[str]]:

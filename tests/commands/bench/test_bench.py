@@ -11,6 +11,7 @@ from heedful.cli import main
 from heedful.commands.bench.cases import OURS, PASSES, call, draw
 from heedful.commands.bench.measure import Bench, bench, cases_here, check
 from heedful.ops import selective_attention
+from helpers.command_line import status_of
 
 
 def test_bench_writes_records_and_a_table(tmp_path, capsys):
@@ -48,10 +49,9 @@ def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, messa
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
     monkeypatch.setattr("heedful.commands.bench.measure.bench", lambda _: pytest.fail("measured"))
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "--out", out])
+    assert status_of("bench", "--out", out) == 1
     output = capsys.readouterr().err
-    assert stop.value.code == 1 and message in output and output.count("\n") == 1
+    assert message in output and output.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "mine"
 
@@ -68,31 +68,20 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
         return [record]
 
     monkeypatch.setattr("heedful.commands.bench.measure.bench", meanwhile)
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)])
+    assert status_of("bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)) == 1
     output = capsys.readouterr()
-    assert stop.value.code == 1 and "there already" in output.err and "tiled" in output.out
+    assert "there already" in output.err and "tiled" in output.out
     assert [path.name for path in tmp_path.iterdir()] == ["bench.jsonl"]
     assert out.read_text() == "mine"
 
 
 def test_table_and_picture_tell_the_layout_of_real_models(tmp_path, capsys):
     out = tmp_path / "bench.jsonl"
-    arguments = [
-        "--mechanisms",
-        "selective",
-        "--impls",
-        "tiled",
-        "--lengths",
-        "32",
-        "--rounds",
-        "1",
-    ]
-    arguments += ["--layout", "transposed", "--batch", "4", "--heads", "2", "--dim", "16"]
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", *arguments, "--passes", "forward", "--no-memory", "--out", str(out)])
+    words = "--mechanisms selective --impls tiled --lengths 32 --rounds 1 --layout transposed "
+    words += "--batch 4 --heads 2 --dim 16 --passes forward --no-memory --out"
+    assert status_of("bench", *words.split(), str(out)) == 0
     sizes = "batch 4, 2 heads of 16, float32, transposed q, k and v"
-    assert stop.value.code == 0 and capsys.readouterr().out.endswith(f"{sizes}\n")
+    assert capsys.readouterr().out.endswith(f"{sizes}\n")
     assert f"<!-- {sizes} -->" in out.with_suffix(".svg").read_text()
     leaves = draw(Bench(layout="transposed"), "mta", 8, "forward")
     assert all(leaves[name].transpose(1, 2).is_contiguous() for name in ("q", "k", "v"))

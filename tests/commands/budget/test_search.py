@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
-from heedful.cli import main
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
@@ -21,6 +21,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from helpers.budget_searches import plain_greedy
+from helpers.command_line import status_of
 from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
@@ -115,7 +116,7 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     known.clear()
     plain = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
     assert result.eviction == policy(tokens=result.eviction.tokens, sinks=1, recent=4)
-    assert result.ended and result.kept <= sum(plain) / (3 * LENGTH) < 0.9
+    assert result.ended and result.share_of_tokens <= sum(plain) / (3 * LENGTH) < 0.9
     assert len(set(result.eviction.tokens)) > 1  # layers differ
 
 
@@ -137,12 +138,9 @@ def test_what_is_written_is_used(searched):
     about = data["about"]
     assert about["perplexity"] == {"whole": result.whole, "found": result.perplexity,
                                    "limit": result.limit}  # fmt: skip
-    assert (about["length"], about["rows"], about["limit"]) == (
-        48,
-        2,
-        "1.0 % above the whole cache",
-    )
-    assert about["share_of_tokens_kept"] == result.kept
+    assert (about["length"], about["rows"]) == (48, 2)
+    assert about["limit"] == "1.0 % above the whole cache"
+    assert about["share_of_tokens_kept"] == result.share_of_tokens
     assert {"commit", "machine", "date", "command"} <= about["environment"].keys()
     model = heedful.load(folder / "selective")
     cache = heedful.new_cache(model)
@@ -157,7 +155,7 @@ def test_what_is_written_is_used(searched):
 @pytest.mark.parametrize("name", ["tova", "h2o", "snap-kv", "random", "window"])
 def test_other_policies_are_searched_too(folder, name):
     result = search(options_for(folder, "standard", eviction=name, sinks=None, length=40, rows=2))
-    assert result.perplexity <= result.limit and result.kept < 1
+    assert result.perplexity <= result.limit and result.share_of_tokens < 1
     assert result.eviction.sinks == (0 if name == "window" else 4)
     assert heedful.new_cache(heedful.load(folder / "standard")).layers[0].policy == result.eviction
 
@@ -165,8 +163,10 @@ def test_other_policies_are_searched_too(folder, name):
 def test_an_ordinary_model_gets_budgets_too(folder):
     model = heedful.revert(heedful.load(folder / "standard"))
     model.save_pretrained(folder / "ordinary")
-    result = search(options_for(folder, "ordinary"))
-    assert result.eviction.tokens == search(options_for(folder, "standard")).eviction.tokens
+    result, other = (
+        search(options_for(folder, name, trials=20)) for name in ("ordinary", "standard")
+    )
+    assert result.eviction.tokens == other.eviction.tokens
     assert generation_of(folder / "ordinary", prompt=TEXT[:80])[0].nbytes < 80 * 3 * 2 * 2 * 8 * 4
 
 
@@ -174,7 +174,7 @@ def test_layers_that_cannot_let_go_keep_everything(folder):
     model = small(layers=3, vocabulary=256)
     heedful.convert(model, {MultiToken(conv_every=1): [1], Selective(): [0, 2]})
     model.save_pretrained(folder / "mixed")
-    result = search(options_for(folder, "mixed", eviction="most-hidden", loss=50.0))
+    result = search(options_for(folder, "mixed", eviction="most-hidden", loss=50.0, trials=20))
     assert result.start == (LENGTH, None, LENGTH) and result.eviction.tokens[1] is None
     assert "    1     all  100.0%" in budget.format_result(result)
     with pytest.raises(ValueError, match="MostHidden needs a mechanism that hides tokens"):
@@ -189,8 +189,8 @@ def test_windows_are_where_the_search_begins(folder):
         initializer_range=0.3,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "windows")
-    result = search(options_for(folder, "windows", loss=5.0))
-    assert result.start == (24, 24) and result.kept <= 1
+    result = search(options_for(folder, "windows", loss=5.0, trials=20))
+    assert result.start == (24, 24) and result.share_of_tokens <= 1
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_search_goes_on_where_it_was_killed(searched, monkeypatch):
     assert whole.trials == whole.measured == len(lines) - 1
     (folder / "selective" / "budgets.json").unlink()
     for count, half in (
-        (len(lines) // 2, b'{"budg'),
+        (len(lines) - 20, b'{"budg'),
         (len(lines) - 5, b""),
         (len(lines) - 1, lines[-1][:-3]),
     ):
@@ -261,14 +261,21 @@ def test_trials_bound_the_search_and_more_of_them_go_on(folder, finished):
     assert few.perplexity <= few.limit
     assert "a higher --trials goes on" in budget.format_result(few)
     assert (folder / "selective" / "budgets.json").is_file()
-    more = search(options_for(folder, trials=0))
-    assert more.measured == more.trials - 8 and more.ended
-    assert more.eviction == finished[1].eviction and more.kept <= few.kept
+    more = search(options_for(folder, trials=20))
+    assert (more.trials, more.measured, more.ended) == (
+        20,
+        12,
+        False,
+    ) and more.share_of_tokens <= few.share_of_tokens
+    shutil.copy(finished[0] / "selective" / LOG, folder / "selective" / LOG)
+    whole = search(options_for(folder, trials=0))
+    assert whole.ended and whole.measured == 0 and whole.share_of_tokens <= more.share_of_tokens
+    assert whole.eviction == finished[1].eviction
 
 
 def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, monkeypatch):
     monkeypatch.setattr(budget, "_PIECES", LENGTH // 4)
-    result = search(options_for(folder))
+    result = search(options_for(folder, trials=30))
     model = heedful.load(folder / "selective", budgets=False)
     rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
     by_token = float(perplexity(model, rows, result.eviction))
@@ -280,7 +287,7 @@ def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, mo
             logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         assert value == pytest.approx(float(expected.exp()), rel=1e-10)
-    again = search(options_for(folder))
+    again = search(options_for(folder, trials=30))
     assert again.measured == 0 and again.eviction == result.eviction
 
 
@@ -302,8 +309,8 @@ def test_another_search_is_refused_unless_told(searched):
         with pytest.raises(ValueError, match=f"holds another search: .*{message}.*--restart"):
             search(options_for(folder, **options))
         assert files_of(folder) == before
-    second = search(options_for(folder, loss=20.0, rows=1, restart=True))
-    assert second.kept < first.kept and second.measured == second.trials
+    second = search(options_for(folder, loss=20.0, rows=1, restart=True, trials=40))
+    assert second.share_of_tokens < first.share_of_tokens and second.measured == second.trials
     model = heedful.load(folder / "selective")
     with torch.no_grad():
         for p in model.parameters():
@@ -317,27 +324,14 @@ def test_another_search_is_refused_unless_told(searched):
 
 
 def command(folder: Path, *more: str, name: str = "selective") -> list[str]:
-    options = [
-        "--length",
-        "48",
-        "--rows",
-        "2",
-        "--tokenizer",
-        "bytes",
-        "--sinks",
-        "1",
-        "--recent",
-        "4",
-    ]
+    options = shlex.split("--length 48 --rows 2 --tokenizer bytes --sinks 1 --recent 4")
     return ["budget", str(folder / name), "--data", str(folder / "text.txt"), *options, *more]
 
 
 def test_as_a_command(searched, capsys):
     folder, result = searched
-    with pytest.raises(SystemExit) as stop:
-        main(command(folder, "--loss", "1"))
+    assert status_of(*command(folder, "--loss", "1")) == 0
     captured = capsys.readouterr()
-    assert stop.value.code == 0
     tokens = result.eviction.tokens
     printed = captured.out.splitlines()
     assert printed[0] == "layer  tokens   share"
@@ -345,16 +339,15 @@ def test_as_a_command(searched, capsys):
         assert printed[1 + i].split() == [str(i), str(n), f"{n / 48:.1%}"]
     assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
     assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
-    told = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
+    progress = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
     left = r"\[\d+ of at most 120 trials, [\d:]+, at most [\d:?]+ left\]"
-    assert re.search(told + left, captured.err)
+    assert re.search(progress + left, captured.err)
 
 
 def refused(capsys, arguments: list[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
+    assert status_of(*arguments) == 1
     captured = capsys.readouterr()
-    assert stop.value.code == 1 and captured.out == "", captured
+    assert captured.out == "", captured
     (line,) = [line for line in captured.err.splitlines() if line.startswith("heedful: ")]
     assert "Traceback" not in captured.err
     return line
@@ -405,10 +398,9 @@ def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
     monkeypatch.setattr(SearchLog, "add", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        main(command(folder, "--loss", "1", "--length", "72"))
+    assert status_of(*command(folder, "--loss", "1", "--length", "72")) == 130
     out, err = capsys.readouterr()
-    assert stop.value.code == 130 and out == "", err
+    assert out == "", err
     message = (
         "heedful: stopped: the trials so far are kept beside the model; the same command goes on"
     )

@@ -28,9 +28,9 @@ def tables(kind: str, layers: int, length: int) -> torch.Tensor:
     if kind == "steps":
         return torch.rand(layers, length).square().sort().values.cumsum(1) / length**2
     factors = torch.exp(torch.randn(layers, 1) * 2) * 2e-4
-    kept = torch.arange(length, 0, -1)
+    sizes = torch.arange(length, 0, -1)
     rough = 1 + 0.3 * torch.randn(layers, length).cumsum(1) / length
-    return factors * ((length / kept) ** (0.5 + torch.rand(layers, 1)) - 1) * rough
+    return factors * ((length / sizes) ** (0.5 + torch.rand(layers, 1)) - 1) * rough
 
 
 def test_greedy_on_costs_that_add_up():
@@ -70,19 +70,19 @@ def test_it_holds_no_more_than_greedy_steps_and_takes_a_fraction_of_the_trials(
     for seed in range(3 if layers == 30 else 8):
         torch.manual_seed(seed)
         costs, start, limit = tables(kind, layers, length), (length,) * layers, 1.005
-        found = {}
+        values = {}
         for name in sums:
             cost = Costs(costs)
             if name == "greedy":
-                found[name] = greedy(start, 13, length // 8, limit, cost)
+                values[name] = greedy(start, 13, length // 8, limit, cost)
             else:
-                found[name] = shrink(start, 13, length, limit, cost)
-            assert cost(found[name]) <= limit and min(found[name]) >= 13
-            sums[name] += total(found[name])
+                values[name] = shrink(start, 13, length, limit, cost)
+            assert cost(values[name]) <= limit and min(values[name]) >= 13
+            sums[name] += total(values[name])
             trials[name] += len(cost.known)
-        assert total(found["shrink"]) <= 1.01 * total(found["greedy"])
-        for i, tokens in enumerate(found["shrink"]):  # no layer can give up one more
-            less = (*found["shrink"][:i], tokens - 1, *found["shrink"][i + 1 :])
+        assert total(values["shrink"]) <= 1.01 * total(values["greedy"])
+        for i, tokens in enumerate(values["shrink"]):  # no layer can give up one more
+            less = (*values["shrink"][:i], tokens - 1, *values["shrink"][i + 1 :])
             assert tokens == 13 or Costs(costs)(less) > limit
     assert sums["shrink"] <= sums["greedy"]
     assert trials["shrink"] < trials["greedy"] / (8 if layers == 30 else 2)

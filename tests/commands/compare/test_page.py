@@ -14,11 +14,7 @@ import numpy as np
 import pytest
 
 from heedful.commands.compare import figures
-from heedful.commands.compare.figures import (
-    KernelExhibit,
-    MapExhibit,
-    visible,
-)
+from heedful.commands.compare.figures import KernelExhibit, MapExhibit, visible
 from heedful.commands.compare.findings import (
     TextExhibit,
     configurations,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import heedful
 import heedful.commands.compare.run as room
-from heedful.cli import main, write_page
+from heedful.cli import write_page
 from heedful.commands.compare import setups as settings
 from heedful.commands.compare.findings import findings, further, summarise
 from heedful.commands.compare.options import Comparison
@@ -26,6 +26,7 @@ from heedful.tasks import Spans, Summarise, Translate
 from heedful.tasks.translate import bleu, text_error
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import Stopped
+from helpers.command_line import change_setups, status_of
 
 compare = partial(room.compare, show=write_page)  # as the command does
 SIZE = Size(16, 2, 2)
@@ -37,18 +38,8 @@ COMPARISON = Comparison(
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
-    real = settings.setups
-
-    def small_setups(data=()):
-        return {
-            name: setup._replace(
-                size=SIZE, hyperparameters=replace(setup.hyperparameters, held_out=4, evaluations=2)
-            )
-            for name, setup in real(data).items()
-        }
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "setups", small_setups)
+        change_setups(patch, lambda _: SIZE, held_out=4, evaluations=2)
         yield
 
 
@@ -209,25 +200,22 @@ def test_generate_makes_a_target_of_a_source(finished, capsys, options):
     model = heedful.load(folder).eval()
     expected = write(model, task, task.sample(1, 1))[0]
     command = ["generate", str(folder), "--prompt", source, "--max-new-tokens"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, str(task.target_length), *options])
+    assert status_of(*command, str(task.target_length), *options) == 0
     output = capsys.readouterr()
-    assert stop.value.code == 0, output.err
     if not options:
         assert output.out.strip() == expected
     assert f"{len(task.sample(1, 1).input_ids[0])} tokens read" in output.err
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "9999"])
+    assert status_of(*command, "9999") == 1
     output = capsys.readouterr().err
-    assert stop.value.code == 1 and "max_new_tokens asks for 9999 tokens, and the model" in output
+    assert "max_new_tokens asks for 9999 tokens, and the model" in output
 
 
 def test_budgets_are_not_searched_for_encoder_decoders(finished, capsys, tmp_path):
     (tmp_path / "a.txt").write_text("word " * 3000)
     folder = finished[0] / "models" / "translate-selective-0"
-    with pytest.raises(SystemExit) as stop:
-        main(["budget", str(folder), "--data", str(tmp_path / "a.txt"), "--length", "40"])
-    assert stop.value.code == 1
+    assert (
+        status_of("budget", str(folder), "--data", str(tmp_path / "a.txt"), "--length", "40") == 1
+    )
     assert "has an encoder, and budgets are searched for decoders" in capsys.readouterr().err
 
 
@@ -246,9 +234,7 @@ def test_pairs_of_a_file_are_learnt_from_and_their_texts_scored(tmp_path, capsys
     out = tmp_path / "out"
     command = ["compare", "--tasks", "translate", "summarise", "--data", str(path), "--steps", "2"]
     command += ["--batch", "2", "--tokenizer", "bpe", "--length", "40", "--device", "cpu"]
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--mechanisms", "standard", "--out", str(out)])
-    assert stop.value.code == 0
+    assert status_of(*command, "--mechanisms", "standard", "--out", str(out)) == 0
     records = {r.task: r for r in read_records(out / "results.jsonl")}
     assert records["translate"].metric == "bleu" and records["summarise"].metric == "rouge_l"
     assert 0 <= records["translate"].value <= 100
@@ -262,10 +248,14 @@ def test_pairs_of_a_file_are_learnt_from_and_their_texts_scored(tmp_path, capsys
 def test_a_bad_line_of_pairs_is_one_clean_line(line, tmp_path, capsys):
     path = tmp_path / "pairs.tsv"
     path.write_text(f"a\tb\n{line}\n")
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", "--tasks", "translate", "--data", str(path), "--out", str(tmp_path / "o")])
+    assert (
+        status_of(
+            "compare", "--tasks", "translate", "--data", str(path), "--out", str(tmp_path / "o")
+        )
+        == 1
+    )
     error = capsys.readouterr().err
-    assert stop.value.code == 1 and "pairs.tsv', whose line 2 has" in error
+    assert "pairs.tsv', whose line 2 has" in error
     assert error.count("\n") == 1 and not (tmp_path / "o").exists()
 
 
@@ -310,17 +300,7 @@ def test_of_bleu_more_is_better():
 
 
 def test_a_diverged_encoder_decoder_is_a_result(tmp_path, monkeypatch):
-    real = settings.setups
-
-    def hot(data=()):
-        setup = real(data)["translate"]
-        return {
-            "translate": setup._replace(
-                hyperparameters=replace(setup.hyperparameters, learning_rate=1e30)
-            )
-        }
-
-    monkeypatch.setattr(settings, "setups", hot)
+    change_setups(monkeypatch, learning_rate=1e30)
     comparison = replace(COMPARISON, tasks=("translate",), mechanisms=("standard",), steps=8)
     with pytest.warns(UserWarning, match=r"translate · standard · seed 0: the model diverged"):
         (record,) = compare(comparison, tmp_path)

@@ -22,6 +22,7 @@ from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
+from helpers.command_line import status_of
 from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -203,8 +204,8 @@ def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
     more = {"lengths": (0, 700, 800), "kinds": (1, 4), "needles": (1, 2, 3), "samples": 4}
     after = evaluate(evaluation_of(tmp_path, **options | more)).samples
     assert sum(counts) == len(after) - len(before)
-    kept = {(x.task, x.key): x for x in after}
-    assert all(kept[x.task, x.key] == x for x in before)
+    by_key = {(x.task, x.key): x for x in after}
+    assert all(by_key[x.task, x.key] == x for x in before)
 
 
 def test_a_folder_is_of_one_evaluation(tmp_path, folder):
@@ -215,10 +216,10 @@ def test_a_folder_is_of_one_evaluation(tmp_path, folder):
     with pytest.raises(ValueError, match="holds an answer of 'plain' to another needles"):
         evaluate(evaluation_of(tmp_path, seed=1, **NEEDLES))
     about = tmp_path / "run" / "evaluation.json"
-    kept = json.loads(about.read_text())
-    assert kept["models"].keys() == {"plain", "selective"} and kept["environment"]["date"]
-    kept["models"]["plain"]["weights"][0] += 1
-    about.write_text(json.dumps(kept))
+    content = json.loads(about.read_text())
+    assert content["models"].keys() == {"plain", "selective"} and content["environment"]["date"]
+    content["models"]["plain"]["weights"][0] += 1
+    about.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"knows another model by the name 'plain' \(weights"):
         evaluate(evaluation_of(tmp_path, **NEEDLES))
     about.write_text("{")
@@ -332,10 +333,8 @@ def test_the_command(tmp_path, capsys, folder):
         "--lengths", "420", "--depths", "0", "1", "--needles", "1", "--haystack", "book.txt",
         "--data", "book.txt", "--length", "32", "--out", str(tmp_path / "run"),
     ]  # fmt: skip
-    with pytest.raises(SystemExit) as stop:
-        main(words)
+    assert status_of(*words) == 0
     printed = capsys.readouterr().out
-    assert stop.value.code == 0
     assert re.search(r"^needles +accuracy +plain +0\.0 % +\(0\.0 to 27\.8\) +10$", printed, re.M)
     assert re.search(r"^perplexity.* selective .*[+-]\d+\.\d+\*? +\([+-]", printed, re.M)
     page = (tmp_path / "run" / "report.html").read_text()
@@ -344,9 +343,7 @@ def test_the_command(tmp_path, capsys, folder):
         (["--tasks", "needels"], "did you mean 'needles'?"),
         (["--seed", "1"], "choose another --out, or add --restart"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main([*words, *more])
-        assert stop.value.code == 1
+        assert status_of(*words, *more) == 1
         assert message in capsys.readouterr().err
 
 

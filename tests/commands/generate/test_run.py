@@ -20,6 +20,7 @@ from heedful.data import ByteTokenizer
 from heedful.eviction import POLICIES, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.nn import MultiToken
+from helpers.command_line import status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
 
 
@@ -181,10 +182,8 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
     expected, _ = generation_of(folders / "chat", budget="20")
     capsys.readouterr()
     words = ["--prompt", PROMPT, "--budget", "20", "--max-new-tokens", "12"]
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", str(folders / "chat"), *words])
+    assert status_of("generate", str(folders / "chat"), *words) == 0
     out, err = capsys.readouterr()
-    assert stop.value.code == 0, err
     assert out == expected.text + "\n"
     size, peak, whole = (
         f"{size / 1024:.1f} KiB"
@@ -198,10 +197,9 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
 def refused(capsys, *arguments: str) -> str:
     """The one line that a command says when it refuses."""
     capsys.readouterr()  # bars of models that were saved before
-    with pytest.raises(SystemExit) as stop:
-        main(["generate", *arguments])
+    assert status_of("generate", *arguments) == 1
     captured = capsys.readouterr()
-    assert stop.value.code == 1 and captured.out == "", captured
+    assert captured.out == "", captured
     (line,) = captured.err.splitlines()
     assert line.startswith("heedful: ")
     return line

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 import heedful
-from heedful.cli import main
 from heedful.commands.inspect import arrays as inside_module
 from heedful.commands.inspect.arrays import (
     DOES,
@@ -42,6 +41,7 @@ from heedful.hf.look import held_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
+from helpers.command_line import status_of
 from helpers.small_models import converted, ids_of, small, tokenizer_of_words
 
 HALF = 2**-11  # relative: what rounding to half precision changes
@@ -210,8 +210,8 @@ def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
             model(input_ids=ids[:, t : t + 1], cache=cache)
         for index, at in enumerate(cache.positions()):
             gone = data.arrays[f"{index}/gone"]
-            kept = [j for j in range(t + 1) if gone[j] > t]
-            assert kept == at[0].tolist()
+            rest = [j for j in range(t + 1) if gone[j] > t]
+            assert rest == at[0].tolist()
     assert (data.arrays["0/gone"] < 30).sum() > 10
 
 
@@ -323,12 +323,6 @@ def test_mixing_has_the_names_of_its_patterns():
 # The command.
 
 
-def answer(*words: str) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["inspect", *map(str, words)])
-    return stop.value.code
-
-
 def arrays_in(page: str) -> tuple[dict, dict]:
     """What a page holds, as a browser would read it."""
     about = json.loads(re.search(r'id="about">(.*?)</script>', page)[1])
@@ -344,7 +338,7 @@ def test_the_command_writes_one_page_that_loads_nothing(tmp_path, capsys):
     out = tmp_path / "new" / "page.html"
     text = TEXT + "</script><b>&\u2028 é ∑"
     words = (folder, "--text", text, "--out", out, "--budget", "20")
-    assert answer(*words) == 0
+    assert status_of("inspect", *words) == 0
     assert re.fullmatch(r"page: .*page\.html \(\d\.\d MiB\)\n", capsys.readouterr().out)
     page = out.read_text()
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|src=", page)
@@ -361,7 +355,7 @@ def test_the_command_writes_one_page_that_loads_nothing(tmp_path, capsys):
         np.testing.assert_array_equal(arrays[name], x)
         assert arrays[name].dtype == x.dtype
     assert (arrays["0/gone"] < len(about["tokens"])).any()
-    assert answer(*words, "--layers", "1", "--tokens", "30") == 0
+    assert status_of("inspect", *words, "--layers", "1", "--tokens", "30") == 0
     about, arrays = arrays_in(out.read_text())
     assert len(about["tokens"]) == 30 and [x["index"] for x in about["layers"]] == [1]
     assert not [name for name in arrays if name.startswith("0/")]
@@ -383,18 +377,21 @@ def test_encoders_are_seen_and_encoder_decoders_refused(tmp_path, capsys):
     model.save_pretrained(tmp_path / "encoder")
     tokenizer_of_words().save_pretrained(tmp_path / "encoder")
     out = tmp_path / "page.html"
-    assert answer(tmp_path / "encoder", "--text", TEXT, "--out", out) == 0
+    assert status_of("inspect", tmp_path / "encoder", "--text", TEXT, "--out", out) == 0
     about, arrays = arrays_in(out.read_text())
     assert about["causal"] is False and about["layers"][0]["two_sided"] is True
     assert set(about["layers"][0]["patterns"]["conv"]) == {"near identity"}
     assert (arrays["0/0/keys"][0, 1] != NOBODY).sum() == MOST_KEYS  # an early row sees later ones
-    assert answer(tmp_path / "encoder", "--text", TEXT, "--budget", "9", "--out", out) == 1
+    assert (
+        status_of("inspect", tmp_path / "encoder", "--text", TEXT, "--budget", "9", "--out", out)
+        == 1
+    )
     assert "is an encoder, which keeps nothing" in capsys.readouterr().err
     t5 = T5Config(vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "pair")
     tokenizer_of_words().save_pretrained(tmp_path / "pair")
     capsys.readouterr()
-    assert answer(tmp_path / "pair", "--text", TEXT, "--out", out) == 1
+    assert status_of("inspect", tmp_path / "pair", "--text", TEXT, "--out", out) == 1
     assert "is an encoder-decoder (t5)" in capsys.readouterr().err
 
 
@@ -443,7 +440,7 @@ def test_bad_input_is_answered(words, message, tmp_path, monkeypatch, capsys):
     larger = tokenizer_of_words()
     larger.add_tokens([f"<more {i}>" for i in range(600 - len(larger))])
     larger.save_pretrained("larger")
-    assert answer("m", *words) == 1
+    assert status_of("inspect", "m", *words) == 1
     printed = capsys.readouterr().err
     assert re.search(message, printed) and "Traceback" not in printed
     assert not Path("inspect.html").exists()
@@ -451,7 +448,7 @@ def test_bad_input_is_answered(words, message, tmp_path, monkeypatch, capsys):
 
 def test_a_text_longer_than_a_page_is_refused(tmp_path, capsys):
     folder = saved(tmp_path / "m", positions=4096)
-    assert answer(folder, "--text", "x" * 2048, "--out", tmp_path / "page.html") == 1
+    assert status_of("inspect", folder, "--text", "x" * 2048, "--out", tmp_path / "page.html") == 1
     assert "text has 2,049 tokens, and a page shows 2,048 at most" in capsys.readouterr().err
 
 

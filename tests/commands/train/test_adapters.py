@@ -56,8 +56,8 @@ def test_a_killed_adapter_run_goes_on_to_the_same_bits(options):
     answers = iter([False, False])
     with pytest.raises(Stopped):
         quietly(replace(options, out="killed"), lambda: next(answers, True))
-    kept = sorted(os.listdir("killed/unfinished/state/checkpoint-3"))
-    assert "trained.safetensors" in kept and "model.safetensors" not in kept
+    files = sorted(os.listdir("killed/unfinished/state/checkpoint-3"))
+    assert "trained.safetensors" in files and "model.safetensors" not in files
     quietly(replace(options, out="killed"))
     one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)

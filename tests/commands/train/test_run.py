@@ -113,7 +113,14 @@ def test_how_much_of_the_text_a_run_draws_from(options):
         replace(options, read_tokens=0)
 
 
-@pytest.mark.parametrize("mechanism", ["selective", "mta", "grouped:grouping=cif,size=4,window=8"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        "selective",
+        pytest.param("mta", marks=pytest.mark.slow),
+        "grouped:grouping=cif,size=4,window=8",
+    ],
+)
 def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
     memory = 0.1 if mechanism == "selective" else 0.0
     options = replace(options, mechanism=(mechanism,), memory_loss=memory)

@@ -98,7 +98,7 @@ DRAFTS = {
     # A stock draft with a sliding window fails in transformers 5.17, whatever the model.
     "unconverted": lambda name, family, model: {"assistant_model": tiny("llama")},
 }
-GIVEN = {
+CACHES = {
     "no cache": lambda model: {},
     "our cache": lambda model: {"cache": heedful.new_cache(model)},
     "its cache": lambda model: {"cache": DynamicCache(config=model.config)},
@@ -108,12 +108,12 @@ GIVEN = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("inputs", GIVEN)
+@pytest.mark.parametrize("inputs", CACHES)
 @pytest.mark.parametrize("name", FEW)
 def test_assisted_decoding_is_greedy_decoding(name, inputs, draft, family):
     model, ids = converted(name, family), tokens(1, 9)
     expected = greedy(model, ids, 14, use_cache=False)
-    cache = GIVEN[inputs](model)
+    cache = CACHES[inputs](model)
     actual = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
     assert torch.equal(actual, expected)
     if cache:

@@ -45,30 +45,30 @@ def attended(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
 def by_hand(policy, q, k, v, selective: bool, window: int | None) -> tuple[Tensor, list[list[int]]]:
     """One sequence, token by token: outputs, and which tokens are cached after each."""
     reach = math.inf if window is None else window
-    kept: list[int] = []
+    cached: list[int] = []
     f: dict[int, float] = {}
     mass: dict[int, float] = {}
     outputs, history = [], []
     for t in range(q.shape[2]):
-        kept.append(t)
+        cached.append(t)
         f[t], mass[t] = 0.0, mass.get(t, 0.0)
-        seen = [j for j in kept if j > t - reach]
-        keys, values, query = k[:, :, seen], v[:, :, seen], q[:, :, t : t + 1]
+        reached = [j for j in cached if j > t - reach]
+        keys, values, query = k[:, :, reached], v[:, :, reached], q[:, :, t : t + 1]
         weights = None
         if selective:
-            group = torch.tensor([f[j] for j in seen], dtype=q.dtype)
+            group = torch.tensor([f[j] for j in reached], dtype=q.dtype)
             spread = keys.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             scores = query @ spread.mT * q.shape[-1] ** -0.5
             weights = (scores - group).softmax(-1)
             outputs.append(weights @ values.repeat_interleave(q.shape[1] // k.shape[1], dim=1))
             weights = weights.mean(1)[0, 0]
-            for j, s in zip(seen, scores[0, 0, 0].tolist(), strict=True):
+            for j, s in zip(reached, scores[0, 0, 0].tolist(), strict=True):
                 if j not in (0, t):
                     f[j] += max(0.0, s)
         else:
             outputs.append(multi_token_attention(query, keys, values, impl="reference"))
             weights = attended(query, keys)
-        for j, w in zip(seen, weights.tolist(), strict=True):
+        for j, w in zip(reached, weights.tolist(), strict=True):
             match policy:
                 case H2O():
                     mass[j] += w
@@ -80,12 +80,12 @@ def by_hand(policy, q, k, v, selective: bool, window: int | None) -> tuple[Tenso
                     mass[j] = -f[j]
                 case _:
                     mass[j] = j
-        if len(kept) >= policy.tokens:
+        if len(cached) >= policy.tokens:
             sinks = max(policy.sinks, 1 if selective else 0)
-            free = [j for j in kept if j >= sinks and j <= t - policy.recent]
-            past = [j for j in kept if j <= t + 1 - reach and not (selective and j == 0)]
-            kept.remove(past[0] if past else min(free, key=mass.__getitem__))
-        history.append(sorted(kept))
+            free = [j for j in cached if j >= sinks and j <= t - policy.recent]
+            past = [j for j in cached if j <= t + 1 - reach and not (selective and j == 0)]
+            cached.remove(past[0] if past else min(free, key=mass.__getitem__))
+        history.append(sorted(cached))
     return torch.cat(outputs, 2), history
 
 
@@ -155,11 +155,11 @@ def test_no_more_is_cached_than_the_budget_and_the_chunk(name, policy):
     for sizes in ([chunk] * 12, [1] * 60):
         in_steps(model, tokens(1, sum(sizes)), sizes, cache)
         assert cache.tokens == [budget - 1] * 3
-    kept = 3 * budget * row
+    whole = 3 * budget * row
     small = 3 * budget * (8 + 4 + 4)  # positions, F, scores
     # Canon keeps three rows of each layer's input, queries, keys and values.
     rows = 3 * 3 * (32 + 4 * 8 + 2 * 2 * 8) * 4 if name == "canon" else 0
-    assert cache.nbytes <= kept + small + rows
+    assert cache.nbytes <= whole + small + rows
     most = 3 * (budget + chunk) * (row + 16) + (budget + chunk) * row
     assert cache.peak_nbytes <= most  # a layer's keys are there twice while they move
 
@@ -190,9 +190,9 @@ def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):
     ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
     chosen = policy(tokens=10, sinks=2, recent=3)
     cache = heedful.new_cache(model, chosen)
-    together = greedy(model, ids, 14, attention_mask=(ids != 0).long(), cache=cache)
+    together = greedy(model, ids, 9, attention_mask=(ids != 0).long(), cache=cache)
     for row, actual in zip(rows, together, strict=True):
-        alone = greedy(model, row, 14, cache=heedful.new_cache(model, chosen))
+        alone = greedy(model, row, 9, cache=heedful.new_cache(model, chosen))
         assert torch.equal(actual[14:], alone[0, row.shape[1] :])
 
 
@@ -215,12 +215,12 @@ def test_protected_tokens_stay():
     for policy in POLICIES:
         cache = heedful.new_cache(model, policy(tokens=40, sinks=5, recent=6, keep_prompt=True))
         in_steps(model, tokens(2, 20), [20], cache)
-        for seen in range(21, 90):
+        for total in range(21, 90):
             in_steps(model, tokens(2, 1), [1], cache)
             for at in cache.positions():
                 for row in at.tolist():
                     assert row[:20] == list(range(20))
-                    assert row[-6:] == list(range(seen - 6, seen))
+                    assert row[-6:] == list(range(total - 6, total))
     with pytest.raises(ValueError, match="keep_prompt=True needs room for the prompt of 50 tokens"):
         in_steps(model, tokens(1, 50), [50], heedful.new_cache(model, StreamingLLM(40, 4, 8, True)))
 

@@ -14,14 +14,10 @@ from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import stir, tokens
 
 TOKENS = 30
-WAYS = {
-    "whole": [TOKENS],
-    "chunks": [9, 7, 1, 1, 6, 1, 5],
-    "steps": [1] * TOKENS,
-}
-KEPT = [name for name in MECHANISMS if name.startswith(("mta", "grouped"))]
+WAYS = {"whole": [TOKENS], "chunks": [9, 7, 1, 1, 6, 1, 5], "steps": [1] * TOKENS}
+WITH_ROWS = [name for name in MECHANISMS if name.startswith(("mta", "grouped"))]
 SERVED = [(name, policy) for name in MECHANISMS for policy in (None, *POLICIES)
-          if policy is None or name not in KEPT
+          if policy is None or name not in WITH_ROWS
           if policy is not MostHidden or name.startswith("selective")]  # fmt: skip
 
 

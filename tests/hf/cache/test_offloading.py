@@ -16,7 +16,7 @@ from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.nn import NAMES, Grouped, mechanism
-from helpers.families import fits, logits, stir, tiny, tokens
+from helpers.families import fits, logits, tiny, tokens, varied
 
 CASES = [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2") if fits(x, y)]
 
@@ -74,10 +74,7 @@ def moves(monkeypatch) -> Moves:
 
 
 def converted(name: str, family: str = "llama"):
-    model = tiny(family)
-    heedful.convert(model, mechanism(name))
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family), mechanism(name))
 
 
 def generated(model, ids, **options):

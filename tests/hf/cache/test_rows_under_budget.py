@@ -8,7 +8,7 @@ from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
 from helpers.cached import in_steps
-from helpers.families import logits, ragged_mask, stir, tiny, tokens
+from helpers.families import logits, ragged_mask, tiny, tokens, varied
 
 MECHANISMS = {
     "standard": Standard(),
@@ -24,10 +24,7 @@ SERVED = [(name, policy) for name in MECHANISMS for policy in POLICIES
 
 
 def converted(name: str, family: str = "llama", **changes):
-    model = tiny(family, num_hidden_layers=2, **changes)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family, num_hidden_layers=2, **changes), MECHANISMS[name])
 
 
 def under(model, policy, ids, whole=1, step=1, **options):
@@ -73,17 +70,16 @@ def test_padded_rows_are_their_steps(name, policy):
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_sliding_windows_are_their_steps(name, policy, family):
     """Budgets below the window, and above it, where the window alone decides."""
-    model, ids = converted(name, family, sliding_window=12, layer_types=None), tokens(2, 24)
-    for budgets in ((9, 11), (15, 9)):
+    model, ids = converted(name, family, sliding_window=9, layer_types=None), tokens(2, 17)
+    for budgets in ((7, 8), (12, 7)):
         chosen = policy(tokens=budgets, sinks=2, recent=3)
-        expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, chosen))
+        expected = in_steps(model, ids, [1] * 17, heedful.new_cache(model, chosen))
         same(under(model, chosen, ids), expected)
 
 
 def test_layers_that_keep_everything_are_left_alone():
     model, ids = tiny(), tokens(2, 24)
-    heedful.convert(model, {MultiToken(conv=(3, 3), conv_every=1): [1], Selective(): [0, 2]})
-    stir(model, 0.2, only=".heedful.")
+    varied(model, {MultiToken(conv=(3, 3), conv_every=1): [1], Selective(): [0, 2]})
     chosen = MostHidden(tokens=(14, None, 16))
     expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, chosen))
     same(under(model, chosen, ids), expected)

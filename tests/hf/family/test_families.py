@@ -18,7 +18,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.testing import assert_causal, assert_matches_oracle
-from helpers.families import EAGER, FAMILIES, fits, logits, ragged_mask, stir, tiny, tokens, twin
+from helpers.families import EAGER, FAMILIES, fits, logits, ragged_mask, tiny, tokens, twin, varied
 
 every = pytest.mark.parametrize("family", FAMILIES)
 UNCHANGING = {
@@ -95,9 +95,9 @@ def test_outputs_in_fp32_err_no_more_than_the_unconverted_model(family, mechanis
 @every
 def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_path):
     """Two mechanisms and a standard layer; the cache, and gradients down to their parameters."""
-    model = tiny(family, torch.float32)
-    heedful.convert(model, {MultiToken(conv_every=1): [0], Selective("extra"): [1]})
-    stir(model, 0.1, only=".heedful.")
+    model = varied(
+        tiny(family, torch.float32), {MultiToken(conv_every=1): [0], Selective("extra"): [1]}, 0.1
+    )
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = tokens()
@@ -122,10 +122,7 @@ def test_from_the_auto_class_to_a_text_and_to_a_step_of_training(family, tmp_pat
 
 
 def converted(name: str, family: str, dtype: torch.dtype = torch.float64):
-    model = tiny(family, dtype)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
-    return model
+    return varied(tiny(family, dtype), MECHANISMS[name])
 
 
 @pytest.mark.crossed
@@ -206,8 +203,7 @@ def test_revert_restores_everything(family, tmp_path):
         }
 
     before, at_first = state(), logits(model, ids)
-    heedful.convert(model, MultiToken(conv_every=1))
-    stir(model, 0.2, only=".heedful.")
+    varied(model, MultiToken(conv_every=1))
     assert not torch.equal(logits(model, ids), at_first)
     model.save_pretrained(tmp_path)
     assert heedful.revert(model) is model

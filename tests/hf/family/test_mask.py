@@ -4,11 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    Lfm2Config,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import heedful
@@ -20,10 +16,10 @@ from helpers.families import (
     checkpoint_layers,
     chunked,
     logits,
-    stir,
     tiny,
     tokens,
     twin,
+    varied,
     windowed,
 )
 
@@ -84,8 +80,7 @@ CALLS = list(itertools.product((False, True), (None, "ones", "left"), (False, Tr
 def test_packed_documents_are_apart_in_every_call(name, family):
     """With a cache and without, any mask, and in training too."""
     model = chunked() if family == "chunks" else tiny(family)
-    heedful.convert(model, MECHANISMS[name])
-    stir(model, 0.2, only=".heedful.")
+    varied(model, MECHANISMS[name])
     lengths = [5, 1, 8]
     ids = tokens(1, sum(lengths))
     alone = torch.cat([logits(model, part) for part in ids.split(lengths, 1)], 1)
@@ -179,9 +174,7 @@ def test_an_error_in_a_packed_call_leaves_nothing_behind():
 
 def test_documents_hold_where_a_step_is_computed_again():
     """Gradient checkpointing runs the layers once more in the backward pass, after the forward."""
-    model = tiny(num_hidden_layers=2)
-    heedful.convert(model, MultiToken(conv_every=1))
-    stir(model, 0.2, only=".heedful.")
+    model = varied(tiny(num_hidden_layers=2), MultiToken(conv_every=1))
     ids = tokens(1, 9)
     options = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     grads = []
@@ -250,12 +243,12 @@ def test_masks_that_a_visibility_can_say():
             (documents_of_four, None),
             (documents_of_four, 4),
         ):
-            seen = visibility_for(
+            visibility = visibility_for(
                 2, queries, q_offset=first + keys - queries, **size,
                 mask_function=message, local_size=window,
             )  # fmt: skip
             expected = message(0, 0, token[-queries:, None], token)
-            actual = seen.dense(queries, keys, token.device)
+            actual = visibility.dense(queries, keys, token.device)
             assert torch.equal(actual.expand(2, -1, -1), expected.expand(2, -1, -1))
 
 

@@ -9,7 +9,7 @@ import heedful
 from heedful.hf.family.projections import PROJECTION_HOOKS
 from heedful.nn import Canon, DifferentialV2, KnockingHeads
 from helpers import encoder_families
-from helpers.families import FAMILIES, logits, stir, tiny, tokens, twin
+from helpers.families import FAMILIES, logits, stir, tiny, tokens, twin, varied
 
 ENCODERS = ("bart", "bert", "t5", "modernbert", "t5gemma")
 
@@ -124,12 +124,11 @@ def test_a_model_without_numbers_is_converted(config):
 def test_a_layer_of_neighbours_beside_others():
     """Rows from before the rotation are the layer's own; other layers have none."""
     model, ids = tiny(), tokens(2, 12)
-    heedful.convert(model, {Canon("B"): [0], "selective": [1], "differential-v2": [2]})
-    stir(model, 0.2, only=".heedful.")
+    varied(model, {Canon("B"): [0], "selective": [1], "differential-v2": [2]})
     cache, parts = heedful.new_cache(model), []
     with torch.no_grad():
         for piece in ids.split([5, 1, 4, 1, 1], dim=1):
             parts.append(model(input_ids=piece, cache=cache).logits)
     torch.testing.assert_close(torch.cat(parts, 1), logits(model, ids), rtol=0, atol=1e-11)
-    kept = [[tuple(x.rows.shape) for x in layer._inputs.values()] for layer in cache.layers]
-    assert kept == [[(2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)], [], []]
+    shapes = [[tuple(x.rows.shape) for x in layer._inputs.values()] for layer in cache.layers]
+    assert shapes == [[(2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)], [], []]

@@ -96,10 +96,7 @@ def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
 
 
 def check(
-    config: Bench,
-    cases: Sequence[Case],
-    function: Function = call,
-    tokens: int = _CHECKED_TOKENS,
+    config: Bench, cases: Sequence[Case], function: Function = call, tokens: int = _CHECKED_TOKENS
 ) -> None:
     """Raise unless every case matches the fp64 definition, with the gradients if it has them.
 

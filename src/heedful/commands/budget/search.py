@@ -73,7 +73,7 @@ class SearchResult(NamedTuple):
     seconds: float
 
     @property
-    def kept(self) -> float:
+    def share_of_tokens(self) -> float:
         """The share of all layers' tokens that the budgets hold."""
         return share(self.eviction.budgets(len(self.start)), self.start, self.length)
 
@@ -234,8 +234,8 @@ class _Measure:
             self.log.add(trial, self.step, value)
             self.measured += 1
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
-        kept = share(trial, self.policy.tokens, self.rows.shape[1])
-        self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {kept:.1%} of the tokens")
+        part = share(trial, self.policy.tokens, self.rows.shape[1])
+        self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {part:.1%} of the tokens")
         return value
 
 
@@ -359,7 +359,7 @@ def _about(options: BudgetSearch, result: SearchResult) -> dict:
         "limit": f"{options.loss} % above the whole cache"
         if options.reference is None
         else f"perplexity of {options.reference} with its whole cache",
-        "share_of_tokens_kept": result.kept,
+        "share_of_tokens_kept": result.share_of_tokens,
         "length": result.length,
         "rows": result.rows,
         "data": list(options.data),
@@ -407,7 +407,7 @@ def format_result(result: SearchResult) -> str:
         part = share((tokens,), (result.start[index],), result.length)
         lines.append(f"{index:5}  {'all' if tokens is None else tokens:>6}  {part:6.1%}")
     lines += [
-        f"  sum  {sum(n or result.length for n in budgets):6}  {result.kept:6.1%}",
+        f"  sum  {sum(n or result.length for n in budgets):6}  {result.share_of_tokens:6.1%}",
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
         f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} sequences)",

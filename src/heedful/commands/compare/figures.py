@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PALETTE = ("#333333", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 """Okabe and Ito's colours, safe for colour-blind readers; the first is the baseline's."""
 
-_DASHES = ("-", "--", "-.", ":")
-_WIDTH = 4.8
+DASHES = ("-", "--", "-.", ":")
+WIDTH = 4.8
 _LABELS = 48  # tokens on an axis beyond which their labels are illegible
 _POINTS = 150  # points of a training-loss line; more only make the page heavier
 
@@ -133,10 +133,10 @@ def colours(mechanisms: Sequence[str]) -> dict[str, tuple[str, str]]:
     others = [name for name in dict.fromkeys(mechanisms) if name != BASELINE]
     rest = PALETTE[1:]
     styles = {
-        name: (rest[i % len(rest)], _DASHES[(i + 1 + i // len(rest)) % len(_DASHES)])
+        name: (rest[i % len(rest)], DASHES[(i + 1 + i // len(rest)) % len(DASHES)])
         for i, name in enumerate(others)
     }
-    return {BASELINE: (PALETTE[0], _DASHES[0]), **styles}
+    return {BASELINE: (PALETTE[0], DASHES[0]), **styles}
 
 
 def curves(
@@ -170,7 +170,7 @@ def curves(
     if not heights:
         return None
     percent = 100 if metric in SHARES else 1
-    figure, axes = _axes(_WIDTH, 3.4)
+    figure, axes = new_axes(3.4)
     for name, seeds in lines.items():
         shade, dash = colour[name]
         seeds = [dict(seed) for seed in seeds if seed]
@@ -178,7 +178,7 @@ def curves(
             _line(axes, seed, percent, color=shade, linewidth=0.8, alpha=0.4)
         shared = sorted(set.intersection(*map(set, seeds))) if seeds else []
         mean = {step: float(np.mean([seed[step] for seed in seeds])) for step in shared}
-        _line(axes, mean, percent, color=shade, linewidth=2, linestyle=dash, label=_plain(name))
+        _line(axes, mean, percent, color=shade, linewidth=2, linestyle=dash, label=label_of(name))
     if metric == "perplexity" and min(heights) > 0 and max(heights) > 3 * min(heights):
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -193,7 +193,7 @@ def curves(
     axes.set_ylabel("training loss" if loss else f"{METRICS[metric]} on the evaluation set{unit}")
     axes.set_xlabel("step")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
@@ -215,11 +215,11 @@ def splits(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
         return None
     metric = records[0].metric
     percent = 100 if metric in SHARES else 1
-    figure, axes = _axes(_WIDTH, 0.9 + 0.2 * len(names) * (len(mechanisms) + 1))
+    figure, axes = new_axes(0.9 + 0.2 * len(names) * (len(mechanisms) + 1))
     tall = 0.8 / len(mechanisms)
     longest = max((v for r in records for v in r.splits.values() if math.isfinite(v)), default=1)
     for i, name in enumerate(mechanisms):
-        shade, label = colour[name][0], _plain(name)
+        shade, label = colour[name][0], label_of(name)
         for at, split in enumerate(names):
             values = [r.splits[split] for r in records if r.mechanism == name and split in r.splits]
             if not values:
@@ -236,13 +236,13 @@ def splits(records: Sequence[Record], colour: dict[str, tuple[str, str]]) -> "Fi
             axes.text(
                 edge + 0.02 * percent * longest, y, number(metric, mean), va="center", fontsize=7
             )
-    axes.set_yticks(range(len(names)), [_plain(split) for split in names])
+    axes.set_yticks(range(len(names)), [label_of(split) for split in names])
     axes.set_ylim(len(names) - 0.45, -0.55)
     axes.set_xlim(0, 1.2 * percent * (longest or 1))
     if percent == 100:
         axes.set_xticks([x for x in (0, 20, 40, 60, 80, 100) if x <= 1.2 * 100 * longest])
     axes.set_xlabel(f"{METRICS[metric]}{', %' if percent == 100 else ''}")
-    _legend(figure, axes)
+    add_legend(figure, axes)
     return figure
 
 
@@ -252,9 +252,9 @@ def kernels(exhibit: KernelExhibit, scale: float) -> "Figure":
     heads, rows, columns = weight.shape
     across = min(heads, 4 if columns <= 15 else 2)
     down = math.ceil(heads / across)
-    cell = (_WIDTH - 0.9) / across
+    cell = (WIDTH - 0.9) / across
     height = max(0.5, cell * rows / columns)
-    figure, grid = _grid(_WIDTH, down * (height + 0.28) + 1.0, down, across)
+    figure, grid = new_grid(down * (height + 0.28) + 1.0, down, across)
     middle = (columns - 1) // 2
     for head, axes in enumerate(grid.flat):
         if head >= heads:
@@ -276,7 +276,7 @@ def kernels(exhibit: KernelExhibit, scale: float) -> "Figure":
         else:
             axes.set_xlabel("key offset", fontsize=8)
     figure.supylabel("queries back", fontsize=8)
-    _bar(figure, image, grid)
+    add_colour_bar(figure, image, grid)
     return figure
 
 
@@ -284,7 +284,7 @@ def mixing(exhibit: MixExhibit) -> "Figure":
     """A head-mixing matrix, output heads down and input heads across."""
     weight = array("matrix", exhibit.matrix, None, None)
     scale = float(np.abs(weight).max()) or 1.0
-    figure, axes = _axes(_WIDTH, 4.2)
+    figure, axes = new_axes(4.2)
     image = axes.imshow(weight, cmap="RdBu_r", vmin=-scale, vmax=scale)
     if len(weight) <= 8:
         for (out, into), value in np.ndenumerate(weight):
@@ -294,7 +294,7 @@ def mixing(exhibit: MixExhibit) -> "Figure":
     axes.set_yticks(_some(weight.shape[0]))
     axes.set_xlabel("from head")
     axes.set_ylabel("to head")
-    _bar(figure, image, axes)
+    add_colour_bar(figure, image, axes)
     return figure
 
 
@@ -316,9 +316,9 @@ def attention_map(exhibit: MapExhibit) -> "Figure":
     signed = bool((shown < 0).any())
     norm = Normalize(-top or -1, top or 1) if signed else PowerNorm(0.5, 0, top or 1)
     height = min(4.4, max(0.5, 4.0 * len(rows) / count)) + 1.3
-    figure, axes = _axes(_WIDTH, height)
+    figure, axes = new_axes(height)
     image = axes.imshow(shown, cmap="RdBu_r" if signed else "Blues", norm=norm, aspect="auto")
-    labels = [_plain(visible(token)) for token in exhibit.tokens]
+    labels = [label_of(visible(token)) for token in exhibit.tokens]
     size = min(8.0, 72 * 3.6 / max(count, 1))
     if count <= _LABELS:
         turn = 90 if max(map(len, labels)) > 1 else 0
@@ -332,20 +332,21 @@ def attention_map(exhibit: MapExhibit) -> "Figure":
     axes.set_facecolor("#e9e9e9")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    _bar(figure, image, axes)
+    add_colour_bar(figure, image, axes)
     return figure
 
 
-def _grid(width: float, height: float, down: int, across: int):
+def new_grid(height: float, down: int, across: int):
     """A figure of its own, which needs no window and leaves matplotlib's global state alone."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots(down, across, squeeze=False)
 
 
-def _axes(width: float, height: float):
-    figure, grid = _grid(width, height, 1, 1)
+def new_axes(height: float):
+    """A figure of one panel."""
+    figure, grid = new_grid(height, 1, 1)
     axes = grid[0, 0]
     axes.tick_params(labelsize=8)
     axes.xaxis.label.set_size(9)
@@ -359,7 +360,8 @@ def _line(axes, points: dict[int, float], percent: float, **style) -> None:
     axes.plot(list(points), [percent * y for y in points.values()], marker=marker, **style)
 
 
-def _legend(figure: "Figure", axes) -> None:
+def add_legend(figure: "Figure", axes) -> None:
+    """Name the lines below the panel."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(
@@ -373,7 +375,8 @@ def _legend(figure: "Figure", axes) -> None:
         )
 
 
-def _bar(figure: "Figure", image, axes) -> None:
+def add_colour_bar(figure: "Figure", image, axes) -> None:
+    """Say below the panels what the colours of an image mean."""
     bar = figure.colorbar(image, ax=axes, location="bottom", shrink=0.6, aspect=40, pad=0.02)
     bar.ax.tick_params(labelsize=7, length=2)
     bar.ax.locator_params(nbins=5)
@@ -386,7 +389,7 @@ def _some(count: int) -> list[int]:
     return sorted(range(count - 1, -1, -step))
 
 
-def _plain(text: str) -> str:
+def label_of(text: str) -> str:
     """A label no longer than fits, free of characters that the font of the figures lacks."""
     from matplotlib.font_manager import findfont, get_font
 

@@ -125,7 +125,7 @@ def train(
     checkpoints = Checkpoints(Path(folder), identity)
     schedule = _schedule(task, hyperparameters, save_seconds)
     callback = RunCallback(schedule, checkpoints, should_stop)
-    told = [] if progress is None else [_ProgressCallback(progress, schedule)]
+    callbacks = [] if progress is None else [_ProgressCallback(progress, schedule)]
     trainer = RunTrainer(
         model=model,
         args=_arguments(hyperparameters, seed, folder, device),
@@ -133,7 +133,7 @@ def train(
         data_collator=lambda batch: batch,
         optimizer=partial(_optimizer, hyperparameters),
         evaluation=partial(_evaluation, task, hyperparameters),
-        callbacks=[*told, callback],
+        callbacks=[*callbacks, callback],
         memory_loss=memory_loss,
     )
     _reset_peak(model.device)

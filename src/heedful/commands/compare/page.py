@@ -185,15 +185,15 @@ def _learning_curves(records: list[Record], tasks: list[str], colour: dict) -> s
         runs = [r for r in records if r.task == task]
         what = f"{METRICS[runs[0].metric]} on the evaluation set"
         half = max(r.steps for r in runs) // 2
-        drawn = [
+        curves = [
             (what, figures.curves(runs, colour)),
             ("training loss", figures.curves(runs, colour, loss=True)),
         ]
         if runs[0].metric == "perplexity":
             # The fall at the beginning is so deep that the end looks like one line.
-            drawn.insert(1, (f"{what}, second half", figures.curves(runs, colour, since=half)))
+            curves.insert(1, (f"{what}, second half", figures.curves(runs, colour, since=half)))
         lines = "" if len({r.seed for r in runs}) == 1 else " Thin: seeds; thick: mean."
-        for title, figure in drawn:
+        for title, figure in curves:
             if figure is not None:
                 pictures.append(picture(figures.svg(figure), f"{task}: {title}.{lines}"))
     return side_by_side(pictures)
@@ -210,12 +210,12 @@ def _splits(records: list[Record], tasks: list[str], colour: dict) -> str:
 
 
 def _small_caches(scored: Sequence[UnderBudget], caches: Sequence[CacheExhibit]) -> str:
-    drawn = [picture(figures.svg(figure), text) for figure, text in budgets.pictures(scored)]
+    scores = [picture(figures.svg(figure), text) for figure, text in budgets.pictures(scored)]
     cached = [
         picture(figures.svg(figure), text, "as-it-is")
         for figure, text in map(budgets.cache_picture, caches)
     ]
-    return side_by_side(drawn) + budgets.tables(scored) + side_by_side(cached)
+    return side_by_side(scores) + budgets.tables(scored) + side_by_side(cached)
 
 
 def _cost(rows: list[Row], colour: dict) -> str:
@@ -256,13 +256,13 @@ def _cost(rows: list[Row], colour: dict) -> str:
 def _gallery(exhibits: list[Exhibit], everything: list[Exhibit]) -> str:
     exhibits = sorted(exhibits, key=lambda exhibit: _ORDER.index(type(exhibit)))
     hidden = "".join(_hiding(e) for e in exhibits if isinstance(e, HidingExhibit))
-    drawn = [_drawn(e, everything) for e in exhibits if not isinstance(e, HidingExhibit)]
+    panels = [_panel(e, everything) for e in exhibits if not isinstance(e, HidingExhibit)]
     note = "<p class='note'>One sample each: illustrations, not measurements.</p>"
     samples = any(isinstance(e, HidingExhibit | MapExhibit) for e in exhibits)
-    return note * samples + hidden + side_by_side(drawn)
+    return note * samples + hidden + side_by_side(panels)
 
 
-def _drawn(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
+def _panel(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Exhibit]) -> str:
     where = f"{exhibit.mechanism}, layer {exhibit.layer}"
     if isinstance(exhibit, MapExhibit):
         text = f"{where}, {exhibit.unit} {exhibit.head}: attention weights. Grey: later keys."

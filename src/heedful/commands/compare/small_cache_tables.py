@@ -65,7 +65,7 @@ def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
 def _bytes_curves(
     everything: list[UnderBudget], own: list[UnderBudget], split: str, reach: tuple[float, float]
 ) -> "Figure":
-    figure, axes = figures._axes(figures._WIDTH, 3.4)
+    figure, axes = figures.new_axes(3.4)
     percent = 100 if own[0].metric in SHARES else 1
     whole = _mean(own, WHOLE, split)
     for policy in dict.fromkeys(x.policy for x in own if x.policy != WHOLE):
@@ -90,7 +90,7 @@ def _bytes_curves(
     axes.set_xlabel("peak bytes of the KV cache of one sequence, KiB")
     axes.set_ylabel(f"{METRICS[own[0].metric]}{', %' if percent == 100 else ''}")
     axes.set_title(own[0].mechanism, fontsize=9)
-    figures._legend(figure, axes)
+    figures.add_legend(figure, axes)
     return figure
 
 
@@ -161,16 +161,16 @@ def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
     layers = list(exhibit.layers.items())
     across = min(len(layers), 2)
     down = -(-len(layers) // across)
-    side = figures._WIDTH / across
-    figure, grid = figures._grid(figures._WIDTH, down * side + 0.4, down, across)
+    side = figures.WIDTH / across
+    figure, grid = figures.new_grid(down * side + 0.4, down, across)
     for axes, (index, map_) in zip(grid.flat, layers, strict=False):
         shown = figures.array("layers", map_, None, None)
         later = np.triu(np.ones_like(shown), 1)
         axes.imshow(
             1 - 0.85 * shown - 0.06 * (1 - shown) * (1 - later), cmap="gray", vmin=0, vmax=1
         )
-        kept = int(shown[-1].sum())
-        axes.set_title(f"layer {index}: {kept} of {len(shown)} at the end", fontsize=8, pad=3)
+        count = int(shown[-1].sum())
+        axes.set_title(f"layer {index}: {count} of {len(shown)} at the end", fontsize=8, pad=3)
         axes.tick_params(labelsize=7, length=2)
         axes.set_xlabel("token", fontsize=8)
     for axes in grid.flat[len(layers) :]:

@@ -1,15 +1,16 @@
 """Write a model's folder anew, with a mechanism or without the one it has."""
 
-import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.models import is_converted, mechanisms_named, opening
 from heedful.hf import conversion_of, convert, load, revert
 from heedful.hf.adapter_folders import base_of, is_adapter
 from heedful.hf.stock import stock_model, stock_tokenizer
+from heedful.records.files import check_new_folder, whole_folder
 
 
 def convert_folder(options: FolderConversion) -> str:
@@ -20,9 +21,18 @@ def convert_folder(options: FolderConversion) -> str:
     Raises:
         ValueError: there is no such model, it does not fit the mechanism, or `out` is in use.
     """
-    out, source = Path(options.out), Path(options.source)
-    if not options.out or out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got {options.out!r}; name another")
+    check_new_folder(options.out)
+    about, model = _rewritten(options)
+    with whole_folder(options.out) as whole:
+        model.save_pretrained(whole)
+        with suppress(Exception):  # a model without a tokenizer is a model
+            stock_tokenizer(base_of(options.source)).save_pretrained(whole)
+    return f"{about}\nmodel: {Path(options.out)}"
+
+
+def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
+    """The model as it is to be saved, and what was done to it."""
+    source = Path(options.source)
     converted, adapter = is_converted(source), is_adapter(source)
     if not (options.mechanism or options.revert or adapter):
         raise ValueError("give either --mechanism, or --revert to take it out")
@@ -55,13 +65,4 @@ def convert_folder(options: FolderConversion) -> str:
         parts = conversion.mechanisms.items()
         layers = ", ".join(f"{config} in {len(where)} layers" for config, where in parts)
         about = f"{layers}; {own:,} parameters of its own"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
-        whole = Path(folder) / "model"
-        model.save_pretrained(whole)
-        with suppress(Exception):  # a model without a tokenizer is a model
-            stock_tokenizer(base_of(options.source)).save_pretrained(whole)
-        if out.is_dir():
-            out.rmdir()
-        os.replace(whole, out)
-    return f"{about}\nmodel: {out}"
+    return about, model

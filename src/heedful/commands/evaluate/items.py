@@ -15,13 +15,7 @@ from heedful.data import ByteTokenizer
 from heedful.tasks import Task, babilong, needles
 from heedful.tasks.babilong import BabiLong, only_label
 from heedful.tasks.background import Background, Count, Question, background_sentences
-from heedful.tasks.last_words import (
-    Passage,
-    detokenised,
-    last_words,
-    passages_of,
-    read_passages,
-)
+from heedful.tasks.last_words import Passage, detokenised, last_words, passages_of, read_passages
 from heedful.tasks.needles import Needles, all_found
 from heedful.tasks.stories import read_stories
 from heedful.tasks.windows import TextWindow, domain_windows, domains

@@ -161,8 +161,8 @@ def interval(measure: Measure, samples: Sequence[Sample], seed: int = 0) -> Inte
         return Interval(value, *wilson(int(tops.sum()), len(tops)))
     if min(len(top) for top, _ in cells) < LEAST:
         return Interval(value, math.nan, math.nan)
-    drawn = _value(measure, cells, np.random.default_rng(seed))
-    return Interval(value, *_ends(drawn))
+    resamples = _value(measure, cells, np.random.default_rng(seed))
+    return Interval(value, *_ends(resamples))
 
 
 def paired(
@@ -255,8 +255,8 @@ def _value(
     return np.mean(values, axis=0)
 
 
-def _ends(drawn: np.ndarray) -> tuple[float, float]:
-    low, high = np.percentile(drawn, [2.5, 97.5])
+def _ends(resamples: np.ndarray) -> tuple[float, float]:
+    low, high = np.percentile(resamples, [2.5, 97.5])
     return float(low), float(high)
 
 

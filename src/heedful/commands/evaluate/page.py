@@ -143,7 +143,7 @@ def heat_map(samples: Sequence[Sample], down: str, panel: str | None) -> "Figure
     across = min(len(parts), 3)
     rows = -(-len(parts) // across)
     height = rows * (0.55 + 0.26 * len({x.cell[down] for x in samples})) + 1.0
-    figure, grid = figures._grid(figures._WIDTH, height, rows, across)
+    figure, grid = figures.new_grid(height, rows, across)
     for number, axes in enumerate(grid.flat):
         if number >= len(parts):
             axes.set_visible(False)
@@ -168,7 +168,7 @@ def heat_map(samples: Sequence[Sample], down: str, panel: str | None) -> "Figure
         if part is not None:
             axes.set_title(f"{part} {panel if part != 1 else panel.rstrip('s')}", fontsize=8)
     figure.supylabel(down, fontsize=8)
-    figures._bar(figure, image, list(grid.flat))
+    figures.add_colour_bar(figure, image, list(grid.flat))
     return figure
 
 
@@ -202,21 +202,21 @@ def by_position(samples: Sequence[Sample]) -> dict[int, float]:
 
 def position_curves(samples: Sequence[Sample]) -> "Figure":
     """Perplexity by tokens of context, a line per model and cache."""
-    figure, axes = figures._axes(figures._WIDTH, 3.4)
+    figure, axes = figures.new_axes(3.4)
     for number, (entry, name) in enumerate(labels(x.entry for x in samples).items()):
         points = by_position([x for x in samples if x.entry == entry])
         shade = figures.PALETTE[number % len(figures.PALETTE)]
         axes.plot(
             list(points), list(points.values()), marker="o", ms=3, lw=1.6, color=shade,
-            ls=figures._DASHES[number % len(figures._DASHES)],
-            label=figures._plain(name),
+            ls=figures.DASHES[number % len(figures.DASHES)],
+            label=figures.label_of(name),
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("tokens before, at least")
     axes.set_ylabel("perplexity")
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.6)
-    figures._legend(figure, axes)
+    figures.add_legend(figure, axes)
     return figure
 
 

@@ -14,11 +14,7 @@ from heedful.commands.evaluate.answers import Answers, LanguageModel
 from heedful.commands.evaluate.harness import HarnessResult, export_tasks, harness_names, run_task
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
-from heedful.commands.models import (
-    configuration_of,
-    open_model,
-    tokenizer_named,
-)
+from heedful.commands.models import configuration_of, open_model, tokenizer_named
 from heedful.commands.policies import policy_named, spelled
 from heedful.eviction import Eviction
 from heedful.hf.budgets import NAME, fingerprint
@@ -293,16 +289,16 @@ class AnswerStore:
 
     def harness(self, model: str, name: str) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""
-        kept = self.about["lm_eval"].get(model, {}).get(name)
-        if kept is None or kept["asked"] != self._harness_identity() or "samples" not in kept:
+        entry = self.about["lm_eval"].get(model, {}).get(name)
+        if entry is None or entry["asked"] != self._harness_identity() or "samples" not in entry:
             return None
-        return HarnessResult(kept["results"], [Sample.from_json(x) for x in kept["samples"]])
+        return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
 
     def keep_harness(self, model: str, name: str, result: HarnessResult) -> None:
         """Keep the results of lm-evaluation-harness for a name."""
-        kept = {"asked": self._harness_identity(), "results": result.results}
-        kept["samples"] = [sample.to_json() for sample in result.samples]
-        self.about["lm_eval"].setdefault(model, {})[name] = kept
+        entry = {"asked": self._harness_identity(), "results": result.results}
+        entry["samples"] = [sample.to_json() for sample in result.samples]
+        self.about["lm_eval"].setdefault(model, {})[name] = entry
         self._write_about()
 
     def _harness_identity(self) -> dict:

@@ -227,8 +227,8 @@ def _fitted(arrays: dict[str, np.ndarray]) -> int:
 
 def _of_rows(arrays: dict[str, np.ndarray]) -> list[str]:
     """Names of the arrays that have something for each key."""
-    kept = ("/keys", "/shares")
-    return [name for name in arrays if name.endswith(kept) and "hides" not in name]
+    endings = ("/keys", "/shares")
+    return [name for name in arrays if name.endswith(endings) and "hides" not in name]
 
 
 def _most_keys(arrays: dict[str, np.ndarray]) -> int:

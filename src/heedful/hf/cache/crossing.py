@@ -177,8 +177,8 @@ class BiasedLayerCache(LayerCache):
             if self._bias is not None:  # later keys, which a kept row does not see, get zeros
                 bias = torch.cat([pad(self._bias, (0, q.shape[2])), bias], dim=2)
             rows = self._queries.rows
-            kept = 0 if rows is None else min(self._past_queries, rows.shape[2])
-            first = bias.shape[2] - kept - q.shape[2]
+            past = 0 if rows is None else min(self._past_queries, rows.shape[2])
+            first = bias.shape[2] - past - q.shape[2]
             inputs = inputs._replace(bias=bias[:, :, first:])
         out = super().attend(layer, q, k, v, inputs=inputs, **options)
         if self._past_queries and bias is not None:

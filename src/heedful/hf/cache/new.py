@@ -9,11 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
@@ -107,10 +103,7 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
 
 def new_cache(
-    model: nn.Module,
-    eviction: Eviction | Literal[False] | None = None,
-    *,
-    offloading: bool = False,
+    model: nn.Module, eviction: Eviction | Literal[False] | None = None, *, offloading: bool = False
 ) -> KVCache | EncoderDecoderKVCache:
     """An empty cache for a converted model, for `cache=`.
 

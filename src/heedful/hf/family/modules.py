@@ -137,11 +137,11 @@ def only_attention_mixes(model: PreTrainedModel, attention: Iterable[nn.Module])
 
     Looked for in the lists of layers that hold the attention modules.
     """
-    kept = {id(module) for module in attention}
+    ids = {id(module) for module in attention}
     for module in model.modules():
         if not isinstance(module, nn.ModuleList):
             continue
-        holding = [any(id(part) in kept for part in layer.modules()) for layer in module]
+        holding = [any(id(part) in ids for part in layer.modules()) for layer in module]
         if not any(holding):
             continue
         if not all(holding) or any(isinstance(part, nn.Conv1d) for part in module.modules()):

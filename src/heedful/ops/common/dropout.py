@@ -36,8 +36,8 @@ class Dropout(NamedTuple):
         of_row = torch.arange(batch, device=device)[:, None] + self.heads
         of_row = _mixed(_mixed(of_row)[..., None] + _range(rows, device))
         number = of_row[..., None] ^ _mixed(_range(columns, device))
-        kept = _mixed(number) >= round(self.p * 2**32)
-        return kept.to(dtype).mul_(1 / (1 - self.p))
+        mask = _mixed(number) >= round(self.p * 2**32)
+        return mask.to(dtype).mul_(1 / (1 - self.p))
 
     def applied(self, whole: Float[Tensor, "B H Tq Tk"]) -> Float[Tensor, "B H Tq Tk"]:
         """A whole map without what is dropped, the rest divided by 1 - p."""

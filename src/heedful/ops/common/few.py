@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from heedful.ops.common.precision import _bf16_cpu, widen
+from heedful.ops.common.precision import bf16_on_cpu, widen
 from heedful.ops.visibility import Visibility
 
 FEW = 32
@@ -79,5 +79,5 @@ def few_outputs(
 def _operand(x: Tensor) -> Tensor:
     """In its own precision where the device has units for it, else wide; in place either way."""
     narrow = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    narrow = narrow or (x.dtype == torch.bfloat16 and x.device.type == "cpu" and _bf16_cpu())
+    narrow = narrow or (x.dtype == torch.bfloat16 and x.device.type == "cpu" and bf16_on_cpu())
     return x if narrow else widen(x)

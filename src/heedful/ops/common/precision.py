@@ -57,7 +57,9 @@ def operand(x: Tensor) -> Tensor:
 
     Contiguous: products with parts of a model's transposed heads would copy them for every tile.
     """
-    narrow = x.dtype == torch.bfloat16 and (_on_gpu(x) or (x.device.type == "cpu" and _bf16_cpu()))
+    narrow = x.dtype == torch.bfloat16 and (
+        _on_gpu(x) or (x.device.type == "cpu" and bf16_on_cpu())
+    )
     return (x if narrow else widen(x)).contiguous()
 
 
@@ -98,6 +100,6 @@ def scores(
 
 
 @functools.cache
-def _bf16_cpu() -> bool:
+def bf16_on_cpu() -> bool:
     """This CPU multiplies bf16 faster than fp32; others emulate it, several times slower."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -181,8 +181,12 @@ def slots_from(
     prior = -spread * (prior[:, None] - slot).square().to(z.dtype)
     share = prior.softmax(-1).expand(*at.shape, -1)
     for _ in range(rounds):
-        kept = share * inside[..., None]
-        mean = kept.mT @ members / kept.sum(-2)[..., None].clamp(min=torch.finfo(z.dtype).tiny)
+        weight_inside = share * inside[..., None]
+        mean = (
+            weight_inside.mT
+            @ members
+            / weight_inside.sum(-2)[..., None].clamp(min=torch.finfo(z.dtype).tiny)
+        )
         apart = (members[..., None, :] - mean[..., None, :, :]).square().sum(-1)
         share = (prior - apart / temperature).softmax(-1)
     inner = number.clamp(min=0) * share.shape[2] + (position % block).clamp(max=share.shape[2] - 1)

@@ -96,7 +96,7 @@ class Operands(NamedTuple):
         """The logits of the block's own rows with their bias, in place."""
         return capped if self.bias is None else capped.add_(block.own(self.bias))
 
-    def kept(self, block: "RowBlock") -> Float[Tensor, "B H W C"] | None:
+    def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H W C"] | None:
         """What dropout multiplies the rows that the block writes with; `None` without dropout."""
         if self.dropout is None:
             return None
@@ -171,10 +171,10 @@ def attend(
         a = _convolved(p, x, steps, block)
         if x.parameters.post_mix is not None:
             a = steps.mix(a, x.parameters.post_mix)
-        if (kept := x.kept(block)) is not None:
-            a = kept.mul_(a)
+        if (factor := x.dropout_factor(block)) is not None:
+            a = factor.mul_(a)
         out[:, :, _cut(block.write)] += steps.product(a, x.v[:, :, block.keys])
-        del p, a, kept  # before the next block's
+        del p, a, factor  # before the next block's
     return out
 
 
@@ -288,14 +288,14 @@ def _after_softmax_backward(
     out_grad = grad[:, :, _cut(block.write)]
     a = _convolved(p, x, steps, block)
     mixed = a if post_mix is None else steps.mix(a, post_mix)
-    kept = x.kept(block)
-    mixed = mixed if kept is None else mixed * kept
+    factor = x.dropout_factor(block)
+    mixed = mixed if factor is None else mixed * factor
     dv[..., block.keys] += steps.product(out_grad.mT, mixed)
     del mixed
     d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
-    if kept is not None:
-        d.mul_(kept)
-        del kept
+    if factor is not None:
+        d.mul_(factor)
+        del factor
     if post_mix is not None:
         d, dweights = steps.mix_backward(d, a, post_mix)
         sums.post_mix.add_(dweights)

@@ -60,7 +60,7 @@ def selective_attention_few(
         output = few_outputs(weights, v).to(q.dtype)
     memory = None
     if tau is not None:
-        kept = f.clamp(max=tau)
-        kept = kept if hidden is None else kept.masked_fill(hidden, 0)
-        memory = kept.sum((1, 3)) / f.shape[1]
+        terms = f.clamp(max=tau)
+        terms = terms if hidden is None else terms.masked_fill(hidden, 0)
+        memory = terms.sum((1, 3)) / f.shape[1]
     return output, last, memory

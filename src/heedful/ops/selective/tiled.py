@@ -95,7 +95,7 @@ class Operands(NamedTuple):
             return ROWS
         return self.scope.device_rows(self.q.shape[1], 2 * ROWS_ON_DEVICE)
 
-    def kept(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
+    def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
         """What dropout multiplies the block's probabilities with; `None` without dropout."""
         if self.dropout is None:
             return None
@@ -119,7 +119,7 @@ def operands(
     )  # fmt: skip
 
 
-class _Outputs(NamedTuple):
+class Outputs(NamedTuple):
     """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
 
     output: Float[Tensor, "B H Tq Dv"]
@@ -150,7 +150,7 @@ class RunningTotal:
         return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
-def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
+def attend(x: Operands, tau: float | None, out: Outputs) -> None:
     """Fills the outputs, from the first block to the last."""
     total = RunningTotal(out.pair)
     (batch, heads, queries, _), (_, selectors, keys, _) = x.q.shape, x.selector_k.shape
@@ -160,15 +160,15 @@ def attend(x: Operands, tau: float | None, out: _Outputs) -> None:
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
         f, p, *_ = _maps(x, block, total, room=room)
-        if (kept := x.kept(block)) is not None:
-            p.mul_(kept)
-            del kept
+        if (factor := x.dropout_factor(block)) is not None:
+            p.mul_(factor)
+            del factor
         out.output[:, :, start:stop] = product(p, x.v[:, :, block.cut])
         total.add(block.sums, block.cut)
         if tau is not None:
-            kept = block.hidden.fill(f.clamp(max=tau), 0.0)
-            out.memory[:, start:stop] = kept.sum((1, 3)) / selectors
-            del kept
+            terms = block.hidden.fill(f.clamp(max=tau), 0.0)
+            out.memory[:, start:stop] = terms.sum((1, 3)) / selectors
+            del terms
         del block, f, p
 
 
@@ -291,12 +291,12 @@ def attend_backward(
         total.add(-block.sums, cut)
         f, p, slope, sunk = _maps(x, block, total, slopes=True)
         out_grad = grad[:, :, start:stop]
-        kept = x.kept(block)
-        dv[..., cut] += product(out_grad.mT, p if kept is None else p * kept)
+        factor = x.dropout_factor(block)
+        dv[..., cut] += product(out_grad.mT, p if factor is None else p * factor)
         dp = product(out_grad, x.v[:, :, cut].mT)
-        if kept is not None:
-            dp.mul_(kept)
-            del kept
+        if factor is not None:
+            dp.mul_(factor)
+            del factor
         if sunk is not None:
             dsinks += sink_gradient(dp, p, sunk)
         dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
@@ -346,7 +346,7 @@ def _tiled(
         first, window, scale, softcap, dropout_p,
     )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    attend(x, tau, _Outputs(out, memory, pair))
+    attend(x, tau, Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
     return out, last if state is None else last + state, memory, pair
 

@@ -96,8 +96,8 @@ def convolve_kernel(
         entries = tile_columns(x, row, valid, start - ASIDE, columns, REACH)
         total = tl.dot(entries, band.to(entries.dtype), total, input_precision="ieee")
     j = start + tl.arange(0, WIDTH)
-    kept = (n < outputs)[:, None] & (j < columns)[None, :]
-    tl.store(y + n[:, None] * columns + j[None, :], total.to(y.dtype.element_ty), mask=kept)
+    mask = (n < outputs)[:, None] & (j < columns)[None, :]
+    tl.store(y + n[:, None] * columns + j[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -144,14 +144,14 @@ def visible_logits(
 ):  # fmt: skip
     """`[len(n), len(j)]` in fp32, -inf where a row cannot see; their places; what is inside."""
     inside = (n < rows)[:, None] & (j < columns)[None, :]
-    kept = inside & visible_tile(
+    visible = inside & visible_tile(
         segments, row_stride, batch, first_row + n, first_column + j, tokens, CAUSAL, WINDOW,
         SEGMENTS,
     )  # fmt: skip
     # What is hidden is loaded too: with a mask along the diagonal no load could be wide.
     at = n[:, None] * columns + j[None, :]
     x = tl.load(logits + at, mask=inside, other=float("-inf")).to(tl.float32)
-    return tl.where(kept, x, float("-inf")), at, inside
+    return tl.where(visible, x, float("-inf")), at, inside
 
 
 @triton.jit

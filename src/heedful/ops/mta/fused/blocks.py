@@ -71,8 +71,8 @@ class TritonSteps(TileSteps):
         self._segments = None if segments is None else segments.to(torch.int32).contiguous()
         several = segments is not None and len(segments) > 1
         self._tokens = {"tokens": scope.keys, "row_stride": scope.keys if several else 0}
-        self._seen = {"CAUSAL": sight.causal, "WINDOW": sight.window or 0}
-        self._seen |= {"SEGMENTS": segments is not None} | self._tokens
+        self._mask = {"CAUSAL": sight.causal, "WINDOW": sight.window or 0}
+        self._mask |= {"SEGMENTS": segments is not None} | self._tokens
 
     def operand(self, x: Tensor) -> Tensor:
         return x
@@ -105,7 +105,7 @@ class TritonSteps(TileSteps):
         batch, heads, count, width = x.shape
         grid = (triton.cdiv(width, at.columns), triton.cdiv(count, at.rows), batch * heads)
         blank_kernel[grid](
-            x, self._segments, heads, count, width, rows.start, columns.start, **self._seen,
+            x, self._segments, heads, count, width, rows.start, columns.start, **self._mask,
             BM=at.rows, BN=at.columns, num_warps=at.warps,
         )  # fmt: skip
         return x
@@ -152,7 +152,7 @@ class TritonSteps(TileSteps):
         at = block_launch()
         p = logits if logits.dtype == self._dtype else torch.empty_like(logits, dtype=self._dtype)
         softmax_kernel[(triton.cdiv(count, at.rows), batch * heads)](
-            logits, p, self._segments, heads, count, width, rows.start, columns.start, **self._seen,
+            logits, p, self._segments, heads, count, width, rows.start, columns.start, **self._mask,
             BM=at.rows, BN=at.columns, num_warps=at.warps,
         )  # fmt: skip
         return p

@@ -193,9 +193,9 @@ def remember_kernel(
             COLUMNS, WINDOW,
         )  # fmt: skip
         base = tl.load(bases + j, mask=j < keys, other=0.0)
-        kept = tl.minimum(tile_f(hiding, base, scale, sel_q, False), tau)
+        terms = tl.minimum(tile_f(hiding, base, scale, sel_q, False), tau)
         if not clear:
             visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, False)
-            kept = tl.where(visible, kept, 0.0)
-        sums += tl.sum(kept, 1)
+            terms = tl.where(visible, terms, 0.0)
+        sums += tl.sum(terms, 1)
     tl.store(memory + selector * queries + row, sums, mask=row < queries)

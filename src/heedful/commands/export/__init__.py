@@ -1,0 +1,1 @@
+"""`heedful export`: a converted model as a stock checkpoint."""

@@ -1,0 +1,34 @@
+"""Commands as a shell would call them, and comparisons that take seconds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from heedful.cli import main
+from heedful.commands.compare import setups
+from heedful.commands.compare.scratch import Size
+
+
+def status_of(*words: object) -> int:
+    """The status with which `heedful` ends, given these words."""
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, words)])
+    return stop.value.code
+
+
+def change_setups(
+    patch: pytest.MonkeyPatch, size: Callable[[Size], Size] = lambda size: size, **changes
+) -> None:
+    """Give every task of `heedful compare` another size of model and other hyperparameters."""
+    real = setups.setups
+
+    def changed(data=()) -> dict[str, setups.Setup]:
+        return {
+            name: x._replace(
+                size=size(x.size), hyperparameters=replace(x.hyperparameters, **changes)
+            )
+            for name, x in real(data).items()
+        }
+
+    patch.setattr(setups, "setups", changed)

@@ -1,0 +1,27 @@
+"""Run by a test in a process of its own: what vLLM says to folders with options, as JSON.
+
+python refused_by_vllm.py ASKED.json ANSWERS.json; nothing is loaded.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import EngineArgs
+from vllm.plugins import load_general_plugins
+
+
+def main(asked: str, answers: str) -> None:
+    load_general_plugins()
+    said = []
+    for folder, options in json.loads(Path(asked).read_text()).items():
+        try:
+            EngineArgs(folder, skip_tokenizer_init=True, **options).create_engine_config()
+            said.append("nothing")
+        except Exception as error:
+            said.append(str(error))
+    Path(answers).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

