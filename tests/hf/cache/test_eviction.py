@@ -21,7 +21,8 @@ GENERAL = [StreamingLLM, H2O, TOVA, SnapKV, Window, Random]
 SERVED = [(name, policy) for name in ("standard", "selective", "talking-heads", "differential")
           for policy in POLICIES if policy is not MostHidden or name == "selective"]  # fmt: skip
 
-SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated")
+SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated",
+                                          "exclusive", "forgetting")
            for policy in (StreamingLLM, H2O)]  # fmt: skip
 
 
