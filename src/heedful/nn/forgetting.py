@@ -23,7 +23,7 @@ from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
 from heedful.ops.common.few import FEW
-from heedful.ops.common.precision import cast_inputs
+from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.common.standard import with_positive_scale
 
 _FP16_UNIT = 2.0**10  # fp16 ends at 65,504, and a long sequence forgets more than that
@@ -140,7 +140,8 @@ class ForgettingAttention(StandardAttention):
                 f"got {inputs.input.shape[1]}"
             )
         tokens = inputs.input[:, inputs.input.shape[1] - new :]
-        decay = softplus(-self.forget(tokens)).transpose(1, 2)
+        # Under autocast too: what half precision rounds off each gate, a long sum adds up.
+        decay = softplus(-without_autocast(self.forget)(tokens)).transpose(1, 2)
         if self.strength is not None:
             # The size of the strength, with a slope at zero: nothing is ever the more remembered,
             # and a head that is pushed below zero comes back.
