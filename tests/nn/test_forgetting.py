@@ -271,7 +271,7 @@ def test_refused():
         Forgetting("one")
     with pytest.raises(ValueError, match="ForgettingAttention needs input beside q, k and v"):
         built(q, k, v)
-    with pytest.raises(ValueError, match="input must hold all 5 tokens .* got 2"):
+    with pytest.raises(ValueError, match=r"input must hold all 5 tokens .* got 2"):
         built(q, k, v, inputs=LayerInputs(input=x[:, :2]))
     places = Queries(positions=torch.arange(5)[None])
     for name, visibility in {
