@@ -192,6 +192,17 @@ def test_half_precision_errs_as_standard_attention_does(dtype):
     assert (out - exact.output).abs().max() < 4 * standard.abs().max() + largest * 2.0**-8
 
 
+@pytest.mark.parametrize("scale", [2.0**-7, 40.0])
+def test_fp16_at_the_ends_of_its_range(scale):
+    """A scale of 1 / D, or far above one, and forty gates of e^-500."""
+    built, (q, k, v, x) = stirred(Forgetting(), -500.0).float(), qkvx(40, batch=1)
+    narrow = [(0.1 * y).half() for y in (q, k, v)]
+    out = built(*narrow, scale=scale, inputs=LayerInputs(input=x.float()))
+    exact = built.double()(*(y.double() for y in narrow), scale=scale, inputs=LayerInputs(input=x))
+    assert exact.state.max() > 18_000
+    torch.testing.assert_close(out.output.double(), exact.output, rtol=0, atol=1e-3)
+
+
 def test_autocast_computes_in_its_precision_and_gates_in_fp32():
     built, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(700, batch=1)
     q, k, v, x = (y.to(torch.bfloat16).float() for y in (q, k, v, x))

@@ -26,7 +26,8 @@ from heedful.ops.common.few import FEW
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.common.standard import with_positive_scale
 
-_FP16_UNIT = 2.0**10  # fp16 ends at 65,504, and a long sequence forgets more than that
+# fp16 ends at 65,504, and a long sequence forgets more than that: queries take a part, up to 2^15.
+_FP16_SHARE, _FP16_MOST = 2.0**10, 2.0**15
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,9 @@ def _folded(
     group, half = q.shape[1] // k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
     pieces = 3 if half else 1
     # A power of two near 1 / scale is exact in any precision; the rest goes into the keys.
-    unit = 2.0 ** round(-math.log2(scale)) * (_FP16_UNIT if q.dtype == torch.float16 else 1.0)
+    unit = 2.0 ** round(-math.log2(scale))
+    if q.dtype == torch.float16:
+        unit = min(unit * _FP16_SHARE, _FP16_MOST)
     rest = per_key.unflatten(1, (-1, group)) / (scale * unit)
     channels = [rest.to(k.dtype)]
     for _ in range(pieces - 1):
