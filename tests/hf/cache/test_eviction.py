@@ -39,6 +39,17 @@ def test_a_full_budget_is_none_bit_for_bit(name, policy, family):
     assert torch.equal(in_steps(model, ids, sizes, cache), expected)
 
 
+def test_forgetting_attention_orders_tokens_by_age():
+    """F of an older token has all that F of a newer one has, and more."""
+    model, ids = converted("forgetting"), tokens(2, 40)
+    expected, actual = (
+        in_steps(model, ids, [9, *[1] * 31], heedful.new_cache(model, policy(tokens=15)))
+        for policy in (StreamingLLM, MostHidden)
+    )
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(actual, in_steps(model, ids, [40]))
+
+
 def attended(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
     """What one query gives its keys, mean of the heads, by hand."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
