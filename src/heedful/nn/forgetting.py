@@ -110,7 +110,7 @@ class ForgettingAttention(StandardAttention):
             return LayerOutput(out.output, state)
         scale = self.shape.dim**-0.5 if scale is None else scale
         q, scale = with_positive_scale(q, scale)
-        q, k = _folded(q, k, _per_key(decay, inputs.state), scale)
+        q, k, scale = _folded(q, k, _totals(decay, inputs.state), scale)
         # On a CPU, torch's kernel takes values as wide as keys; of others it would store the map.
         v = pad(v, (0, k.shape[3] - dim))
         out = super().forward(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
@@ -195,39 +195,58 @@ def _forgotten(
     return last - total if state is None else torch.cat([state + last, last - total], dim=2)
 
 
-def _per_key(
+def _totals(
     decay: Float[Tensor, "B H n"], state: Float[Tensor, "B H Ts"] | None
 ) -> Float[Tensor, "B H Tk"]:
-    """What a key's logits get in every row; that of the row is the same for all of its keys."""
-    total = decay.cumsum(2)
+    """The sum of -log f up to every key, counted from the first token after those of the state.
+
+    F is the difference of a query's and a key's. In fp64 where there is one: near tokens differ by
+    little in sums that grow with the sequence.
+    """
+    total = (decay if decay.device.type == "mps" else decay.double()).cumsum(2)
     return total if state is None else torch.cat([-state.to(total), total], dim=2)
 
 
 def _folded(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
-    per_key: Float[Tensor, "B H Tk"],
+    totals: Float[Tensor, "B H Tk"],
     scale: float,
-) -> tuple[Float[Tensor, "B H Tq wide"], Float[Tensor, "B Hk Tk wide"]]:
-    """Queries and keys with channels whose products are `per_key`, to a multiple of eight.
+) -> tuple[Float[Tensor, "B H Tq wide"], Float[Tensor, "B Hk Tk wide"], float]:
+    """Queries and keys with channels whose products are -F, to a multiple of eight; the scale.
 
-    A key head has channels for each query head of its group. In half precision a number is the sum
-    of three, as precise as fp32; the products add up in fp32.
+    A key head has channels for each query head of its group. A total is the sum of several numbers,
+    the first of which cancel where they are nearly equal. They stand before the family's channels:
+    a kernel that adds products in their order rounds off nothing of these.
     """
-    group, half = q.shape[1] // k.shape[1], q.dtype in (torch.float16, torch.bfloat16)
-    pieces = 3 if half else 1
-    # A power of two near 1 / scale is exact in any precision; the rest goes into the keys.
+    group = q.shape[1] // k.shape[1]
+    # A power of two near 1 / scale is exact in any precision; the totals take the rest.
     unit = 2.0 ** round(-math.log2(scale))
-    if q.dtype == torch.float16:
+    if q.dtype in (torch.float32, torch.float64):
+        # So that a kernel which scales the queries first rounds off nothing of the totals.
+        q, scale = q * (scale * unit), 1 / unit
+    elif q.dtype == torch.float16:
         unit = min(unit * _FP16_SHARE, _FP16_MOST)
-    rest = per_key.unflatten(1, (-1, group)) / (scale * unit)
-    channels = [rest.to(k.dtype)]
-    for _ in range(pieces - 1):
-        rest = (rest - channels[-1].to(rest.dtype)).detach()
-        channels.append(rest.to(k.dtype))
-    added = torch.stack(channels, dim=3).permute(0, 1, 4, 2, 3).flatten(3)
-    own = unit * torch.eye(group, dtype=q.dtype, device=q.device)
-    own = own.repeat(k.shape[1], 1).repeat_interleave(pieces, dim=1)
+    totals = totals / (scale * unit)
+    # The term of a query is the same for all of its keys, so no weight has a gradient by it.
+    of_rows = _pieces(-totals[:, :, -q.shape[2] :].detach()[..., None], q.dtype)
+    of_keys = _pieces(totals.unflatten(1, (-1, group)).transpose(2, 3), k.dtype)
+    own = unit * torch.eye(group, dtype=q.dtype, device=q.device).repeat(k.shape[1], 1)
     own = own[None, :, None].expand(q.shape[0], -1, q.shape[2], -1)
-    spare = -(q.shape[3] + group * pieces) % 8
-    return pad(torch.cat([q, own], dim=3), (0, spare)), pad(torch.cat([k, added], 3), (0, spare))
+    units = k.new_full((*k.shape[:3], 1), unit)
+    q = torch.cat([*(x for row in of_rows for x in (own, row)), q], dim=3)
+    k = torch.cat([*(x for key in of_keys for x in (key, units)), k], dim=3)
+    spare = -q.shape[3] % 8
+    return pad(q, (0, spare)), pad(k, (0, spare)), scale
+
+
+def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of a precision whose sum is `x`: two of fp32, three of half precision.
+
+    The first one has the gradient.
+    """
+    pieces = [x.to(dtype)]
+    for _ in range({torch.float64: 0, torch.float32: 1}.get(dtype, 2)):
+        x = (x - pieces[-1].to(x.dtype)).detach()
+        pieces.append(x.to(dtype))
+    return pieces
