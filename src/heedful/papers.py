@@ -7,6 +7,8 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Exclusive,
+    Forgetting,
     Gated,
     Grouped,
     KnockingHeads,
@@ -58,6 +60,14 @@ _GATED = (
     "qiu2025gated", "Gated Attention for Large Language Models", "Qiu, Zihan and others",
     "arXiv:2505.06708", 2025,
 )  # fmt: skip
+_EXCLUSIVE = (
+    "zhai2026exclusive", "Exclusive Self Attention", "Zhai, Shuangfei", "arXiv:2603.09078", 2026,
+)  # fmt: skip
+_FORGETTING = (
+    "lin2025forgetting", "Forgetting Transformer: Softmax Attention with a Forget Gate",
+    "Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron",
+    "arXiv:2503.02130", 2025,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -71,6 +81,8 @@ _PAPERS = {
     Differential: (_DIFFERENTIAL,),
     DifferentialV2: (_DIFFERENTIAL,),
     Gated: (_GATED,),
+    Exclusive: (_EXCLUSIVE,),
+    Forgetting: (_FORGETTING,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

@@ -7,6 +7,7 @@ from heedful.hf.versions import cache_of
 from heedful.nn import (
     NAMES,
     Canon,
+    Forgetting,
     Grouped,
     KnockingHeads,
     LocalGlobal,
@@ -28,6 +29,7 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "knocking-heads-mlp": KnockingHeads(form="mlp"),
     "canon-a": Canon("A", kernel=3),
     "canon-wide": Canon(kernel=9),
+    "forgetting-identity": Forgetting("identity"),
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
     "grouped-sentence": Grouped(

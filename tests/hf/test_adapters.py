@@ -13,6 +13,7 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Forgetting,
     Gated,
     Grouped,
     KnockingHeads,
@@ -31,6 +32,7 @@ CONFIGS = {
     "canon": Canon(),
     "differential-v2": DifferentialV2(),
     "gated": Gated(start="identity"),
+    "forgetting": Forgetting("identity"),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)

@@ -32,6 +32,8 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Exclusive,
+    Forgetting,
     Gated,
     KnockingHeads,
     MultiToken,
@@ -53,8 +55,12 @@ EVERYWHERE = {
     "knocking-heads": KnockingHeads(form="mlp"),
     "canon": Canon(),
     "gated": Gated("head"),
+    "exclusive": Exclusive(),
+    "forgetting": Forgetting(),
 }
-SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated")  # whatever `impl` says
+# Torch's own attention, whatever `impl` says.
+SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
+SDPA += ("forgetting",)
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 
@@ -86,7 +92,7 @@ def test_gradients_reach_every_parameter_of_the_mechanism(name):
     model.train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     own = conversion.parameters()
-    assert bool(own) == (name not in ("standard", "selective"))
+    assert bool(own) == (name not in ("standard", "selective", "exclusive"))
     for parameter, p in own.items():
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 

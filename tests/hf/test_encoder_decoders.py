@@ -15,6 +15,8 @@ from heedful.nn import (
     Canon,
     Differential,
     DifferentialV2,
+    Exclusive,
+    Forgetting,
     Grouped,
     KnockingHeads,
     MultiToken,
@@ -40,6 +42,8 @@ MECHANISMS = {
     "canon": Canon(),
     "knocking-heads": KnockingHeads(("q", "k", "v")),
     "differential-v2": DifferentialV2(),
+    "exclusive": Exclusive(),
+    "forgetting": Forgetting(),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {

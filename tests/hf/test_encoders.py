@@ -6,7 +6,15 @@ from torch import Tensor
 from transformers import T5EncoderModel
 
 import heedful
-from heedful.nn import Differential, KnockingHeads, MultiToken, Selective, Standard, TalkingHeads
+from heedful.nn import (
+    Differential,
+    Exclusive,
+    KnockingHeads,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+)
 from helpers.encoder_families import ENCODER_DECODERS, ENCODERS, tiny
 from helpers.families import ragged_mask, stir, tokens, varied
 
@@ -20,6 +28,7 @@ IDENTITIES = {
 MECHANISMS = IDENTITIES | {
     "mta": MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1),
     "differential": Differential(),
+    "exclusive": Exclusive(),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 MASKS = {"whole": None, "left": ragged_mask(left=True), "right": ragged_mask(left=False)}

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.nn import (
     Canon,
+    Exclusive,
+    Forgetting,
     Gated,
     Grouped,
     KnockingHeads,
@@ -33,6 +35,7 @@ UNLEARNT = {
     "knocking-heads mlp": KnockingHeads(form="mlp"),
     "canon": Canon(),
     "gated": Gated(start="identity"),
+    "forgetting": Forgetting("identity"),
 }
 LEARNT = {
     "mta": MultiToken(conv_every=1),
@@ -42,6 +45,8 @@ LEARNT = {
     "knocking-heads mlp": KnockingHeads(form="mlp"),
     "canon": Canon(),
     "gated": Gated(start="identity"),
+    "forgetting": Forgetting("identity"),
+    "exclusive": Exclusive(),
     "selective": Selective(),
     "differential": "differential",
     "differential-v2": "differential-v2",

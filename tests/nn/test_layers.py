@@ -12,6 +12,8 @@ from heedful.nn import (
     NAMES,
     Canon,
     Differential,
+    Exclusive,
+    Forgetting,
     Grouped,
     HeadShape,
     Layer,
@@ -62,6 +64,7 @@ IDENTITIES = {
     "mta with a gate per channel": MultiToken(gate="vector", gate_start="identity"),
     "talking heads": TalkingHeads(),
     "talking heads in pairs": TalkingHeads(group=2),
+    "forgetting": Forgetting("identity"),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -149,6 +152,8 @@ def test_what_layers_declare():
         MultiToken(): (10, (), nothing),
         Selective(): (0, ("F",), nothing),
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
+        Exclusive(): (0, (), nothing),
+        Forgetting(): (0, ("F",), inputs),
     }.items():
         built = config.build(SHAPE)
         assert isinstance(built, Layer)
@@ -188,6 +193,10 @@ def test_maps_are_what_multiplies_the_values(name):
         actual = pairs.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
     else:
         actual = maps @ v.repeat_interleave(2, dim=1)
+    if name == "exclusive":  # whose projection acts behind the map
+        own = v.repeat_interleave(2, dim=1)
+        along = (actual * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
+        actual = actual - along * own
     torch.testing.assert_close(actual, out, **EXACT)
 
 

@@ -32,8 +32,8 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
         )
     if policy.reads_hidden and not layer.keeps:
         raise ValueError(
-            f"eviction: {name} needs a mechanism that hides tokens (selective attention), and "
-            f"this layer is {type(layer).__name__}; take another policy"
+            f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
+            f"attention), and this layer is {type(layer).__name__}; take another policy"
         )
     if layer.keeps_first and tokens < policy.recent + 2:
         raise ValueError(

@@ -29,7 +29,8 @@ class MostHidden(Eviction):
     """Evicts the token with the highest F; of tokens that nothing has masked, the oldest.
 
     F never falls, so an evicted token would have been masked at least as strongly for every later
-    query. It needs selective attention.
+    query. It needs selective attention, or forgetting attention, where F is the higher the older a
+    token is, so that this is `StreamingLLM`.
 
     Source: Leviathan et al., "Selective Attention Improves Transformer", arXiv 2410.02703,
     section 4.

@@ -7,6 +7,8 @@ from heedful.nn.differential import (
     DifferentialV2,
     DifferentialV2Attention,
 )
+from heedful.nn.exclusive import Exclusive, ExclusiveAttention
+from heedful.nn.forgetting import Forgetting, ForgettingAttention
 from heedful.nn.gated import Gated, GatedAttention
 from heedful.nn.grouped import Grouped, GroupedAttention
 from heedful.nn.knocking import KnockingHeads, KnockingHeadsAttention
@@ -34,6 +36,10 @@ __all__ = [
     "DifferentialAttention",
     "DifferentialV2",
     "DifferentialV2Attention",
+    "Exclusive",
+    "ExclusiveAttention",
+    "Forgetting",
+    "ForgettingAttention",
     "Gated",
     "GatedAttention",
     "Grouped",

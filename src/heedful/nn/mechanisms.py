@@ -11,6 +11,8 @@ from torch import Tensor
 
 from heedful.nn.canon import Canon
 from heedful.nn.differential import Differential, DifferentialV2
+from heedful.nn.exclusive import Exclusive
+from heedful.nn.forgetting import Forgetting
 from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
 from heedful.nn.knocking import KnockingHeads
@@ -36,6 +38,8 @@ Mechanism = (
     | KnockingHeads
     | Canon
     | Gated
+    | Exclusive
+    | Forgetting
 )
 
 Leaves = dict[str, Tensor]
@@ -175,7 +179,22 @@ TABLE = (
         "gated", Gated(), False, "each head's output passes a gate that the layer's input opens"
     ),
     MechanismRow(
-        "local-global", LocalGlobal(), False, "a sliding window, but for every sixth layer"
+        "exclusive",
+        Exclusive(),
+        False,
+        "each head's output without its part along the token's own value",
+    ),
+    MechanismRow(
+        "forgetting",
+        Forgetting(),
+        False,
+        "a forget gate per head and token, whose logarithms add up in the logits",
+    ),
+    MechanismRow(
+        "local-global",
+        LocalGlobal(),
+        False,
+        "a sliding window, but for every sixth layer",
     ),
 )
 

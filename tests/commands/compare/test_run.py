@@ -123,7 +123,8 @@ def one_seed(parity, tmp_path):
 
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
-        "standard", "knocking-heads", "canon", "gated", "differential-v2", "local-global",
+        "standard", "knocking-heads", "canon", "gated", "exclusive", "forgetting",
+        "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
     records = {r.mechanism: r for r in paged(comparison, tmp_path / "out")}
@@ -135,6 +136,8 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "canon": 4 * 4 * width,  # a kernel for every channel of the input, of q, k and v
         "differential-v2": width * width + width * heads,
         "gated": width * width,
+        "exclusive": 0,
+        "forgetting": width * heads + heads,
         "local-global": 0,
     }
     for name, each in added.items():

@@ -15,25 +15,39 @@ from heedful.hf.versions import cache_of
 from heedful.nn import HeadShape, LayerInputs, Selective, Standard
 from heedful.ops import Visibility, multi_token_attention
 from helpers.cached import converted, greedy, in_steps
-from helpers.families import EAGER, chunked, logits, ragged_mask, tiny, tokens
+from helpers.families import EAGER, chunked, fits, logits, ragged_mask, tiny, tokens
 
 GENERAL = [StreamingLLM, H2O, TOVA, SnapKV, Window, Random]
 SERVED = [(name, policy) for name in ("standard", "selective", "talking-heads", "differential")
           for policy in POLICIES if policy is not MostHidden or name == "selective"]  # fmt: skip
 
-SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated")
+SERVED += [(name, policy) for name in ("differential-v2", "knocking-heads", "canon", "gated",
+                                          "exclusive", "forgetting")
            for policy in (StreamingLLM, H2O)]  # fmt: skip
+SERVED += [("forgetting", MostHidden)]
+FITTING = [(name, policy, family) for name, policy in SERVED
+           for family in ("llama", "mistral", *EAGER) if fits(name, family)]  # fmt: skip
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("family", ["llama", "mistral", *EAGER])
-@pytest.mark.parametrize(("name", "policy"), SERVED)
+@pytest.mark.parametrize(("name", "policy", "family"), FITTING)
 def test_a_full_budget_is_none_bit_for_bit(name, policy, family):
     model, ids = converted(name, family, dtype=torch.float32), tokens(2, 21)
     sizes = [9, 1, 1, 4, 1, 1, 1, 1, 1, 1]
     expected = in_steps(model, ids, sizes, heedful.new_cache(model))
     cache = heedful.new_cache(model, policy(tokens=21))
     assert torch.equal(in_steps(model, ids, sizes, cache), expected)
+
+
+def test_forgetting_attention_orders_tokens_by_age():
+    """F of an older token has all that F of a newer one has, and more."""
+    model, ids = converted("forgetting"), tokens(2, 40)
+    expected, actual = (
+        in_steps(model, ids, [9, *[1] * 31], heedful.new_cache(model, policy(tokens=15)))
+        for policy in (StreamingLLM, MostHidden)
+    )
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(actual, in_steps(model, ids, [40]))
 
 
 def attended(q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
@@ -156,7 +170,8 @@ def test_no_more_is_cached_than_the_budget_and_the_chunk(name, policy):
         in_steps(model, tokens(1, sum(sizes)), sizes, cache)
         assert cache.tokens == [budget - 1] * 3
     whole = 3 * budget * row
-    small = 3 * budget * (8 + 4 + 4)  # positions, F, scores
+    # Positions, F (of every head, in forgetting attention), scores.
+    small = 3 * budget * (8 + 4 * (4 if name == "forgetting" else 1) + 4)
     # Canon keeps three rows of each layer's input, queries, keys and values.
     rows = 3 * 3 * (32 + 4 * 8 + 2 * 2 * 8) * 4 if name == "canon" else 0
     assert cache.nbytes <= whole + small + rows

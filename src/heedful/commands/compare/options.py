@@ -13,7 +13,8 @@ TaskName = Literal[
 ]  # fmt: skip
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
-    "grouped", "differential-v2", "knocking-heads", "canon", "gated", "local-global",
+    "grouped", "differential-v2", "knocking-heads", "canon", "gated", "exclusive",
+    "forgetting", "local-global",
 ]  # fmt: skip
 
 TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")
