@@ -345,7 +345,8 @@ def test_mechanisms_by_place():
 def test_where_a_mechanism_stands():
     for name, config in MECHANISMS.items():
         conversion = heedful.convert(tiny("bart"), config)
-        roles = ("decoder",) if name in ("selective", "canon") else EVERYWHERE
+        roles = ("decoder",) if name in ("selective", "canon", "forgetting") else EVERYWHERE
+        roles = ("decoder", "encoder") if name == "exclusive" else roles
         assert conversion.where == {config: roles}
     assert heedful.convert(tiny("bart"), "mta", where=["cross", "encoder"]).where == {
         MultiToken(): ("encoder", "cross")

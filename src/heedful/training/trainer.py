@@ -122,7 +122,8 @@ class LayerTrainer(TrainerSteps, Trainer):
 
     def _levels(self) -> Tensor:
         """F of each layer on the first sequences of the evaluation set, of all processes."""
-        batch = self._prepare_inputs(next(iter(self.get_eval_dataloader())))
+        batch = next(iter(self.get_eval_dataloader()))
+        batch = {name: x.to(self.args.device) for name, x in batch.items()}
         return self.accelerator.reduce(self._order.levels(self.model, batch), "mean")
 
     def compute_loss(
