@@ -92,9 +92,9 @@ class EvictionOrderLoss:
     def draw(self, labels: Int[Tensor, "B T"], step: int) -> None:
         """Choose the queries of the next forward pass, the same ones again for the same step."""
         draws = torch.Generator().manual_seed(self._seed * 1_000_003 + step)
-        chosen = [_queries(row.cpu(), draws) for row in labels]
-        self._queries = torch.stack([queries for queries, _ in chosen]).to(labels.device)
-        self._weights = torch.stack([weights for _, weights in chosen]).to(labels.device)
+        rows = [_queries(row.cpu(), draws) for row in labels]
+        self._queries = torch.stack([queries for queries, _ in rows]).to(labels.device)
+        self._weights = torch.stack([weights for _, weights in rows]).to(labels.device)
         self._reports = []
 
     def __call__(self, tokens: int) -> Float[Tensor, ""]:
@@ -220,9 +220,9 @@ class _Observed:
         if not layer.training:
             forward = type(layer).forward
             return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
-        seen = Visibility() if visibility is None else visibility
+        view = Visibility() if visibility is None else visibility
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        self._report(layer, q, k, v, seen, factor, inputs)
+        self._report(layer, q, k, v, view, factor, inputs)
         return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
 
@@ -250,8 +250,8 @@ def _queries(labels: Int[Tensor, " T"], draws: torch.Generator) -> tuple[Tensor,
     weights = torch.ones(QUERIES)
     answers = (labels[1:] != IGNORE).nonzero()[:, 0]
     if 0 < len(answers) < len(labels) // 2:
-        chosen = answers[torch.randperm(len(answers), generator=draws)[: QUERIES // 2]]
-        queries[: len(chosen)], weights[: len(chosen)] = chosen, ANSWER
+        sample = answers[torch.randperm(len(answers), generator=draws)[: QUERIES // 2]]
+        queries[: len(sample)], weights[: len(sample)] = sample, ANSWER
     return queries, weights
 
 

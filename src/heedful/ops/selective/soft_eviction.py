@@ -39,12 +39,12 @@ def cached_shares(
     """
     age = AGE * torch.arange(f.shape[2] - 1, -1, -1, device=f.device, dtype=f.dtype)
     cached, shares = torch.ones_like(f[:, 0]), []
-    for level, seen in zip((f + age).unbind(1), visible.unbind(1), strict=True):
-        full = seen.sum(-1, keepdim=True) > tokens
+    for level, view in zip((f + age).unbind(1), visible.unbind(1), strict=True):
+        full = view.sum(-1, keepdim=True) > tokens
         if full.any():
-            oldest, newest = seen.cumsum(-1), seen.flip(-1).cumsum(-1).flip(-1)
-            free = seen & (oldest > sinks) & (newest > recent) & full
-            room = (tokens - (seen & ~free).sum(-1, keepdim=True)).clamp(min=0)
+            oldest, newest = view.cumsum(-1), view.flip(-1).cumsum(-1).flip(-1)
+            free = view & (oldest > sinks) & (newest > recent) & full
+            room = (tokens - (view & ~free).sum(-1, keepdim=True)).clamp(min=0)
             lowest = _lowest(level, cached.detach(), free, room)
             cached = torch.where(free, cached.minimum(lowest), cached)
         shares.append(cached)
