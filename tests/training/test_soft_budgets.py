@@ -222,10 +222,25 @@ def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_p
     monkeypatch.chdir(tmp_path)
     save_base_of_bytes(Path("base"), 512)
     options = Training(
-        "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=32,
+        "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=96,
         device="cpu",
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"no layer of this .* masks; take --mechanism selective"):
+        train_text(options, show=False)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("length, budgets, first", [(32, (4, 12), 32), (64, (32, 40), 64)])
+def test_sequences_in_which_nothing_is_evicted_are_refused(
+    tmp_path, monkeypatch, length, budgets, first
+):
+    monkeypatch.chdir(tmp_path)
+    save_base_of_bytes(Path("base"), 512)
+    options = Training(
+        "base", ("absent.txt",), "run", recipe="hide", steps=2, length=length,
+        soft_budgets=budgets, device="cpu",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"length must be above {first} with soft_budgets"):
         train_text(options, show=False)
     assert not Path("run").exists()
 

@@ -226,6 +226,16 @@ class _Observed:
         return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
 
+def check_length(length: int, tokens: int) -> None:
+    """Raise if no query of a sequence comes after a cache of so many tokens has evicted."""
+    first = CHUNK * -(-(tokens + 1) // CHUNK)
+    if length <= first:
+        raise ValueError(
+            f"length must be above {first} with soft_budgets from {tokens}: the imitated cache "
+            f"evicts after every {CHUNK} tokens, and a sequence of {length} would teach nothing"
+        )
+
+
 def hiding_layers(model: nn.Module) -> list[Layer]:
     """The layers that mask tokens, and so can tell a cache which to evict.
 

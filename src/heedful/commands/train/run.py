@@ -31,7 +31,7 @@ from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
 from heedful.training.checkpoints import Checkpoints, differences
-from heedful.training.eviction_order import EvictionOrderLoss
+from heedful.training.eviction_order import EvictionOrderLoss, check_length
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
@@ -167,6 +167,7 @@ def _begin(
         if recipe.memory_loss:
             MemoryLoss(start.model).remove()  # refused before the text is read
         if recipe.soft_budgets is not None:
+            check_length(recipe.length, recipe.soft_budgets[0])
             EvictionOrderLoss(start.model)  # likewise
         text = read_mixture(
             options.parts(),
