@@ -52,6 +52,8 @@ UNCHANGING = {
     "selective with an extra head": Selective(selector="extra"),
 }
 EVERYWHERE = ("decoder", "encoder", "cross")
+ROLES = dict.fromkeys(("selective", "canon", "forgetting"), ("decoder",))
+ROLES["exclusive"] = ("decoder", "encoder")
 
 
 def converted(family: str, mechanism: object, **options):
@@ -344,10 +346,7 @@ def test_mechanisms_by_place():
 
 def test_where_a_mechanism_stands():
     for name, config in MECHANISMS.items():
-        conversion = heedful.convert(tiny("bart"), config)
-        roles = ("decoder",) if name in ("selective", "canon", "forgetting") else EVERYWHERE
-        roles = ("decoder", "encoder") if name == "exclusive" else roles
-        assert conversion.where == {config: roles}
+        assert heedful.convert(tiny("bart"), config).where == {config: ROLES.get(name, EVERYWHERE)}
     assert heedful.convert(tiny("bart"), "mta", where=["cross", "encoder"]).where == {
         MultiToken(): ("encoder", "cross")
     }

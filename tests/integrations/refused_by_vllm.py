@@ -11,10 +11,10 @@ from vllm import EngineArgs
 from vllm.plugins import load_general_plugins
 
 
-def main(asked: str, answers: str) -> None:
+def main(requests: str, answers: str) -> None:
     load_general_plugins()
     said = []
-    for folder, options in json.loads(Path(asked).read_text()).items():
+    for folder, options in json.loads(Path(requests).read_text()).items():
         try:
             EngineArgs(folder, skip_tokenizer_init=True, **options).create_engine_config()
             said.append("nothing")

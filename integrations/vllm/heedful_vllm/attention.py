@@ -131,10 +131,10 @@ class MultiTokenImpl(AttentionImpl[Batch]):
             "logits_soft_cap": logits_soft_cap,
             "a cache shared with another layer": kv_sharing_target_layer_name,
         }
-        if found := [name for name, value in others.items() if value is not None]:
+        if extras := [name for name, value in others.items() if value is not None]:
             raise ValueError(
                 f"heedful-vllm does not serve {layer.config} in attention with "
-                f"{' and '.join(found)}; serve it with transformers serve"
+                f"{' and '.join(extras)}; serve it with transformers serve"
             )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size, self.scale = head_size, scale
@@ -172,8 +172,8 @@ class MultiTokenImpl(AttentionImpl[Batch]):
                 q = self.rows.join(int(pages[0]), length - (end - start), q)
                 kv = kv_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length]
                 k, v = kv.to(q.dtype).chunk(2, dim=-1)
-                found = self.layer(q[None], k[None], v[None], scale=self.scale).output[0]
-                output[start:end] = found[:, start - end :].transpose(0, 1)
+                heads = self.layer(q[None], k[None], v[None], scale=self.scale).output[0]
+                output[start:end] = heads[:, start - end :].transpose(0, 1)
             start = end
         return output
 

@@ -51,5 +51,5 @@ def check_served_with(config: VllmConfig) -> None:
         "moving pages between engines (kv_transfer_config)": config.kv_transfer_config is not None,
         "other than generation": config.model_config.runner_type != "generate",
     }
-    if found := [name for name, on in refused.items() if on]:
-        raise ValueError(f"heedful-vllm does not serve {'; nor '.join(found)}")
+    if unserved := [name for name, on in refused.items() if on]:
+        raise ValueError(f"heedful-vllm does not serve {'; nor '.join(unserved)}")
