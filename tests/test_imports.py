@@ -152,7 +152,7 @@ COMMAND_MAP = {
     "options": set(),
     "policies": {"options"},
     "bench": set(),
-    "budget": set(),
+    "budget": {"train"},  # texts with facts
     "generate": set(),
     "inspect": set(),
     "convert": set(),

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import check_choice
-from heedful.data import ByteTokenizer, corpus
+from heedful.data import ByteTokenizer
 from heedful.hf import convert, load
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
 from heedful.hf.budgets import take_budgets
@@ -230,25 +230,6 @@ def _indices(word: str, text: str) -> tuple[int, ...]:
             raise ValueError(f"mechanism {word!r}: layers are numbers and ranges, as in @0-2,5")
         layers += range(int(first), int(last if dash else first) + 1)
     return tuple(layers)
-
-
-def rows_of(data: tuple[str, ...], tokenizer, length: int, rows: int) -> torch.Tensor:
-    """The first sequences of a text, `[rows, length]`; documents stand one behind the other.
-
-    Raises:
-        ValueError: the text is too short, or cannot be read.
-    """
-    ids: list[int] = []
-    for document in corpus(data, limit_bytes=64 * rows * length):
-        ids += tokenizer.encode(document.text, add_special_tokens=False)
-        if len(ids) >= rows * length:
-            break
-    if len(ids) < rows * length:
-        raise ValueError(
-            f"data has {len(ids)} tokens, and {rows} sequences of {length} are requested; give "
-            "more text, or fewer or shorter sequences"
-        )
-    return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
 def read_text(path: Path) -> str:

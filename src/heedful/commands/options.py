@@ -8,6 +8,8 @@ EvictionName = Literal[
 ]
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
+RECALL = "recall"
+"""In place of a file of --data: generated facts in its texts, and questions about them."""
 
 
 def check_eviction(eviction: EvictionName, budget: str | None) -> None:

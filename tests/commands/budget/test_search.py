@@ -12,10 +12,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
+from heedful.commands.budget import rows as text
 from heedful.commands.budget import search as budget
 from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.rows import Rows, read_rows
 from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
-from heedful.commands.models import rows_of
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
@@ -45,7 +46,7 @@ def trained(tmp_path_factory) -> Path:
     """A selective model and a standard one that have seen the text, with it beside them."""
     root = tmp_path_factory.mktemp("trained")
     (root / "text.txt").write_text(TEXT)
-    rows = rows_of((str(root / "text.txt"),), ByteTokenizer(), 64, 64)
+    rows = read_rows((str(root / "text.txt"),), ByteTokenizer(), 64, 64).ids
     for name in ("selective", "standard"):
         model = small(layers=3, vocabulary=256)
         with torch.no_grad():
@@ -96,7 +97,7 @@ def options_for(folder: Path, name: str = "selective", **options) -> BudgetSearc
 def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, name):
     result = finished[1] if name == "selective" else search(options_for(folder, name))
     model = heedful.load(folder / name)
-    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
     policy = MostHidden if name == "selective" else StreamingLLM
     known: dict[tuple, float] = {}
 
@@ -120,14 +121,29 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     assert len(set(result.eviction.tokens)) > 1  # layers differ
 
 
+def test_a_sum_of_tokens_is_spread_over_the_layers(folder):
+    result = search(options_for(folder, tokens=16))
+    model = heedful.load(folder / "selective")
+    rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
+    level = MostHidden(tokens=16, sinks=1, recent=4)
+    assert sum(result.eviction.tokens) <= 3 * 16 and min(result.eviction.tokens) >= 6
+    assert result.perplexity == pytest.approx(float(perplexity(model, rows, result.eviction)))
+    assert result.perplexity < float(perplexity(model, rows, level))
+    assert result.limit is None and result.ended
+    again = search(options_for(folder, tokens=16))
+    assert again.measured == 0 and again.eviction == result.eviction
+    few = search(options_for(folder, tokens=16, trials=3, restart=True))
+    assert few.eviction.tokens == (16, 16, 16) and not few.ended
+
+
 def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):
     model = heedful.load(folder / "standard")
-    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, 3)
+    rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, 3).ids
     policy = StreamingLLM(tokens=(48, 20, 10), sinks=1, recent=4)
     expected = float(perplexity(model, rows, policy))
-    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
-    monkeypatch.setattr(budget, "_LOGITS", 2 * LENGTH * 256)  # two rows, then one
-    assert budget.perplexity(model, rows, policy) == pytest.approx(expected, rel=1e-10)
+    assert budget.perplexity(model, Rows(rows, rows), policy) == pytest.approx(expected, rel=1e-10)
+    monkeypatch.setattr(text, "_LOGITS", 2 * LENGTH * 256)  # two rows, then one
+    assert budget.perplexity(model, Rows(rows, rows), policy) == pytest.approx(expected, rel=1e-10)
 
 
 def test_what_is_written_is_used(searched):
@@ -199,7 +215,7 @@ def test_a_reference_sets_the_limit(folder):
     with torch.no_grad():
         worse.lm_head.weight.mul_(0.5)
     worse.save_pretrained(folder / "worse")
-    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
     result = search(options_for(folder, reference=str(folder / "worse")))
     assert result.limit == pytest.approx(float(perplexity(worse, rows, None)), rel=1e-6)
     assert result.whole < result.perplexity <= result.limit
@@ -277,7 +293,7 @@ def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, mo
     monkeypatch.setattr(budget, "_PIECES", LENGTH // 4)
     result = search(options_for(folder, trials=30))
     model = heedful.load(folder / "selective", budgets=False)
-    rows = rows_of((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS)
+    rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
     by_token = float(perplexity(model, rows, result.eviction))
     assert result.perplexity == pytest.approx(by_token, rel=1e-10) and by_token <= result.limit
     log = SearchLog(folder / "selective" / LOG, _first(folder / "selective" / LOG), False)

@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from heedful.commands.budget.shrink import greedy, level, raised, share_out, shrink, total
+from heedful.commands.budget.shrink import (
+    greedy,
+    level,
+    raised,
+    share_out,
+    shrink,
+    spread,
+    total,
+)
 from helpers.budget_searches import plain_greedy
 
 
@@ -119,3 +127,38 @@ def test_budgets_are_raised_until_they_fit():
     higher = raised(budgets, start, 2.0, lambda x: 3.0 if x[0] < 200 else 1.0)
     assert 200 <= higher[0] <= 330 and higher[1:] == (None, 24)
     assert raised(budgets, start, 2.0, lambda x: 1.0 if x == start else 3.0) == start
+
+
+def test_tokens_are_spread_by_what_layers_cost():
+    """Costs of a / n are least where n is proportional to the root of a."""
+    costs = (1.0, 4.0, 16.0, 64.0, 0.0, None)
+
+    def perplexity(budgets) -> float:
+        assert budgets[-1] is None
+        return math.exp(sum(a / n for a, n in zip(costs[:-1], budgets[:-1], strict=True)) / 10)
+
+    begin, start = (*[96] * 5, None), (*[1024] * 5, None)
+    rounds = list(spread(begin, start, 6, perplexity))
+    values = [perplexity(x) for x in (begin, *rounds)]
+    assert values == sorted(values, reverse=True) and len(rounds) > 1
+    assert all(total(begin) - 6 <= total(x) <= total(begin) for x in rounds)
+    assert rounds[0][4] == 48  # a round at most halves a layer
+    one, two, three, four, none, _ = rounds[-1]
+    assert two / one == pytest.approx(2, rel=0.1) and three / one == pytest.approx(4, rel=0.1)
+    assert four / one == pytest.approx(8, rel=0.1) and none <= 24
+
+
+@pytest.mark.parametrize("kind", ["steps", "smooth"])
+def test_spread_tokens_lose_less_than_a_level(kind):
+    """On many tables of costs; where no layer gains from more tokens, nothing is changed."""
+    better = 0
+    for seed in range(20):
+        torch.manual_seed(seed)
+        costs = Costs(tables(kind, 8, 128))
+        begin, start = (32,) * 8, (128,) * 8
+        rounds = list(spread(begin, start, 5, costs))
+        assert all(total(x) <= total(begin) and min(x) >= 5 for x in rounds)
+        better += bool(rounds) and costs(rounds[-1]) < costs(begin)
+        assert len(costs.known) <= 1 + 11 * (len(rounds) + 1)
+    assert better >= 18
+    assert not list(spread((32,) * 8, (128,) * 8, 5, lambda budgets: 7.0))

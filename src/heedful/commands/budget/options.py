@@ -1,12 +1,12 @@
 """The options of `heedful budget`; imports nothing heavy."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import EvictionName
+from heedful.commands.options import RECALL, EvictionName
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,17 @@ class BudgetSearch:
 
     First a budget that all layers share; then tokens go where they are missed most; then the layer
     that loses least gives up a few, again and again. The perplexity of the data stays below a
-    limit, and --trials bounds the time. The result is used by `heedful.load`,
-    `heedful.new_cache` and `heedful generate` by themselves. The same command goes on where it was
-    stopped.
+    limit, or with --tokens their sum is given. --trials bounds the time. The result is used by
+    `heedful.load`, `heedful.new_cache` and `heedful generate` by themselves. The same command goes
+    on where it was stopped.
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a model, converted or not, or of an adapter."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    """Text files, folders of them, or hf:NAME; a part of the training texts is right."""
+    """Text files, folders of them, or hf:NAME; a part of the training texts is right. recall beside
+    them: as many sequences again, of facts in these texts and questions about them, of which only
+    the answers count."""
     adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     eviction: EvictionName = "auto"
@@ -34,6 +36,8 @@ class BudgetSearch:
     """How many percent the perplexity may rise above that of the whole cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """A model whose perplexity, with its whole cache, is the limit in place of --loss."""
+    tokens: int | None = None
+    """Give layers so many tokens on average, each as many as help most, in place of --loss."""
     length: int = 1024
     """Tokens per sequence of data."""
     rows: int = 8
@@ -43,9 +47,12 @@ class BudgetSearch:
     recent: int = 8
     """Newest tokens that are never evicted."""
     trials: int = 120
-    """The most budgets that are tried; 0: until no layer can give up one more token."""
+    """The most budgets that are tried; 0: until nothing is left to try."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
+    dtype: Literal["auto", "bfloat16"] = "auto"
+    """What the model computes in while searching: auto, as it is saved; bfloat16 is faster on
+    processors that have it."""
     device: str = "cpu"
     """Where to run: cpu or cuda."""
     restart: bool = False
@@ -55,6 +62,14 @@ class BudgetSearch:
         check_literals(self)
         if not self.data:
             raise ValueError("data must name at least one text file: add --data FILE")
+        if set(self.data) == {RECALL}:
+            raise ValueError("data must name a text beside recall, for facts to stand in: add one")
+        if self.tokens is not None:
+            check_whole("tokens", self.tokens, self.recent + 1, self.length)
+            if self.reference is not None:
+                raise ValueError(
+                    "tokens gives the sum of the budgets and reference their limit: leave one out"
+                )
         if self.eviction == "none":
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
         check_whole("length", self.length, 32)

@@ -17,29 +17,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.shrink import Budgets, greedy, raised, shrink, total
-from heedful.commands.models import longest, open_model, open_tokenizer, rows_of
+from heedful.commands.budget.rows import Rows, perplexity, read_rows
+from heedful.commands.budget.shrink import (
+    Budgets,
+    common_level,
+    greedy,
+    raised,
+    shrink,
+    spread,
+    total,
+)
+from heedful.commands.models import longest, open_model, open_tokenizer
 from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
 from heedful.eviction.gather import check_policy
 from heedful.hf.budgets import NAME, fingerprint, write_budgets
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import attention_modules, new_cache
-from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.environment import environment
 from heedful.records.files import append_line, only_writer, write_whole
 from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
 FORMAT = 1
-_LOGITS = 2**27  # numbers of logits at a time, which decides how many sequences run together
-_MOST = 700.0  # exp of more is no number
 
 _OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
 _BAR = "{desc} [{n} of at most {total} trials, {elapsed}, at most {remaining} left]"
@@ -52,10 +56,11 @@ class SearchResult(NamedTuple):
     path: the file that was written.
     eviction: the policy with a budget for every layer.
     start: the budgets that hold everything.
-    perplexity: under it; `whole` with all tokens; `limit`: what it must not pass.
+    perplexity: under it; `whole` with all tokens; `limit`: what it must not pass, unless the sum
+        of tokens is given.
     rows, length: of the data.
     trials: budgets that were tried; `measured`: those of them that this run measured.
-    ended: no layer can give up one more token; else the trials were used up before.
+    ended: nothing is left to try; else the trials were used up before.
     seconds: that this run took.
     """
 
@@ -64,7 +69,7 @@ class SearchResult(NamedTuple):
     start: Budgets
     perplexity: float
     whole: float
-    limit: float
+    limit: float | None
     rows: int
     length: int
     trials: int
@@ -105,9 +110,11 @@ def search(options: BudgetSearch) -> SearchResult:
             f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
+    if options.dtype != "auto":
+        model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     _check_rows_fit(options, model, options.model)
-    rows = rows_of(options.data, tokenizer, options.length, options.rows)
+    rows = read_rows(options.data, tokenizer, options.length, options.rows)
     policy, start = _start(options, model)
     reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
@@ -115,27 +122,33 @@ def search(options: BudgetSearch) -> SearchResult:
         log = SearchLog(folder / LOG, identity, options.restart)
         most = options.trials or None
         with tqdm(unit=" trials", total=most, bar_format=_BAR if most else _OPEN_BAR) as bar:
-            exact = _Measure(model, rows, policy, log, bar)
-            whole = exact(start)
+            pieces = max(1, options.length // _PIECES)
+            rough = _Measure(model, rows, policy, log, bar, pieces)
+            # Only a limit must hold token by token.
+            exact = rough if options.tokens else _Measure(model, rows, policy, log, bar)
+            whole, limit = exact(start), None
             if not math.isfinite(whole):
                 raise ValueError(f"model {options.model!r} has a perplexity of {whole} on the data")
-            limit = whole * (1 + options.loss / 100)
-            if reference is not None:
-                limit = log.once("reference", lambda: perplexity(reference, rows))
-                _check_reference(options.reference, whole, limit)
-                limit = max(limit, whole)  # the same model may differ by rounding
-            exact.limit, reference = limit, None
-            pieces = max(1, options.length // _PIECES)
-            rough = exact if pieces == 1 else _Measure(model, rows, policy, log, bar, pieces, limit)
-            budgets, ended = _shrunk(start, _least(policy, model), limit, rough, most)
-            if rough is not exact:
-                budgets = raised(budgets, start, limit, exact)
+            least = _least(policy, model)
+            if options.tokens is not None:
+                budgets, ended = _spread(start, least, options.tokens, rough, most)
+            else:
+                limit = whole * (1 + options.loss / 100)
+                if reference is not None:
+                    limit = log.once("reference", lambda: perplexity(reference, rows))
+                    _check_reference(options.reference, whole, limit)
+                    limit = max(limit, whole)  # the same model may differ by rounding
+                rough.limit = exact.limit = limit
+                reference = None
+                budgets, ended = _shrunk(start, least, limit, rough, most)
+                if pieces > 1:
+                    budgets = raised(budgets, start, limit, exact)
         eviction = dataclasses.replace(policy, tokens=budgets)
         result = SearchResult(
             path=folder / NAME, eviction=eviction, start=start,
             perplexity=exact(budgets), whole=whole, limit=limit,
             rows=options.rows, length=options.length, trials=len(log.known),
-            measured=exact.measured + (rough.measured if rough is not exact else 0), ended=ended,
+            measured=log.measured, ended=ended,
             seconds=time.perf_counter() - begun,
         )  # fmt: skip
         write_budgets(result.path, eviction, model, _about(options, result))
@@ -150,17 +163,12 @@ def _shrunk(
     Trials that are left go to the paper's own search, one layer at a time from the whole cache: in
     small models it sometimes ends lower.
     """
-    best, tried, ended = start, {start}, False
-    length = measure.rows.shape[1]
-    measure.bar.update()
+    best, ended = start, False
+    length, trials = measure.rows.ids.shape[1], _Trials(measure, most, start)
 
     def counted(trial: Budgets) -> float:
         nonlocal best
-        if trial not in tried and most is not None and len(tried) >= most:
-            raise _NoTrialsLeft
-        value = measure(trial)
-        measure.bar.update(trial not in tried)
-        tried.add(trial)
+        value = trials(trial)
         if value <= limit and total(trial) < total(best):
             best = trial
         return value
@@ -181,50 +189,57 @@ def _shrunk(
     return best, ended
 
 
+def _spread(
+    start: Budgets, least: int, tokens: int, measure: "_Measure", most: int | None
+) -> tuple[Budgets, bool]:
+    """The best budgets of so many tokens on average in so many trials, and whether it ended."""
+    best, trials = common_level(start, max(tokens, least)), _Trials(measure, most, start)
+    with suppress(_NoTrialsLeft):
+        for budgets in spread(best, start, least, trials):
+            best = budgets
+        return best, True
+    return best, False
+
+
+class _Trials:
+    """A measure that raises `_NoTrialsLeft` once so many budgets were tried, `start` included."""
+
+    def __init__(self, measure: "_Measure", most: int | None, start: Budgets) -> None:
+        self.measure, self.most, self.tried = measure, most, {start}
+        measure.bar.update()
+
+    def __call__(self, trial: Budgets) -> float:
+        if trial not in self.tried and self.most is not None and len(self.tried) >= self.most:
+            raise _NoTrialsLeft
+        value = self.measure(trial)
+        self.measure.bar.update(trial not in self.tried)
+        self.tried.add(trial)
+        return value
+
+
 class _NoTrialsLeft(Exception):
     """All trials were used up."""
-
-
-@torch.no_grad()
-def perplexity(
-    model: PreTrainedModel, rows: Tensor, eviction: Eviction | None = None, step: int = 1
-) -> float:
-    """Perplexity of sequences `[rows, length]` without padding, first tokens aside.
-
-    step: tokens that come in each call of a cache.
-    """
-    vocabulary, total = model.get_output_embeddings().weight.shape[0], 0.0
-    size = max(1, _LOGITS // (rows.shape[1] * vocabulary))
-    with evicting(model, eviction, step=step):
-        for ids in rows.to(model.device).split(size):
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            losses = cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
-            total += losses.double().sum().item()
-    mean = total / (rows.shape[0] * (rows.shape[1] - 1))
-    return math.inf if mean > _MOST else math.exp(mean)
 
 
 class _Measure:
     """Perplexity of budgets, from the log where it is known.
 
     step: tokens that a cache gets at a time.
-    limit: perplexity that budgets must not pass, once it is known.
+    limit: perplexity that budgets must not pass, once it is known; none where the sum is given.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        rows: Tensor,
+        rows: Rows,
         policy: Eviction,
         log: "SearchLog",
         bar: tqdm,
         step: int = 1,
-        limit: float | None = None,
     ) -> None:
         self.model, self.rows, self.policy, self.log, self.bar = model, rows, policy, log, bar
-        self.step, self.limit = step, limit
-        self.measured = 0
+        self.step = step
+        self.limit: float | None = None
 
     def __call__(self, trial: Budgets) -> float:
         value = self.log.known.get((trial, self.step))
@@ -232,9 +247,8 @@ class _Measure:
             policy = dataclasses.replace(self.policy, tokens=trial)
             value = perplexity(self.model, self.rows, policy, self.step)
             self.log.add(trial, self.step, value)
-            self.measured += 1
         limit = "" if self.limit is None else f" (limit {self.limit:.4f})"
-        part = share(trial, self.policy.tokens, self.rows.shape[1])
+        part = share(trial, self.policy.tokens, self.rows.ids.shape[1])
         self.bar.set_description_str(f"perplexity {value:.4f}{limit} with {part:.1%} of the tokens")
         return value
 
@@ -255,6 +269,7 @@ class SearchLog:
         self.path = path
         self.known: dict[tuple[Budgets, int], float] = {}  # by budgets and step
         self.others: dict[str, float] = {}
+        self.measured = 0  # now
         identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
         if restart or not path.exists():
             write_whole(path, json.dumps(identity) + "\n")
@@ -285,6 +300,7 @@ class SearchLog:
     def add(self, budgets: Budgets, step: int, perplexity: float) -> None:
         """Write down one trial."""
         self.known[budgets, step] = perplexity
+        self.measured += 1
         steps = {} if step == 1 else {"step": step}
         self._log_trial({"budgets": budgets, **steps, "perplexity": perplexity})
 
@@ -337,17 +353,19 @@ def _least(policy: Eviction, model: PreTrainedModel) -> int:
 def _search_identity(
     options: BudgetSearch,
     policy: Eviction,
-    rows: torch.Tensor,
+    rows: Rows,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
 ) -> dict:
     """What decides the result."""
     return {
         "policy": {"kind": type(policy).__name__, **dataclasses.asdict(policy)},
-        "loss": options.loss if reference is None else None,
+        "loss": options.loss if reference is None and options.tokens is None else None,
+        "mean_tokens": options.tokens,
+        "dtype": options.dtype,
         "length": options.length,
         "rows": options.rows,
-        "tokens": hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:16],
+        "tokens": hashlib.sha256(torch.stack(rows).numpy().tobytes()).hexdigest()[:16],
         "model": fingerprint(model),
         "reference": None if reference is None else fingerprint(reference),
     }
@@ -356,9 +374,7 @@ def _search_identity(
 def _about(options: BudgetSearch, result: SearchResult) -> dict:
     return {
         "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
-        "limit": f"{options.loss} % above the whole cache"
-        if options.reference is None
-        else f"perplexity of {options.reference} with its whole cache",
+        "limit": _limit_in_words(options),
         "share_of_tokens_kept": result.share_of_tokens,
         "length": result.length,
         "rows": result.rows,
@@ -366,6 +382,14 @@ def _about(options: BudgetSearch, result: SearchResult) -> dict:
         "trials": result.trials,
         "environment": environment(),
     }
+
+
+def _limit_in_words(options: BudgetSearch) -> str:
+    if options.tokens is not None:
+        return f"{options.tokens} tokens per layer on average"
+    if options.reference is not None:
+        return f"perplexity of {options.reference} with its whole cache"
+    return f"{options.loss} % above the whole cache"
 
 
 def _check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
@@ -377,12 +401,15 @@ def _check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) ->
         )
 
 
-def _reference(options: BudgetSearch, rows: torch.Tensor) -> PreTrainedModel:
+def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
     model = open_model(options.reference, options.device, budgets=False)
+    if options.dtype != "auto":
+        model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.reference, model)
     _check_rows_fit(options, model, options.reference)
-    if not torch.equal(rows_of(options.data, tokenizer, options.length, options.rows), rows):
+    theirs = read_rows(options.data, tokenizer, options.length, options.rows)
+    if not torch.equal(theirs.ids, rows.ids):
         raise ValueError(
             f"reference {options.reference!r} splits the data into other tokens than "
             f"{options.model!r}, so that perplexities per token do not compare; take a reference "
@@ -406,16 +433,17 @@ def format_result(result: SearchResult) -> str:
     for index, tokens in enumerate(budgets):
         part = share((tokens,), (result.start[index],), result.length)
         lines.append(f"{index:5}  {'all' if tokens is None else tokens:>6}  {part:6.1%}")
+    limit = "" if result.limit is None else f", limit {result.limit:.4f}"
     lines += [
         f"  sum  {sum(n or result.length for n in budgets):6}  {result.share_of_tokens:6.1%}",
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
-        f"cache {result.whole:.4f}, limit {result.limit:.4f} ({result.rows} sequences)",
+        f"cache {result.whole:.4f}{limit} ({result.rows} sequences)",
         f"{result.trials} trials, {result.measured} of them now, in {result.seconds:.0f} s; "
         + (
-            "no layer can give up one more token"
+            "nothing is left to try"
             if result.ended
-            else "a higher --trials goes on (0: until no layer can give up a token)"
+            else "a higher --trials goes on (0: until nothing is left to try)"
         ),
         f"written: {result.path}; heedful.load, heedful.new_cache and heedful generate use it",
     ]

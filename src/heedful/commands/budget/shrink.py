@@ -1,22 +1,28 @@
-"""From budgets that hold everything to small ones, in few trials.
+"""Budgets of single layers, in few trials.
 
-First a level that all layers share, by bisection. Then every layer gives up half of it alone, and
-what that costs says how the tokens are shared out anew, again by bisection. Then one layer at a
-time gives up tokens, the one that loses least.
+From budgets that hold everything to small ones: first a level that all layers share, by bisection.
+Then every layer gives up half of it alone, and what that costs says how the tokens are shared out
+anew, again by bisection. Then one layer at a time gives up tokens, the one that loses least.
 
 Source of the last part: Leviathan et al., "Selective Attention Improves Transformer", arXiv
 2410.02703, section 4, which has only that, in steps of one size. Here the steps grow finer: what no
 layer can give up in steps of s tokens is tried in steps of s / 2.
+
+Where the sum is given (`spread`), every layer gets twice its tokens alone, and what that saves says
+how the tokens are shared out anew.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 Budgets = tuple[int | None, ...]
 Measure = Callable[[Budgets], float]
 
 _FINE = 16  # a bisection ends within 1 / 16 of the answer
 _GAIN = 0.02  # what sharing out anew must save to be done once more
+_LESS, _MORE = 2, 4  # the most by which a round divides and multiplies a layer's tokens
+_PARTS = (1.0, 0.5, 0.25)  # of the way to the new budgets, the first that saves something
+_PROGRESS = 1e-3  # of the logarithm of perplexity, which a round must save for another one
 _LEAST_COST = 1e-4  # of the dearest layer's, for layers that lose nothing
 
 
@@ -43,20 +49,22 @@ def total(budgets: Budgets) -> int:
     return sum(tokens or 0 for tokens in budgets)
 
 
+def common_level(start: Budgets, tokens: int) -> Budgets:
+    """So many tokens for every layer that has as many."""
+    return tuple(n if n is None else min(n, tokens) for n in start)
+
+
 def level(start: Budgets, least: int, limit: float, measure: Measure) -> Budgets:
     """The smallest budget that all layers can share, within a sixteenth of it."""
-
-    def common(tokens: int) -> Budgets:
-        return tuple(n if n is None else min(n, tokens) for n in start)
 
     low, high = least - 1, max(n for n in start if n is not None)
     while high - low > max(1, high // _FINE):
         middle = min(high - 1, max(low + 1, math.isqrt(max(low, 1) * high)))
-        if measure(common(middle)) <= limit:
+        if measure(common_level(start, middle)) <= limit:
             high = middle
         else:
             low = middle
-    return common(high)
+    return common_level(start, high)
 
 
 def share_out(
@@ -97,6 +105,76 @@ def share_out(
         else:
             low = middle
     return best
+
+
+def spread(budgets: Budgets, start: Budgets, least: int, measure: Measure) -> Iterator[Budgets]:
+    """As many tokens in all, shared out by what each layer saves with twice its own.
+
+    Layers cost a / n as in `share_out`. A round changes no layer by more than a half or four times:
+    further away a / n says little. Where it says too much even there, a part of the way is gone.
+    Rounds follow until one of them saves next to nothing.
+
+    Arguments:
+        budgets: where it begins; layers with `None` take no part.
+        start: budgets that hold everything.
+        least: no budget goes below it.
+        measure: perplexity of budgets.
+
+    Yields:
+        The result of each round, as long as it is better than the one before.
+    """
+    value = math.log(measure(budgets))
+    while True:
+        costs = [0.0] * len(budgets)
+        for i, tokens in enumerate(budgets):
+            double = None if tokens is None else min(start[i], 2 * tokens)
+            if double != tokens:
+                saving = value - math.log(measure(replaced(budgets, i, double)))
+                costs[i] = max(saving, 0.0) / (1 / tokens - 1 / double)
+        trial = _of_the_same_sum(budgets, start, least, costs)
+        for part in _PARTS:
+            nearer = _between(budgets, trial, part)
+            saving = value - math.log(measure(nearer))
+            if saving > 0:
+                break
+        else:
+            return
+        budgets, value = nearer, value - saving
+        yield budgets
+        if saving < _PROGRESS:
+            return
+
+
+def _between(budgets: Budgets, others: Budgets, part: float) -> Budgets:
+    """So far from the ones to the others, with no more tokens in all."""
+    return tuple(
+        n if n is None else math.floor(n + part * (other - n))
+        for n, other in zip(budgets, others, strict=True)
+    )
+
+
+def _of_the_same_sum(
+    budgets: Budgets, start: Budgets, least: int, costs: Sequence[float]
+) -> Budgets:
+    """Proportional to the roots of what layers cost, within what a round may change."""
+    roots = [math.sqrt(cost) for cost in costs]
+    if not any(roots):
+        return budgets
+
+    def scaled(scale: float) -> Budgets:
+        return tuple(
+            n if n is None else min(whole, _MORE * n, max(least, -(-n // _LESS), int(scale * root)))
+            for n, whole, root in zip(budgets, start, roots, strict=True)
+        )
+
+    low, high = 0.0, _MORE * max(n or 0 for n in budgets) / min(x for x in roots if x)
+    while scaled(low) != scaled(high) and high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if total(scaled(middle)) > total(budgets):
+            high = middle
+        else:
+            low = middle
+    return scaled(low)
 
 
 def greedy(start: Budgets, least: int, step: int, limit: float, measure: Measure) -> Budgets:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from heedful.commands.train.options import RECALL, Part
+from heedful.commands.options import RECALL
+from heedful.commands.train.options import Part
 from heedful.tasks.background import Background, prose, sentences
 from heedful.tasks.facts import fact_texts
 from heedful.training.sequences import (
@@ -69,7 +70,7 @@ def read_mixture(
         most = -(-tokens * part.weight // whole) + 1
         place = folder / str(number)
         if part.data == (RECALL,):
-            documents = _facts(texts, tokenizer, length, seed)
+            documents = fact_documents(texts, tokenizer, length, seed)
             most = min(most, _MOST_FACTS * (length - 1))
             files.append(encode_documents(documents, place, most_tokens=max(most, length)))
         elif _is_chat(part):
@@ -143,8 +144,14 @@ def _conversations(path: Path, tokenizer) -> Iterator[EncodedDocument]:
         yield EncodedDocument(ids, text_bytes=len(text.encode()))
 
 
-def _facts(texts: tuple[str, ...], tokenizer, length: int, seed: int) -> Iterator[EncodedDocument]:
-    """Texts with facts of one token less than a sequence, so that each is read whole."""
+def fact_documents(
+    texts: tuple[str, ...], tokenizer, length: int, seed: int
+) -> Iterator[EncodedDocument]:
+    """Texts with facts of one token less than a sequence, so that each is read whole.
+
+    Raises:
+        ValueError: the tokenizer does not tell where its tokens stand in a text.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             "data: recall needs a tokenizer that tells where tokens stand in a text (a fast one of "

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole, is_whole
-from heedful.commands.options import Device, RoleName, check_memory_loss
+from heedful.commands.options import RECALL, Device, RoleName, check_memory_loss
 
 Schedule = Literal["cosine", "linear", "constant"]
 RecipeName = Literal["auto", "scratch", "adapt", "hide", "mta", "mta-long", "selective"]
@@ -56,10 +56,6 @@ that learns which tokens its cache can do without."""
 HIDE = "hide"
 HIDING = "selective:selector=extra,dim=16"
 """The mechanism of that last one, unless another is named."""
-
-
-RECALL = "recall"
-"""What stands for generated facts in a mixture."""
 
 
 class Part(NamedTuple):
