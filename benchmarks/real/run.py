@@ -8,13 +8,14 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
     python -m benchmarks.real.run smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
 
-What is in the file already is not scored again.
+`by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average. What is in the file already is not scored again.
 """
 
 import argparse
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from heedful.commands.models import open_model, open_tokenizer
 from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
 from heedful.hf.adapter_folders import is_adapter
+from heedful.hf.budgets import NAME as BUDGETS
+from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import new_cache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.versions import cache_argument
@@ -39,7 +42,7 @@ from heedful.tasks.background import Background, background_sentences
 from heedful.tasks.needles import UNWANTED, Needles, all_found
 
 POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window")
-HIDING = ("most-hidden", "tova", "streaming-llm")
+HIDING = ("by-layer", "most-hidden", "tova", "streaming-llm")
 DEPTHS = (0.1, 0.5, 0.9)
 ROOM = 12  # tokens of an answer
 SKIPPED = 4000  # characters at the beginning of a book: title, licence, contents
@@ -73,13 +76,25 @@ def measure(name: str, options: argparse.Namespace) -> None:
         setting = (name, policy, tokens, options.length, options.chunk)
         if setting in done:
             continue
-        eviction = None if policy == "whole" else policy_named(policy, model, tokens)
+        eviction = eviction_of(policy, model, name, tokens)
         line = dict(zip(fields, setting, strict=True))
         line |= perplexity(model, eviction, rows(tokenizer, options), options.chunk)
         if options.needles:
             line["needles"] = needles(model, tokenizer, eviction, options)
         line |= {"peak_nbytes": peak_nbytes(model, eviction, options.length, options.chunk)}
         append_line(options.out, json.dumps(line | {"environment": environment()}))
+
+
+def eviction_of(policy: str, model: PreTrainedModel, name: str, tokens: int) -> Eviction | None:
+    """A policy with so many tokens per layer, of all of them or on average."""
+    if policy == "whole":
+        return None
+    if policy != "by-layer":
+        return policy_named(policy, model, tokens)
+    eviction = read_budgets(Path(name) / BUDGETS, model)
+    scale = tokens * len(eviction.tokens) / sum(eviction.tokens)
+    least = eviction.sinks + eviction.recent + 1
+    return replace(eviction, tokens=tuple(max(least, int(scale * n)) for n in eviction.tokens))
 
 
 def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:

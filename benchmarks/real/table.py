@@ -17,8 +17,15 @@ NAMES = {
     "random": "random",
     "window": "window",
     "most-hidden": "MostHidden",
+    "by-layer": "MostHidden, budgets by layer",
 }
-SHORT = ((True, "streaming-llm"), (True, "tova"), (True, "snap-kv"), (False, "most-hidden"))
+SHORT = (
+    (True, "streaming-llm"),
+    (True, "tova"),
+    (True, "snap-kv"),
+    (False, "most-hidden"),
+    (False, "by-layer"),
+)
 
 
 def _line(record: dict, whole: dict) -> list[str]:
