@@ -8,7 +8,8 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
     python -m benchmarks.real.run smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
 
-`by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average. What is in the file already is not scored again.
+`by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average. What is
+in the file already is not scored again.
 """
 
 import argparse
