@@ -9,13 +9,12 @@ and its logits must be what they were.
 
 import copy
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import transformers
-from models import EXACT, LARGEST, OUTCOMES, Differs, Row, clause, problem, run, small, table
+from models import EXACT, LARGEST, Differs, Row, clause, counts, listing, problem, run, small
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -35,7 +34,7 @@ INTRODUCTION = """# Encoder-decoder and encoder types
 
 The results of `heedful.convert` for the encoder-decoders (for `AutoModelForSeq2SeqLM`) and encoders (for `AutoModelForMaskedLM`) of transformers {version}: {counts}.
 
-**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, if there is a decoder, to `Selective(selector="extra")`, the model has the same logits as before without a mask, with padding of the source on either side, with padding of the target, and in training mode. `generate` writes the same text with a cache and without. Some notes name only part of a model's attention: the rest does not use transformers' interface and stays unchanged.
+**Served** means, as for [causal types](models.md): converted to `standard`, to `mta` and, if there is a decoder, to `Selective(selector="extra")`, the model has the same logits as before without a mask, with padding of the source on either side, with padding of the target, and in training mode; `generate` writes the same text with a cache and without. Where a note names part of a model's attention, the rest does not use transformers' interface and stays unchanged.
 
 ```sh
 python docs/encoders.py --check
@@ -164,10 +163,11 @@ def attempt(kind: str) -> Row:
 
 def page(pairs: list[Row], encoders: list[Row]) -> str:
     """The text of `docs/encoders.md`."""
-    count = Counter(row.outcome for row in (*pairs, *encoders))
-    counts = ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
-    lines = [INTRODUCTION.format(version=transformers.__version__, counts=counts)]
-    lines += ["## Encoder-decoders", "", *table(pairs), "", "## Encoders", "", *table(encoders)]
+    introduction = INTRODUCTION.format(
+        version=transformers.__version__, counts=counts([*pairs, *encoders])
+    )
+    lines = [introduction, "## Encoder-decoders", "", *listing(pairs)]
+    lines += ["", "## Encoders", "", *listing(encoders)]
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
 

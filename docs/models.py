@@ -45,13 +45,12 @@ TOKENS = 17
 LAYERS = 3
 
 OUTCOMES = ("served", "refused", "not tried", "wrong")
+WHOLE = "Served without a note: "
 INTRODUCTION = """# Model types
 
-The results of `heedful.convert` for the {types} causal model types of transformers {version}: {counts}.
+The results of `heedful.convert` for the {types} causal model types of transformers {version}: {counts}. Every type is built with random weights from a small configuration and gets only text, also where it takes images.
 
-Every type is built with random weights from a small configuration, with short windows and chunks if it has any. Models get only text, also where they take images.
-
-- **Served**: converted to `standard`, the model has the same logits as before without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`. Packed documents have the logits of separate sequences, with and without a cache or a mask. Converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too.
+- **Served**: converted to `standard`, the model has the same logits as before without a mask, with an all-ones mask, with padding on either side, in training mode, in cached steps and in `generate`. Packed documents have the logits of separate sequences, with and without a cache or a mask. Converted to `mta` and to `Selective(selector="extra")`, which start as the identity, the logits are unchanged too. A note names what is left out.
 - **Refused**: `convert` (or the first call) raises a `ValueError` with the reason in the note.
 - **Not tried**: no small configuration builds the model.
 
@@ -358,25 +357,41 @@ def problem(error: Exception) -> str:
 
 def page(rows: list[Row]) -> str:
     """The text of `docs/models.md`."""
+    introduction = INTRODUCTION.format(
+        version=transformers.__version__, types=len(rows), counts=counts(rows)
+    )
+    return "\n".join([introduction, *listing(rows)]) + "\n"
+
+
+def counts(rows: list[Row]) -> str:
+    """How many types have each outcome."""
     count = Counter(row.outcome for row in rows)
-    counts = ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
-    lines = [INTRODUCTION.format(version=transformers.__version__, types=len(rows), counts=counts)]
-    return "\n".join([*lines, *table(rows)]) + "\n"
+    return ", ".join(f"{count[name]} {name}" for name in OUTCOMES if count[name])
 
 
-def table(rows: list[Row]) -> list[str]:
-    """The lines of a table."""
-    lines = ["| type | outcome | note |", "|---|---|---|"]
-    for row in rows:
-        note = row.note.replace("|", r"\|")
-        lines.append(f"| `{row.kind}` | {row.outcome} | {note} |".replace("|  |", "| |"))
+def listing(rows: list[Row]) -> list[str]:
+    """A paragraph of the types served without a note, and a table: types of one note in a row."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(rows, key=lambda row: (OUTCOMES.index(row.outcome), row.kind)):
+        together.setdefault((row.outcome, row.note), []).append(f"`{row.kind}`")
+    whole = together.pop(("served", ""), [])
+    lines = [f"{WHOLE}{', '.join(whole)}.", ""] if whole else []
+    lines += ["| types | outcome | note |", "|---|---|---|"]
+    for (outcome, note), kinds in together.items():
+        note = note.replace("|", r"\|")
+        lines.append(f"| {', '.join(kinds)} | {outcome} | {note} |")
     return lines
 
 
 def rows_of(text: str) -> dict[str, Row]:
     """The rows of the page by type."""
-    matches = re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \| ?(.*) \|$", text, re.MULTILINE)
-    return {kind: Row(kind, outcome, note) for kind, outcome, note in matches}
+    rows = []
+    for line in text.splitlines():
+        if line.startswith(WHOLE):
+            rows += [Row(kind, "served", "") for kind in re.findall("`([^`]+)`", line)]
+        elif match := re.fullmatch(r"\| (`[^|]+`) \| ([a-z ]+) \| (.*) \|", line):
+            rows += [Row(kind, match[2], match[3]) for kind in re.findall("`([^`]+)`", match[1])]
+    return {row.kind: row for row in rows}
 
 
 def run(

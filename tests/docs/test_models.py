@@ -1,7 +1,6 @@
 """The page of model types says what comes out."""
 
 import importlib.util
-import re
 import sys
 from pathlib import Path
 
@@ -22,9 +21,12 @@ def script(path: Path):
     return module
 
 
-@pytest.fixture(scope="module")
+MODELS = script(SCRIPT)
+
+
+@pytest.fixture
 def models():
-    return script(SCRIPT)
+    return MODELS
 
 
 @pytest.fixture
@@ -77,7 +79,28 @@ def test_an_encoder_comes_out_as_the_page_says(encoders, models, kind, outcome):
 
 
 def types_on(page: str) -> list[str]:
-    return re.findall(r"^\| `([^`]+)` \|", (DOCS / page).read_text(), re.MULTILINE)
+    return sorted(MODELS.rows_of((DOCS / page).read_text()))
+
+
+def test_types_of_one_note_share_a_row(models):
+    rows = [
+        models.Row("a", "served", ""),
+        models.Row("b", "refused", "it is b or d"),
+        models.Row("c", "served", ""),
+        models.Row("d", "refused", "it is b or d"),
+        models.Row("e", "served", "but `f` only"),
+    ]
+    text = models.page(rows)
+    assert text.endswith("\n".join([
+        "Served without a note: `a`, `c`.",
+        "",
+        "| types | outcome | note |",
+        "|---|---|---|",
+        "| `e` | served | but `f` only |",
+        "| `b`, `d` | refused | it is b or d |",
+        "",
+    ]))  # fmt: skip
+    assert models.rows_of(text) == {row.kind: row for row in rows}
 
 
 def test_the_page_lists_every_causal_type(models):
