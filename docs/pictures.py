@@ -46,6 +46,7 @@ def main(folder: Path) -> None:
         ("gains", gains),
         ("courses", courses),
         ("learned", learned),
+        ("pretrained", pretrained),
     ):
         (folder / f"{name}.svg").write_bytes(svg(draw()))
 
@@ -151,6 +152,44 @@ def learned() -> Figure:
         _signed(axes, line["values"], f"{titles[kind]}, head {line['number']}")
     for axes, at in zip(bottom, mixing, strict=True):
         _signed(axes, lines[at][0]["values"], f"layer {at[0]}, mixing {titles[at[1]]}")
+    return figure
+
+
+def pretrained() -> Figure:
+    """What a pretrained model loses and still finds in how many bytes, by policy."""
+    records = _results("cache-1024-cpu.jsonl")
+    whole = next(x for x in records if (x["model"], x["policy"]) == ("smollm2", "whole"))
+    series = {
+        "streaming-llm": ("StreamingLLM, no training", "#8a8a8a", "s"),
+        "tova": ("TOVA, no training", "#0072b2", "^"),
+        "most-hidden": ("selectors, one budget", "#e69f00", "o"),
+        "by-layer": ("selectors, budgets by layer", "#d55e00", "D"),
+    }
+    figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
+    loss, found = figure.subplots(1, 2)
+    for policy, (label, colour, mark) in series.items():
+        points = [x for x in records if x["policy"] == policy]
+        points.sort(key=lambda x: x["peak_nbytes"])
+        sizes = [x["peak_nbytes"] / 1e6 for x in points]
+        style = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 1.4}
+        rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
+        loss.plot(sizes, rises, label=label, **style)
+        found.plot(sizes, [100 * _mean(list(x["needles"].values())) for x in points], **style)
+    for axes, title in (
+        (loss, "perplexity of books, rise in %"),
+        (found, "numbers found in a book, %"),
+    ):
+        axes.set_xscale("log")
+        axes.set_xticks([3, 6, 12, 50], ["3", "6", "12", "50"], fontsize=8)
+        axes.set_xticks([], minor=True)
+        axes.axvline(whole["peak_nbytes"] / 1e6, color="#bbbbbb", linestyle=":")
+        axes.set_xlabel("peak MB of the cache (dotted: whole)", fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    loss.set_ylim(0, None)
+    found.set_ylim(0, 104)
+    loss.legend(fontsize=8, frameon=False)
     return figure
 
 
