@@ -8,8 +8,8 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
     python -m benchmarks.real.run smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
 
-`by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average. What is
-in the file already is not scored again.
+`by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average, and
+`tova-by-layer` its budgets with another policy. What is in the file already is not scored again.
 """
 
 import argparse
@@ -90,12 +90,15 @@ def eviction_of(policy: str, model: PreTrainedModel, name: str, tokens: int) -> 
     """A policy with so many tokens per layer, of all of them or on average."""
     if policy == "whole":
         return None
-    if policy != "by-layer":
+    if not policy.endswith("by-layer"):
         return policy_named(policy, model, tokens)
     eviction = read_budgets(Path(name) / BUDGETS, model)
     scale = tokens * len(eviction.tokens) / sum(eviction.tokens)
     least = eviction.sinks + eviction.recent + 1
-    return replace(eviction, tokens=tuple(max(least, int(scale * n)) for n in eviction.tokens))
+    budgets = tuple(max(least, int(scale * n)) for n in eviction.tokens)
+    if policy != "by-layer":
+        eviction = policy_named(policy.removesuffix("-by-layer"), model, tokens)
+    return replace(eviction, tokens=budgets)
 
 
 def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:

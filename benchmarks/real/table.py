@@ -18,6 +18,7 @@ NAMES = {
     "window": "window",
     "most-hidden": "MostHidden",
     "by-layer": "MostHidden, budgets by layer",
+    "tova-by-layer": "TOVA, the same budgets",
 }
 SHORT = (("streaming-llm", 128), ("tova", 128), ("most-hidden", 128), ("by-layer", 120))
 
