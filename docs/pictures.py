@@ -189,7 +189,7 @@ def pretrained() -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
     loss.set_ylim(0, None)
     found.set_ylim(0, 104)
-    loss.legend(fontsize=8, frameon=False)
+    loss.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
     return figure
 
 
