@@ -16,7 +16,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import heedful
-from heedful.nn import KnockingHeads, LocalGlobal, MultiToken, Standard, TalkingHeads
+from heedful.nn import (
+    Canon,
+    Differential,
+    DifferentialV2,
+    Exclusive,
+    Forgetting,
+    Gated,
+    KnockingHeads,
+    LocalGlobal,
+    MultiToken,
+    Selective,
+    Standard,
+    TalkingHeads,
+)
 from helpers.families import config_of, stir, varied
 
 absent = [name for name in ("vllm", "heedful_vllm") if importlib.util.find_spec(name) is None]
@@ -40,6 +53,21 @@ OPTIONS = {
     "num_gpu_blocks_override": 10,
     "enable_prefix_caching": False,
 }
+IN_CHUNKS = {"max_num_batched_tokens": 32}
+SELECTORS = {
+    Selective("extra", dim=16): [0],
+    Selective("per-head"): [1],
+    Selective("bilinear", protect_first=False): [2],
+    Selective("mean"): [3],
+}
+OTHERS = {
+    Differential(): [0],
+    Exclusive(): [1],
+    Forgetting(): [2],
+    Gated(): [3],
+    KnockingHeads(form="mlp"): [4],
+    Standard(window=9): [5],
+}
 LENGTHS = (3, 40, 1, 17, 90, 130, 9, 64)
 NEW = (30, 5, 40, 12, 25, 8, 33, 20)
 
@@ -48,6 +76,7 @@ def model_of(family: str, **changes):
     """Random, with heads of the 32 channels that vLLM's own attention asks for on a CPU."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 300, "head_dim": 32, "max_position_embeddings": 512}
+    sizes |= {"mistral": {"sliding_window": None}, "qwen2": {"hidden_size": 128}}.get(family, {})
     model = AutoModelForCausalLM.from_config(config_of(family, **(sizes | changes)))
     stir(model, 0.2)
     return model.float().eval()
@@ -68,8 +97,12 @@ def generated(model, prompt: list[int], count: int) -> list[int]:
 
 def run(script: str, *arguments: object) -> None:
     words = [sys.executable, str(HERE / script), *map(str, arguments)]
-    room = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; vLLM would take half of the machine's
-    done = subprocess.run(words, env=os.environ | room, capture_output=True, text=True)
+    small = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM would take half of the machine's
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as others run on the same cores,
+        "OMP_NUM_THREADS": "1",  # for which threads that meet after every tiny product would wait
+    }
+    done = subprocess.run(words, env=os.environ | small, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
@@ -93,14 +126,30 @@ def check_served(model, folder: Path, **options) -> None:
 @pytest.mark.parametrize(
     ("family", "mechanisms", "options"),
     [
-        ("llama", {ALL: [0, 2]}, {"max_num_batched_tokens": 32}),
+        ("llama", {ALL: [0, 2]}, IN_CHUNKS),
         ("llama", {MultiToken(): [0, 1, 2]}, {"enable_chunked_prefill": False}),
         ("qwen3", {ALL: [1], TalkingHeads(2): [0], Standard(): [2]}, {}),
+        ("llama", {Selective(): [0, 1, 2]}, IN_CHUNKS),
+        ("qwen2", {Selective(): [0, 1, 2]}, {"enable_chunked_prefill": False}),
+        ("qwen3", SELECTORS, IN_CHUNKS),
+        ("mistral", {Canon("A"): [0], Canon(): [1], Canon("B", kernel=2): [2]}, IN_CHUNKS),
+        ("qwen3", {DifferentialV2(): [0], Canon(): [1], Selective(): [2]}, {}),
+        ("llama", OTHERS, IN_CHUNKS),
     ],
-    ids=["prompts in chunks", "whole prompts", "three mechanisms"],
+    ids=[
+        "prompts in chunks",
+        "whole prompts",
+        "three mechanisms",
+        "selective in chunks",
+        "selective, whole prompts",
+        "selectors",
+        "canon",
+        "differential-v2",
+        "others",
+    ],
 )
 def test_greedy_tokens_are_those_of_generate(family, mechanisms, options, tmp_path):
-    model = model_of(family)
+    model = model_of(family, num_hidden_layers=1 + max(map(max, mechanisms.values())))
     varied(model, mechanisms)
     model.save_pretrained(tmp_path / "model")
     check_served(model, tmp_path / "model", **options)
@@ -144,19 +193,37 @@ def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
         assert "heedful-vllm" in answer and message in answer
 
 
-def test_query_rows_are_kept_for_those_who_run_and_never_guessed():
-    from heedful_vllm.attention import QueryRows
+def test_rows_are_kept_for_those_who_run_and_never_guessed():
+    from heedful_vllm.state import Rows
 
-    rows, new = QueryRows(count=2, requests=1), torch.arange(20.0).view(1, 5, 4)
-    assert torch.equal(rows.join(7, 0, new[:, :3]), new[:, :3])
-    assert torch.equal(rows.join(7, 3, new[:, 3:4]), new[:, 1:4])
-    assert torch.equal(rows.join(7, 0, new[:, 4:]), new[:, 4:])  # another request on that page
-    assert torch.equal(rows.join(7, 1, new[:, :1]), new[:, [4, 0]])
+    rows, new = Rows(count=2, requests=1), torch.arange(20.0).view(5, 1, 4)
+    assert torch.equal(rows.join(7, 0, new[:3]), new[:3])
+    assert torch.equal(rows.join(7, 3, new[3:4]), new[1:4])
+    assert torch.equal(rows.join(7, 0, new[4:]), new[4:])  # another request on that page
+    assert torch.equal(rows.join(7, 1, new[:1]), new[[4, 0]])
     rows.join(8, 0, new)
-    assert torch.equal(rows.join(7, 0, new[:, :2]), new[:, :2])  # now it is the newest
+    assert torch.equal(rows.join(7, 0, new[:2]), new[:2])  # now it is the newest
     rows.join(9, 0, new)
-    assert torch.equal(rows.join(7, 2, new[:, 2:3]), new[:, :3])
+    assert torch.equal(rows.join(7, 2, new[2:3]), new[:3])
     for page in (8, 9):
         rows.join(page, 0, new)
-    with pytest.raises(RuntimeError, match="query rows of a request with 3 tokens are gone"):
+    with pytest.raises(RuntimeError, match="rows of a request with 3 tokens are gone"):
         rows.join(7, 3, new)  # two others have come since
+
+
+def test_the_state_of_a_token_is_in_its_slot_and_never_guessed():
+    from heedful_vllm.state import Slots
+
+    slots, own, other = Slots(), torch.tensor([4, 5, 0, 1]), torch.tensor([4, 5, 2])
+    f = torch.arange(8.0).view(4, 2)
+    assert slots.read(2, own[:0]) is None
+    slots.write(2, own[:3], f[:3], room=6)
+    assert torch.equal(slots.read(2, own[:3]), f[:3])
+    slots.write(2, own, f[3:], room=6)  # of the newest token alone
+    assert torch.equal(slots.read(2, own), f)
+    slots.write(2, other, f[:3] + 1, room=6)  # another request on that page
+    assert torch.equal(slots.read(2, other), f[:3] + 1)
+    with pytest.raises(RuntimeError, match="state of a request with 4 tokens is gone"):
+        slots.read(2, own)
+    with pytest.raises(RuntimeError, match="state of a request with 3 tokens is gone"):
+        slots.read(1, own[:3])

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from heedful.hf.load import conversion_in
-from heedful.nn import MultiToken, Standard, TalkingHeads, from_json
+from heedful.nn import Grouped, MultiToken, from_json
 from heedful_vllm.families import FAMILIES, MODEL_TYPE
 
 ABOUT = "heedful"
@@ -46,12 +46,13 @@ class ServedConfig(PreTrainedConfig):
 
 def _check_served(mechanism: object) -> None:
     """Raise unless vLLM can serve this mechanism, with the way out."""
-    ways = "serve it with transformers serve, or export it if heedful export can"
-    if isinstance(mechanism, TalkingHeads) or mechanism == Standard():
-        return
-    if not isinstance(mechanism, MultiToken):
+    way = "serve it with transformers serve"
+    if isinstance(mechanism, Grouped):
         raise ValueError(
-            f"heedful-vllm serves multi-token attention and talking heads, not {mechanism}; {ways}"
+            f"heedful-vllm serves every mechanism but grouped attention, got {mechanism}: its "
+            f"summaries of groups are not keys and values of tokens, as pages have them; {way}"
         )
-    if mechanism.input_scaling != "none":
-        raise ValueError(f"heedful-vllm does not scale the inputs of layers ({mechanism}); {ways}")
+    if isinstance(mechanism, MultiToken) and mechanism.input_scaling != "none":
+        raise ValueError(
+            f"heedful-vllm does not scale the inputs of layers, got {mechanism}; {way}"
+        )
