@@ -108,9 +108,12 @@ def run(script: str, *arguments: object) -> None:
 
 def served(folder: Path, turns: list[dict], **options) -> list[list[list[int]]]:
     requests, answers = folder.parent / "requests.json", folder.parent / "answers.json"
-    requests.write_text(json.dumps({"options": OPTIONS | options, "turns": turns}))
+    asked = {"options": OPTIONS | options, "too long": ids_of(257), "turns": turns}
+    requests.write_text(json.dumps(asked))
     run("serve_with_vllm.py", folder, requests, answers)
-    return json.loads(answers.read_text())
+    refusal, *said = json.loads(answers.read_text())
+    assert "(length 257) is longer than the maximum model length of 256" in refusal
+    return said
 
 
 def check_served(model, folder: Path, **options) -> None:
@@ -163,34 +166,85 @@ def test_exported_models_need_no_plugin(mechanism, tmp_path):
     check_served(model, tmp_path / "model", num_gpu_blocks_override=40)
 
 
-def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
-    cases = {
-        "prefix": ("mta", {"enable_prefix_caching": True}, "prefix caching"),
-        "graphs": ("mta", {"enforce_eager": False}, "CUDA graphs and torch.compile"),
-        "cache": ("mta", {"kv_cache_dtype": "fp8"}, "a cache of type 'fp8'"),
-        "pipeline": ("mta", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
-        "tensor": ("mta", {"tensor_parallel_size": 2}, "tensor parallelism, as heads are mixed"),
-        "mechanism": ("selective", {}, "multi-token attention and talking heads, not Selective("),
-        "window": (Standard(window=8), {}, "talking heads, not Standard(window=8)"),
-        "scaling": (MultiToken(input_scaling="depth"), {}, "does not scale the inputs of layers"),
-    }
-    asked = {}
-    for name, (mechanism, options, _) in cases.items():
-        model = model_of("llama")
+SERVED = {"enforce_eager": True} | OPTIONS
+
+
+def save(folder: Path, mechanism: object = None, family: str = "llama", **changes) -> str:
+    """A folder with a random model, converted or not."""
+    model = model_of(family, **changes)
+    if mechanism is not None:
         heedful.convert(model, mechanism)
-        model.save_pretrained(tmp_path / name)
-        asked[str(tmp_path / name)] = {"enforce_eager": True} | OPTIONS | options
-    model = model_of("gemma")
-    heedful.convert(model, "mta")
-    model.save_pretrained(tmp_path / "family")
-    asked[str(tmp_path / "family")] = {"enforce_eager": True} | OPTIONS
-    expected = [message for _, _, message in cases.values()]
-    expected += ["Qwen3ForCausalLM, and this model is a GemmaForCausalLM"]
-    (tmp_path / "asked.json").write_text(json.dumps(asked))
-    run("refused_by_vllm.py", tmp_path / "asked.json", tmp_path / "answers.json")
-    answers = json.loads((tmp_path / "answers.json").read_text())
-    for message, answer in zip(expected, answers, strict=True):
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def refusals(folder: Path, asked: list, *version: str) -> list[str]:
+    """What vLLM says to folders with options before anything is loaded."""
+    (folder / "asked.json").write_text(json.dumps(asked))
+    run("refused_by_vllm.py", folder / "asked.json", folder / "answers.json", *version)
+    return json.loads((folder / "answers.json").read_text())
+
+
+def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
+    mta, selective = save(tmp_path / "mta", "mta"), save(tmp_path / "selective", "selective")
+    scaling, family = MultiToken(input_scaling="depth"), "gemma"
+    cases = [
+        (mta, {"enable_prefix_caching": True}, "prefix caching, as more is kept of a request"),
+        (selective, {"enable_prefix_caching": True}, "prefix caching, as more is kept"),
+        (mta, {"enforce_eager": False}, "CUDA graphs and torch.compile"),
+        (selective, {"enforce_eager": False}, "each request has its own length"),
+        (mta, {"kv_cache_dtype": "fp8"}, "a cache of type 'fp8'"),
+        (mta, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        (mta, {"tensor_parallel_size": 2}, "tensor parallelism, as heads of all ranks meet"),
+        (selective, {"tensor_parallel_size": 2}, "tensor parallelism, as heads of all ranks"),
+        (mta, {"enable_lora": True}, "adapters of vLLM, which would pass layers by"),
+        (save(tmp_path / "grouped", "grouped"), {}, "but grouped attention, got Grouped("),
+        (save(tmp_path / "scaling", scaling), {}, "does not scale the inputs of layers"),
+        (save(tmp_path / "family", "mta", family), {}, "and this model is a GemmaForCausalLM"),
+        (
+            save(tmp_path / "heads", "mta", "qwen2", hidden_size=32),
+            {},
+            "num_attention_heads = 8 in a Qwen2",
+        ),
+    ]
+    said = refusals(tmp_path, [(folder, SERVED | options) for folder, options, _ in cases])
+    for (*_, message), answer in zip(cases, said, strict=True):
         assert "heedful-vllm" in answer and message in answer
+
+
+def test_folders_without_a_served_mechanism(tmp_path):
+    """A plain folder is vLLM's own; others are refused by what is wrong with them."""
+    plain, selective = save(tmp_path / "plain"), save(tmp_path / "selective", "selective")
+    damaged = {
+        "no mechanisms": (
+            {"mechanisms": []},
+            "has no valid 'mechanism'; the checkpoint is damaged",
+        ),
+        "newer": ({"format": 99}, "was written in checkpoint format 99"),
+        "unknown": (
+            {"mechanisms": [{"mechanism": {"kind": "Clairvoyant"}, "layers": [0]}]},
+            "mechanism kind must be one of Standard",
+        ),
+    }
+    asked = [(plain, SERVED | {"enforce_eager": False, "enable_prefix_caching": True})]
+    asked.append((selective, SERVED | {"max_model_len": 1024}))
+    config = json.loads((tmp_path / "selective" / "config.json").read_text())
+    for name, (change, _) in damaged.items():
+        changed = config | {"heedful": config["heedful"] | change}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(changed))
+        asked.append((str(tmp_path / name), SERVED))
+    expected = ["nothing", "max_model_len (1024) is greater than the derived max_model_len"]
+    expected += [message for _, message in damaged.values()]
+    for message, answer in zip(expected, refusals(tmp_path, asked), strict=True):
+        assert message in answer
+
+
+def test_another_vllm_refuses_converted_folders_and_them_alone(tmp_path):
+    asked = [(save(tmp_path / "plain"), SERVED), (save(tmp_path / "mta", "mta"), SERVED)]
+    said = refusals(tmp_path, asked, "0.33.1")
+    assert said[0] == "nothing"
+    assert "heedful-vllm is made for vLLM 0.32, got 0.33.1; pip install 'vllm==0.32.*'" in said[1]
 
 
 def test_rows_are_kept_for_those_who_run_and_never_guessed():

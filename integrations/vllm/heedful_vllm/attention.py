@@ -94,7 +94,10 @@ class LayerImpl(AttentionImpl[Batch]):
         inputs = LayerInputs(input=None if self.input is None else self.input[None, request.new])
         beside = layer.beside(inputs)
         if beside is not None:
-            own, earlier = beside[0].transpose(0, 1).to(kv_cache.dtype), self.beside.read(page, known)
+            own, earlier = (
+                beside[0].transpose(0, 1).to(kv_cache.dtype),
+                self.beside.read(page, known),
+            )
             self.beside.write(page, request.slots, own, room)
             every = own if earlier is None else torch.cat([earlier, own])
             inputs = inputs._replace(beside=every.transpose(0, 1)[None])

@@ -84,6 +84,4 @@ class Slots:
 
 
 def _gone(what: str, tokens: int) -> RuntimeError:
-    return RuntimeError(
-        f"{what.format(tokens)} gone; please report this, with the options of vLLM"
-    )
+    return RuntimeError(f"{what.format(tokens)} gone; please report this, with the options of vLLM")
