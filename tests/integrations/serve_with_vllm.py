@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 
 def main(folder: str, requests: str, answers: str) -> None:
@@ -18,7 +19,7 @@ def main(folder: str, requests: str, answers: str) -> None:
     try:
         llm.generate({"prompt_token_ids": asked["too long"]}, use_tqdm=False)
         done = ["nothing"]
-    except ValueError as error:
+    except VLLMValidationError as error:
         done = [str(error)]
     for turn in asked["turns"]:
         options = [
