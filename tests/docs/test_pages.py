@@ -9,8 +9,10 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -205,6 +207,13 @@ TINY = Shape(16, 2, 2, 32, 300, True, 1e4)
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_launched_commands_run(launcher, tmp_path):
     """As they stand, but with two processes on a CPU, a small model and two steps."""
+
+    def launch(words: list[str]) -> subprocess.CompletedProcess:
+        return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
     lines = [
         line for page in PAGES for block in blocks(page) if block.kind == "sh"
         for line in block.text.splitlines() if line.startswith(launcher) and "heedful" in line
@@ -215,15 +224,20 @@ def test_launched_commands_run(launcher, tmp_path):
     config = {"model_type": "llama", "vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2}
     config |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "tiny.json").write_text(json.dumps(config))
+    runs: dict[str, list[list[str]]] = {}
     for line in lines:
-        words = shlex.split(re.sub(r"(nproc-per-node|num_processes) 8", r"\1 2", line))
+        line = re.sub(r"(nproc-per-node|num_processes) 8", r"\1 2", line)
+        words = shlex.split(line.replace("node-0:29500", f"127.0.0.1:{port}"))
         words[words.index("train") + 1] = "tiny.json"
         words[0] = str(Path(sys.executable).with_name(words[0]))
         words += shlex.split("--steps 2 --warmup 1 --batch 4 --length 48 --device cpu")
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        out = tmp_path / words[words.index("--out") + 1]
-        assert (out / "model.safetensors").is_file() and not (out / "unfinished").exists()
+        runs.setdefault(words[words.index("--out") + 1], []).append(words)
+    for out, nodes in runs.items():
+        with ThreadPoolExecutor(len(nodes)) as pool:  # the nodes of a run all at once
+            for done in pool.map(launch, nodes):
+                assert done.returncode == 0, done.stderr[-3000:]
+        folder = tmp_path / out
+        assert (folder / "model.safetensors").is_file() and not (folder / "unfinished").exists()
 
 
 def _save_small_adapter(folder: Path, base: Path) -> None:

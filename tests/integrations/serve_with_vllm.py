@@ -2,6 +2,7 @@
 
 python serve_with_vllm.py FOLDER REQUESTS.json ANSWERS.json: options of `LLM`, and rounds, each a
 list of prompts with the numbers of tokens to make; a later round may continue earlier answers.
+First comes a prompt that is too long: of it, what vLLM says.
 """
 
 import json
@@ -9,12 +10,17 @@ import sys
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 
 def main(folder: str, requests: str, answers: str) -> None:
     asked = json.loads(Path(requests).read_text())
     llm = LLM(folder, enforce_eager=True, skip_tokenizer_init=True, **asked["options"])
-    done = []
+    try:
+        llm.generate({"prompt_token_ids": asked["too long"]}, use_tqdm=False)
+        done = ["nothing"]
+    except VLLMValidationError as error:
+        done = [str(error)]
     for turn in asked["turns"]:
         options = [
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)

@@ -1,114 +1,23 @@
-"""Multi-token attention over vLLM's pages: heedful's own layer, request by request."""
+"""Attention over vLLM's pages: heedful's own layers, request by request."""
 
-from collections import OrderedDict
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    AttentionType,
-    CommonAttentionMetadata,
-)
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
-from heedful.nn import Layer
+from heedful.nn import Layer, LayerInputs
+from heedful_vllm.batch import Batch, BatchBuilder, Request
+from heedful_vllm.state import Rows, Slots
 
 
-class QueryRows:
-    """The newest query rows of every request that runs, for one layer: what its convolutions read.
+class LayerImpl(AttentionImpl[Batch]):
+    """One layer's attention: keys and values in vLLM's pages, what else it keeps beside them.
 
-    A request goes by its first page: no other running one has it (prefix caching is off), and one
-    that takes it over later begins at its first token, as does one that was preempted.
-
-    Arguments:
-        count: how many rows the newest output depends on.
-        requests: how many run at once, at most.
+    input: the attention module's input for the step's tokens, where the layer needs it.
     """
-
-    def __init__(self, count: int, requests: int) -> None:
-        # A request that runs is in the next step or soon after it, so what has not been in use for
-        # longer than as many others again has ended.
-        self.count, self.room = count, 2 * requests
-        self._rows: OrderedDict[int, Float[Tensor, "H r D"]] = OrderedDict()
-
-    def join(self, page: int, before: int, new: Float[Tensor, "H T D"]) -> Float[Tensor, "H r+T D"]:
-        """The request's kept rows, followed by new ones, of which the newest are kept.
-
-        Arguments:
-            page: the request's first page.
-            before: how many tokens it had before these.
-            new: the queries of its new tokens.
-        """
-        if not self.count:
-            return new
-        known = self._rows.pop(page, None)  # also of one that has ended: the new one is the newest
-        known = known if before else None
-        if (0 if known is None else known.shape[1]) != min(before, self.count):
-            raise RuntimeError(
-                f"the query rows of a request with {before} tokens are gone; please report this, "
-                "with the options of vLLM"
-            )
-        joined = new if known is None else torch.cat([known, new], dim=1)
-        self._rows[page] = joined[:, -self.count :].clone()  # at the end, as the newest
-        while len(self._rows) > self.room:
-            self._rows.popitem(last=False)
-        return joined
-
-
-@dataclass
-class Batch(AttentionMetadata):
-    """The requests of a step, in their order.
-
-    ends: where the new tokens of each end in the step's tokens.
-    lengths: how many tokens each has, the new ones included.
-    pages: the pages of each, in the order of its tokens.
-    slots: where the new tokens' keys and values go, counted through all pages.
-    """
-
-    ends: list[int]
-    lengths: list[int]
-    pages: Int[Tensor, "requests most"]
-    slots: Int[Tensor, " tokens"]
-
-
-class BatchBuilder(AttentionMetadataBuilder[Batch]):
-    """Reads a step's requests from what vLLM has for every backend."""
-
-    def __init__(
-        self,
-        kv_cache_spec: KVCacheSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Batch:
-        """The step's requests; their lengths are read on the host, once for all layers."""
-        common = common_attn_metadata
-        requests = common.num_reqs
-        return Batch(
-            common.query_start_loc_cpu[1 : requests + 1].tolist(),
-            common.seq_lens[:requests].tolist(),
-            common.block_table_tensor[:requests],
-            common.slot_mapping[: common.num_actual_tokens],
-        )
-
-
-class MultiTokenImpl(AttentionImpl[Batch]):
-    """One layer's attention: keys and values in vLLM's pages, query rows beside them."""
 
     def __init__(
         self,
@@ -133,7 +42,7 @@ class MultiTokenImpl(AttentionImpl[Batch]):
         }
         if extras := [name for name, value in others.items() if value is not None]:
             raise ValueError(
-                f"heedful-vllm does not serve {layer.config} in attention with "
+                f"heedful-vllm does not serve {type(layer).__name__} in attention with "
                 f"{' and '.join(extras)}; serve it with transformers serve"
             )
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
@@ -141,21 +50,26 @@ class MultiTokenImpl(AttentionImpl[Batch]):
         self.kv_cache_dtype = kv_cache_dtype
         self.layer = layer
         requests = get_current_vllm_config().scheduler_config.max_num_seqs
-        self.rows = QueryRows(layer.past_queries, requests)
+        self.rows = Rows(layer.past_queries, requests)
+        self.state, self.beside = Slots(), Slots()
+        self.input: Float[Tensor, "tokens E"] | None = None
 
     def forward(
         self,
         layer: torch.nn.Module,
-        query: Float[Tensor, "tokens H D"],
+        query: Float[Tensor, "tokens heads D"],
         key: Float[Tensor, "tokens Hk D"],
         value: Float[Tensor, "tokens Hk D"],
         kv_cache: Float[Tensor, "pages Hk size 2*D"],
         attn_metadata: Batch | None,
-        output: Float[Tensor, "tokens H D"],
+        output: Float[Tensor, "tokens heads D"],
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Write the new keys and values into their pages, then attend, request by request."""
+        """Write the new keys and values into their pages, then attend, request by request.
+
+        Of a layer with several queries per head the output has fewer heads: the first ones.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise ValueError("heedful-vllm does not quantise the outputs of attention")
         if attn_metadata is None:  # vLLM measures what a step takes
@@ -163,23 +77,43 @@ class MultiTokenImpl(AttentionImpl[Batch]):
         size, slots = kv_cache.shape[2], attn_metadata.slots
         both = torch.cat([key, value], dim=-1)[: len(slots)].to(kv_cache.dtype)
         kv_cache[slots // size, :, slots % size] = both
-        start = 0
-        requests = zip(attn_metadata.ends, attn_metadata.lengths, strict=True)
-        for row, (end, length) in enumerate(requests):
-            if end > start:
-                pages = attn_metadata.pages[row, : -(-length // size)]
-                q = query[start:end].transpose(0, 1)
-                q = self.rows.join(int(pages[0]), length - (end - start), q)
-                kv = kv_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length]
-                k, v = kv.to(q.dtype).chunk(2, dim=-1)
-                heads = self.layer(q[None], k[None], v[None], scale=self.scale).output[0]
-                output[start:end] = heads[:, start - end :].transpose(0, 1)
-            start = end
+        for request in attn_metadata.requests:
+            heads = self._attend(request, query[request.new], kv_cache)
+            output[request.new, : heads.shape[1]] = heads
         return output
 
+    def _attend(
+        self,
+        request: Request,
+        q: Float[Tensor, "T heads D"],
+        kv_cache: Float[Tensor, "pages Hk size 2*D"],
+    ) -> Float[Tensor, "T H D"]:
+        """One request's new tokens; its state is kept for the next ones."""
+        layer, page, new, size = self.layer, request.page, len(q), kv_cache.shape[2]
+        room, known = kv_cache.shape[0] * size, request.slots[: request.before]
+        inputs = LayerInputs(input=None if self.input is None else self.input[None, request.new])
+        beside = layer.beside(inputs)
+        if beside is not None:
+            own, earlier = (
+                beside[0].transpose(0, 1).to(kv_cache.dtype),
+                self.beside.read(page, known),
+            )
+            self.beside.write(page, request.slots, own, room)
+            every = own if earlier is None else torch.cat([earlier, own])
+            inputs = inputs._replace(beside=every.transpose(0, 1)[None])
+        state = self.state.read(page, known) if layer.keeps else None
+        inputs = inputs._replace(state=None if state is None else state.T[None])
+        q = self.rows.join(page, request.before, q)
+        kv = kv_cache[request.slots // size, :, request.slots % size].to(q.dtype)
+        parts = (x.transpose(0, 1)[None] for x in (q, *kv.chunk(2, dim=-1)))
+        result = layer(*parts, scale=self.scale, inputs=inputs)
+        if result.state is not None:
+            self.state.write(page, request.slots, result.state[0].T, room)
+        return result.output[0, :, -new:].transpose(0, 1)
 
-class MultiTokenBackend(AttentionBackend):
-    """Ordinary pages of keys and values, read by heedful's layer."""
+
+class LayerBackend(AttentionBackend):
+    """Ordinary pages of keys and values, read by heedful's layers."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
@@ -190,9 +124,9 @@ class MultiTokenBackend(AttentionBackend):
         return "CUSTOM"
 
     @staticmethod
-    def get_impl_cls() -> type[MultiTokenImpl]:
+    def get_impl_cls() -> type[LayerImpl]:
         """What attends."""
-        return MultiTokenImpl
+        return LayerImpl
 
     @staticmethod
     def get_builder_cls() -> type[BatchBuilder]:

@@ -1,10 +1,7 @@
 """What must be switched off in vLLM, refused by name before anything is loaded."""
 
-import vllm
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
-
-TESTED = "0.32"
 
 
 class Requirements(VerifyAndUpdateConfig):
@@ -20,33 +17,32 @@ def check_served_with(config: VllmConfig) -> None:
     """Raise unless every option of vLLM leaves the mechanism right.
 
     Raises:
-        ValueError: an option is on that cannot be, or this vLLM is another than was tested.
+        ValueError: an option is on that cannot be.
     """
-    if ".".join(vllm.__version__.split(".")[:2]) != TESTED:
-        raise ValueError(
-            f"heedful-vllm is made for vLLM {TESTED}, got {vllm.__version__}; install that one"
-        )
     parallel = config.parallel_config
     cache = config.cache_config
     refused = {
         "CUDA graphs and torch.compile, as each request has its own length (enforce_eager=True)": (
             not config.model_config.enforce_eager
         ),
-        "prefix caching, as query rows are kept per request (enable_prefix_caching=False)": (
+        "prefix caching, as more is kept of a request than pages (enable_prefix_caching=False)": (
             cache.enable_prefix_caching
         ),
         f"a cache of type {cache.cache_dtype!r} (kv_cache_dtype='auto')": (
             cache.cache_dtype != "auto"
         ),
-        "tensor parallelism, as heads are mixed (tensor_parallel_size=1)": (
+        "tensor parallelism, as heads of all ranks meet in a layer (tensor_parallel_size=1)": (
             parallel.tensor_parallel_size > 1
         ),
         "pipeline parallelism (pipeline_parallel_size=1)": parallel.pipeline_parallel_size > 1,
         "context parallelism (decode_context_parallel_size=1)": (
             parallel.decode_context_parallel_size > 1
         ),
-        "speculative decoding, whose rejected tokens would stay in the query rows": (
+        "speculative decoding, whose rejected tokens would stay in what is kept of a request": (
             config.speculative_config is not None
+        ),
+        "adapters of vLLM, which would pass layers by (enable_lora=False)": (
+            config.lora_config is not None
         ),
         "moving pages between engines (kv_transfer_config)": config.kv_transfer_config is not None,
         "other than generation": config.model_config.runner_type != "generate",

@@ -162,6 +162,11 @@ def _begin(
     """Model, vocabulary and sequences, and the folder's owner; nothing is left where they fail."""
     folder = out / _UNFINISHED
     fresh = not folder.exists()
+    if fresh and arguments.process_index:
+        raise ValueError(
+            f"out={str(out)!r} must be on a file system that all nodes share: the first process "
+            f"has begun a run there, and process {arguments.process_index} finds none"
+        )
     try:
         start = starting_point(options, recipe, folder / "tokenizer", arguments.bf16)
         if recipe.memory_loss:
@@ -180,7 +185,7 @@ def _begin(
             show=show,
         )
     except BaseException:
-        if fresh and arguments.process_index == 0:
+        if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     identity = {"asked": run_identity(options), "recipe": recipe._asdict()}
