@@ -241,12 +241,13 @@ def test_launched_commands_run(launcher, tmp_path):
 
 
 def _save_small_adapter(folder: Path, base: Path) -> None:
-    """Selectors for a model of standard attention, with its tokenizer."""
+    """Selectors for a model of standard attention, with its tokenizer, and budgets beside them."""
     small(positions=8192).save_pretrained(base)
     tokenizer_of_words(chat=True).save_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
     heedful.convert(model, heedful.Selective(selector="extra"))
     heedful.save_adapter(model, folder, base=base.name)
+    write_budgets(folder / "budgets.json", MostHidden(tokens=(20, 30)), model, {})
 
 
 def _save_small_model(folder: Path) -> None:
