@@ -10,7 +10,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "dev/log.md", "benchmarks/**/README.md")
+OUTSIDE = ("CONTRIBUTING.md", "CHANGELOG.md", "dev/*.md", "benchmarks/**/README.md")
 
 
 def on_files(files, config):

@@ -168,7 +168,7 @@ def pretrained() -> Figure:
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
     loss, found = figure.subplots(1, 2)
     for policy, (label, colour, mark) in series.items():
-        points = [x for x in records if x["policy"] == policy]
+        points = [x for x in records if x["policy"] == policy and "runs/" not in x["model"]]
         points.sort(key=lambda x: x["peak_nbytes"])
         sizes = [x["peak_nbytes"] / 1e6 for x in points]
         style = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 1.4}

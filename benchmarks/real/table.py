@@ -7,6 +7,11 @@ from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 STOCK = "smollm2"
+MODELS = {
+    STOCK: "stock",
+    "adapters/smollm2-135m-hide": "selectors trained",
+    "runs/hide-s1": "selectors of seed 1",
+}
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
 NAMES = {
     "whole": "all tokens",
@@ -26,7 +31,7 @@ SHORT = (("streaming-llm", 128), ("tova", 128), ("most-hidden", 128), ("by-layer
 def _line(record: dict, whole: dict) -> list[str]:
     """A setting beside the base with its whole cache."""
     return [
-        "stock" if record["model"] == STOCK else "selectors trained",
+        MODELS[record["model"]],
         NAMES[record["policy"]],
         f"{record['tokens']:,}",
         f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
@@ -43,8 +48,9 @@ def _whole(records: list[dict]) -> dict:
 def real_cache(length: int) -> str:
     """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
     records = read(RESULTS / f"cache-{length}-cpu.jsonl")
-    order = sorted(records, key=lambda r: (r["model"] != STOCK, r["policy"] != "whole", r["policy"],
-                                           -r["tokens"]))  # fmt: skip
+    models = list(MODELS)
+    order = sorted(records, key=lambda r: (models.index(r["model"]), r["policy"] != "whole",
+                                           r["policy"], -r["tokens"]))  # fmt: skip
     lines = [_line(record, _whole(records)) for record in order]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
@@ -74,7 +80,7 @@ def real_short() -> str:
     """The whole cache, and policies with about an eighth of its bytes."""
     records = read(RESULTS / "cache-1024-cpu.jsonl")
     whole = _whole(records)
-    settings = {(r["policy"], r["tokens"]): r for r in records}
+    settings = {(r["policy"], r["tokens"]): r for r in reversed(records)}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
     return markdown(HEAD, lines)
 

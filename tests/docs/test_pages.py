@@ -247,7 +247,7 @@ def _save_small_adapter(folder: Path, base: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     heedful.convert(model, heedful.Selective(selector="extra"))
     heedful.save_adapter(model, folder, base=base.name)
-    write_budgets(folder / "budgets.json", heedful.eviction.MostHidden(tokens=16), model, {})
+    write_budgets(folder / "budgets.json", MostHidden(tokens=(20, 30)), model, {})
 
 
 def _save_small_model(folder: Path) -> None:
