@@ -95,6 +95,15 @@ def test_a_folder_and_its_tokenizer_are_opened_as_ever(tmp_path):
     assert len(stock_tokenizer(tmp_path)) == 261
 
 
+def test_the_tokenizer_of_a_converted_folder_is_opened_without_a_question(tmp_path, monkeypatch):
+    heedful.convert(small(), "selective").model.save_pretrained(tmp_path)
+    tokenizer_of_words(pairs=PAIRS).save_pretrained(tmp_path)
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or "n")
+    assert len(stock_tokenizer(tmp_path)) == 261
+    assert not questions
+
+
 @pytest.mark.parametrize("call", [stock_config, stock_model, stock_tokenizer])
 @pytest.mark.parametrize("share", [0.0, 0.003, 0.2])
 def test_a_file_that_was_cut_short_is_refused(call, share, file, tmp_path):

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from heedful.hf.format import SHIM
 from heedful.hf.versions import make_ordinary, own_tokens_only
 
 
@@ -83,7 +84,9 @@ def stock_config(name: str | os.PathLike) -> PreTrainedConfig:
 def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
     """The tokenizer of what `stock_model` opens by this name, with its chat template."""
     with _from(name) as (place, file):
-        tokenizer = AutoTokenizer.from_pretrained(place, **file)
+        # transformers would ask whether to run the shim of a converted model's folder.
+        code = {"trust_remote_code": False} if Path(place, SHIM).is_file() else {}
+        tokenizer = AutoTokenizer.from_pretrained(place, **file, **code)
         return own_tokens_only(tokenizer) if file else tokenizer
 
 

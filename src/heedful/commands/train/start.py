@@ -30,7 +30,7 @@ from heedful.hf import conversion_of, convert, load
 from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
 from heedful.hf.adapters import with_low_rank
 from heedful.hf.converted_model import ConvertedModel
-from heedful.hf.stock import stock_model
+from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"
@@ -190,7 +190,7 @@ def _new_tokenizer(options: Training, room: int, kept: Path) -> PreTrainedTokeni
 
 def _named(name: str):
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return stock_tokenizer(name)
     except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
         problem = " ".join(str(error).split())[:200]
         raise ValueError(f"tokenizer {name!r} cannot be read ({problem})") from None
