@@ -101,7 +101,8 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
     models, caches = len(plans), 1 + len(options.budget)
     return (
         f"{total:,} samples: {parts}, for {models} model{'s' * (models > 1)} with "
-        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
+        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many, "
+        "and from the first answers on the bar tells how long that takes"
     )
 
 
