@@ -166,7 +166,7 @@ def pretrained() -> Figure:
         "by-layer": ("selectors, budgets by layer", "#d55e00", "D"),
     }
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
-    loss, found = figure.subplots(1, 2)
+    loss, recall = figure.subplots(1, 2)
     for policy, (label, colour, mark) in series.items():
         points = [x for x in records if x["policy"] == policy and "runs/" not in x["model"]]
         points.sort(key=lambda x: x["peak_nbytes"])
@@ -174,10 +174,10 @@ def pretrained() -> Figure:
         style = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 1.4}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
-        found.plot(sizes, [100 * _mean(list(x["needles"].values())) for x in points], **style)
+        recall.plot(sizes, [100 * _mean(list(x["needles"].values())) for x in points], **style)
     for axes, title in (
         (loss, "perplexity of books, rise in %"),
-        (found, "numbers found in a book, %"),
+        (recall, "numbers found in a book, %"),
     ):
         axes.set_xscale("log")
         axes.set_xticks([3, 6, 12, 50], ["3", "6", "12", "50"], fontsize=8)
@@ -188,7 +188,7 @@ def pretrained() -> Figure:
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     loss.set_ylim(0, None)
-    found.set_ylim(0, 104)
+    recall.set_ylim(0, 104)
     loss.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
     return figure
 

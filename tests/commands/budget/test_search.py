@@ -132,6 +132,8 @@ def test_a_sum_of_tokens_is_spread_over_the_layers(folder):
     assert result.limit is None and result.ended
     again = search(options_for(folder, tokens=16))
     assert again.measured == 0 and again.eviction == result.eviction
+    with pytest.raises(ValueError, match="tokens must be at least the 6 that every budget holds"):
+        search(options_for(folder, tokens=5, restart=True))
     few = search(options_for(folder, tokens=16, trials=3, restart=True))
     assert few.eviction.tokens == (16, 16, 16) and not few.ended
 

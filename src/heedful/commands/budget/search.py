@@ -116,6 +116,11 @@ def search(options: BudgetSearch) -> SearchResult:
     _check_rows_fit(options, model, options.model)
     rows = read_rows(options.data, tokenizer, options.length, options.rows)
     policy, start = _start(options, model)
+    if options.tokens is not None and options.tokens < _least(policy, model):
+        raise ValueError(
+            f"tokens must be at least the {_least(policy, model)} that every budget holds, got "
+            f"{options.tokens}; give more, or protect fewer with --sinks and --recent"
+        )
     reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
         identity = _search_identity(options, policy, rows, model, reference)
@@ -193,7 +198,7 @@ def _spread(
     start: Budgets, least: int, tokens: int, measure: "_Measure", most: int | None
 ) -> tuple[Budgets, bool]:
     """The best budgets of so many tokens on average in so many trials, and whether it ended."""
-    best, trials = common_level(start, max(tokens, least)), _Trials(measure, most, start)
+    best, trials = common_level(start, tokens), _Trials(measure, most, start)
     with suppress(_NoTrialsLeft):
         for budgets in spread(best, start, least, trials):
             best = budgets
