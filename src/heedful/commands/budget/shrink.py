@@ -111,9 +111,8 @@ def spread(budgets: Budgets, start: Budgets, least: int, measure: Measure) -> It
     """As many tokens in all, shared out by what each layer saves with twice its own.
 
     Layers cost a / n as in `share_out`. A round changes no layer by more than a half or four times:
-    further away a / n says little. Where the new budgets are worse even so, half of the way to them is
-    tried, then a quarter.
-    Rounds follow until one of them saves next to nothing.
+    further away a / n says little. Where the new budgets are worse even so, half of the way to
+    them is tried, then a quarter. Rounds follow until one of them saves next to nothing.
 
     Arguments:
         budgets: where it begins; layers with `None` take no part.
