@@ -107,7 +107,7 @@ torch.save(results, out)
 
 def test_auto_classes_open_it_where_heedful_was_never_imported(folder, elsewhere, tmp_path):
     """With its tokenizer, its cache and its budgets; an encoder-decoder too."""
-    pair = tiny_pair("t5").float()
+    pair = tiny_pair("t5")  # in fp64: in fp32 it errs by 3e-4, and by threads
     heedful.convert(pair, "mta")
     stir(pair, 0.1, only=".heedful.")
     pair.save_pretrained(tmp_path / "pair")

@@ -29,16 +29,15 @@ def cast_inputs(*tensors: object) -> list:
 
 def without_autocast(function: Callable[..., R]) -> Callable[..., R]:
     """The function with autocast off, so that its own choice of precision holds inside."""
+    return functools.partial(_without_autocast, function)
 
-    @functools.wraps(function)
-    def run(*args, **kwargs) -> R:
-        kind = _active(args)
-        if kind is None:
-            return function(*args, **kwargs)
-        with torch.autocast(kind, enabled=False):
-            return function(*args, **kwargs)
 
-    return run
+def _without_autocast(function: Callable[..., R], *args, **kwargs) -> R:
+    kind = _active(args)
+    if kind is None:
+        return function(*args, **kwargs)
+    with torch.autocast(kind, enabled=False):
+        return function(*args, **kwargs)
 
 
 def _active(args: tuple) -> str | None:
