@@ -140,13 +140,13 @@ def test_hugging_face(hub):
 
 def test_hugging_face_errors(hub, monkeypatch):
     for path, message in [
-        ("hf:missing", "'hf:missing', which datasets could not load: no such dataset; check name"),
-        ("hf:columns", "'hf:columns', whose row 0 has no string \"text\" but body, id"),
-        ("hf:hollow", "'hf:hollow', which holds no text; take another split"),
-        ("hf:", "'hf:'; a dataset is written hf:NAME[:CONFIG][:SPLIT]"),
-        ("hf:a:b:c:d", "'hf:a:b:c:d'; a dataset is written hf:NAME[:CONFIG][:SPLIT]"),
+        ("hf:missing", "'hf:missing' could not be loaded by datasets: no such dataset; check name"),
+        ("hf:columns", "'hf:columns': row 0 has no string \"text\" but body, id"),
+        ("hf:hollow", "'hf:hollow' holds no text; take another split"),
+        ("hf:", "'hf:' is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]"),
+        ("hf:a:b:c:d", "'hf:a:b:c:d' is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(f"paths names {message}")):
+        with pytest.raises(ValueError, match=re.escape(f"text {message}")):
             corpus([path])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"needs the package datasets: pip install heedful\[data"):
@@ -157,26 +157,26 @@ def test_errors_name_the_path_and_the_way_out(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.bin").write_bytes(b"x")
     bad = {
-        "empty.txt": (b"", "which is empty; leave it out"),
-        "latin.txt": (b"caf\xe9", "which is not UTF-8 at byte 3; convert it"),
-        "plain.gz": (b"plain text", "which is not a whole gzip file"),
-        "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-9], "which is not a whole gzip file"),
-        "torn.txt.gz": (gzip.compress(b"abc")[:10] + b"\xff" * 20, "which is not a whole gzip"),
-        "bad.jsonl": (b'{"text": "a"}\n{oops', "whose line 2 is not JSON"),
-        "other.jsonl": (b'{"body": "a"}', 'whose line 1 has no string "text"; each line must be'),
-        "list.jsonl": (b"[1]", 'whose line 1 has no string "text"'),
-        "none.jsonl": (b'{"text": ""}', "which is empty"),
-        "half.jsonl": (b'{"text": "\\ud800"}', "whose line 1 is no Unicode text"),
-        "deep.jsonl": (b"[" * 100_000, "whose line 1 is not JSON (maximum recursion depth"),
+        "empty.txt": (b"", " is empty; leave it out"),
+        "latin.txt": (b"caf\xe9", " is not UTF-8 at byte 3; convert it"),
+        "plain.gz": (b"plain text", " is not a whole gzip file"),
+        "cut.txt.gz": (gzip.compress(b"a" * 1000)[:-9], " is not a whole gzip file"),
+        "torn.txt.gz": (gzip.compress(b"abc")[:10] + b"\xff" * 20, " is not a whole gzip"),
+        "bad.jsonl": (b'{"text": "a"}\n{oops', ": line 2 is not JSON"),
+        "other.jsonl": (b'{"body": "a"}', ': line 1 has no string "text"; each line must be'),
+        "list.jsonl": (b"[1]", ': line 1 has no string "text"'),
+        "none.jsonl": (b'{"text": ""}', " is empty"),
+        "half.jsonl": (b'{"text": "\\ud800"}', ": line 1 is no Unicode text"),
+        "deep.jsonl": (b"[" * 100_000, ": line 1 is not JSON (maximum recursion depth"),
     }
     for name, (data, message) in bad.items():
         (tmp_path / name).write_bytes(data)
-        pattern = re.escape(f"paths names {str(tmp_path / name)!r}, {message}")
+        pattern = re.escape(f"text {str(tmp_path / name)!r}{message}")
         with pytest.raises(ValueError, match=pattern):
             corpus([tmp_path / name])
     for path, message in [
-        ("nowhere", "which does not exist; give a file, a folder or hf:NAME"),
-        ("folder", "which holds no text in .txt, .md, .py, .jsonl or .gz of these"),
+        ("nowhere", " does not exist; name a file, a folder or hf:NAME"),
+        ("folder", " holds no text in .txt, .md, .py, .jsonl or .gz of these"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             corpus([tmp_path / path])
@@ -184,7 +184,7 @@ def test_errors_name_the_path_and_the_way_out(tmp_path):
 
 def test_a_text_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"a.txt' twice, directly or within a folder; name it"):
+    with pytest.raises(ValueError, match=r"a.txt' is named twice, directly or within a folder; name it"):
         corpus([tmp_path, tmp_path / "a.txt"])
 
 

@@ -301,6 +301,8 @@ def _budget(command: BudgetCommand) -> int:
 
 def _eval(command: EvalCommand) -> int:
     options = _as(Evaluation, command)
+    from tqdm import tqdm
+
     from heedful.commands.evaluate.numbers import RULE, evaluated_table, harness_table, summed_up
     from heedful.commands.evaluate.page import write_evaluation
     from heedful.commands.evaluate.run import evaluate, export
@@ -312,7 +314,7 @@ def _eval(command: EvalCommand) -> int:
         return 0
     out = _path(options.out)
     try:
-        result = evaluate(options, lambda text: print(text, file=sys.stderr))
+        result = evaluate(options, lambda text: tqdm.write(text, file=sys.stderr))
     except KeyboardInterrupt:
         way = f"the answers so far are kept in {out}; the same command goes on there"
         raise KeyboardInterrupt(way) from None

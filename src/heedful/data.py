@@ -160,7 +160,7 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
             for file in files:
                 pairs += _paired_lines(file)
         if len(pairs) == before:
-            raise ValueError(f"paths names {path!r}, which holds no pairs; leave it out")
+            raise ValueError(f"text {path!r} holds no pairs; leave it out")
     return pairs
 
 
@@ -193,7 +193,7 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
                 yield piece
         if empty:
             raise ValueError(
-                f"paths names {path!r}, which is empty; leave it out or give a file with text"
+                f"text {path!r} is empty; leave it out or give a file with text"
             )
 
 
@@ -222,7 +222,7 @@ def _places(
         root = Path(path)
         if not root.exists():
             raise ValueError(
-                f"paths names {path!r}, which does not exist; give a file, a folder or "
+                f"text {path!r} does not exist; name a file, a folder or "
                 "hf:NAME[:CONFIG][:SPLIT]"
             )
         files = _files(root, suffixes) if root.is_dir() else [root]
@@ -230,7 +230,7 @@ def _places(
             _once(str(file.resolve()), known)
         if root.is_dir() and not any(file.stat().st_size for file in files):
             raise ValueError(
-                f"paths names the folder {path!r}, which holds no text in {', '.join(suffixes)} or "
+                f"folder {path!r} holds no text in {', '.join(suffixes)} or "
                 ".gz of these; name its files one by one if they end otherwise"
             )
         yield path, files
@@ -238,7 +238,7 @@ def _places(
 
 def _once(name: str, known: set[str]) -> None:
     if name in known:
-        raise ValueError(f"paths names {name!r} twice, directly or within a folder; name it once")
+        raise ValueError(f"text {name!r} is named twice, directly or within a folder; name it once")
     known.add(name)
 
 
@@ -302,17 +302,17 @@ def _paired_lines(file: Path) -> Iterator[TextPair]:
         columns = [column.strip() for column in columns]
         if len(columns) != 2:
             raise ValueError(
-                f"paths names {str(file)!r}, whose line {number} has {len(columns)} columns; each "
+                f"text {str(file)!r}: line {number} has {len(columns)} columns; each "
                 "line must be a source, a tabulator and a target"
             )
-        yield _pair(f"{str(file)!r}, whose line {number}", f"{file}:{number}", *columns)
+        yield _pair(f"{str(file)!r}: line {number}", f"{file}:{number}", *columns)
 
 
 def _pair(what: str, name: str, source: str, target: str) -> TextPair:
     for column, content in (("source", source), ("target", target)):
         if not content:
             raise ValueError(
-                f"paths names {what} has an empty {column}; fill it, or leave the line out"
+                f"text {what} has an empty {column}; fill it, or leave the line out"
             )
     return TextPair(name, source, target)
 
@@ -334,16 +334,16 @@ def _texts(file: Path) -> Iterator[str]:
                 read += len(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(
-            f"paths names {str(file)!r}, which is not a whole gzip file ({error}); compress it "
+            f"text {str(file)!r} is not a whole gzip file ({error}); compress it "
             "again, or drop .gz from its name if it is plain text"
         ) from error
     except OSError as error:
         raise ValueError(
-            f"paths names {str(file)!r}, which cannot be read ({error.strerror}); check its rights"
+            f"text {str(file)!r} cannot be read ({error.strerror}); check its rights"
         ) from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"paths names {str(file)!r}, which is not UTF-8 at byte {read - pending + error.start};"
+            f"text {str(file)!r} is not UTF-8 at byte {read - pending + error.start};"
             " convert it (iconv -t UTF-8) or leave it out"
         ) from error
 
@@ -360,7 +360,7 @@ def _json_lines(
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(
-                f"paths names {name!r}, whose line {number} is not JSON "
+                f"text {name!r}: line {number} is not JSON "
                 f"({getattr(error, 'msg', error)}); each line must be an object like {example}"
             ) from error
         values = []
@@ -368,14 +368,14 @@ def _json_lines(
             content = record.get(field) if isinstance(record, dict) else None
             if not isinstance(content, str):
                 raise ValueError(
-                    f'paths names {name!r}, whose line {number} has no string "{field}"; each line '
+                    f'text {name!r}: line {number} has no string "{field}"; each line '
                     f"must be an object like {example}"
                 )
             try:
                 content.encode()
             except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
                 raise ValueError(
-                    f"paths names {name!r}, whose line {number} is no Unicode text "
+                    f"text {name!r}: line {number} is no Unicode text "
                     f"({error.reason}); mend the line or leave it out"
                 ) from error
             values.append(content)
@@ -396,26 +396,26 @@ def _standard_library() -> Iterator[Piece]:
 def _hugging_face(path: str, *, streaming: bool) -> Iterator[Piece]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) > 3:
-        raise ValueError(f"paths names {path!r}; a dataset is written hf:NAME[:CONFIG][:SPLIT]")
+        raise ValueError(f"text {path!r} is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]")
     empty = True
     for number, row in enumerate(_dataset(path, parts, streaming=streaming)):
         if not isinstance(row.get("text"), str):
             raise ValueError(
-                f'paths names {path!r}, whose row {number} has no string "text" but '
+                f'text {path!r}: row {number} has no string "text" but '
                 f'{", ".join(row)}; only datasets with a column "text" can be read'
             )
         if row["text"]:
             empty = False
             yield from _cut(f"{path}[{number}]", [row["text"]])
     if empty:
-        raise ValueError(f"paths names {path!r}, which holds no text; take another split")
+        raise ValueError(f"text {path!r} holds no text; take another split")
 
 
 def _paired_rows(path: str) -> Iterator[TextPair]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) not in (1, 2, 3, 5):
         raise ValueError(
-            f"paths names {path!r}; a dataset of pairs is written "
+            f"text {path!r} is no dataset of pairs; one is written "
             "hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]"
         )
     pair_columns = tuple(parts[3:])
@@ -429,12 +429,12 @@ def _paired_rows(path: str) -> Iterator[TextPair]:
         columns = [row[name] for name in named]
         if len(columns) != 2 or not all(isinstance(x, str) for x in columns):
             raise ValueError(
-                f"paths names {path!r}, whose row {number} has no two texts "
+                f"text {path!r}: row {number} has no two texts "
                 f"{' and '.join(pair_columns) or 'source and target'} but {', '.join(row)}; name "
                 "the columns: hf:NAME:CONFIG:SPLIT:SOURCE:TARGET"
             )
         columns = [column.strip() for column in columns]
-        yield _pair(f"{path!r}, whose row {number}", f"{path}[{number}]", *columns)
+        yield _pair(f"{path!r}: row {number}", f"{path}[{number}]", *columns)
 
 
 def _dataset(path: str, parts: list[str], *, streaming: bool):
@@ -444,7 +444,7 @@ def _dataset(path: str, parts: list[str], *, streaming: bool):
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            f"paths names {path!r}, which needs the package datasets: pip install heedful[data]"
+            f"text {path!r} needs the package datasets: pip install heedful[data]"
         ) from error
     try:
         # Streaming fetches only what a limit lets through.
@@ -453,7 +453,7 @@ def _dataset(path: str, parts: list[str], *, streaming: bool):
         )
     except Exception as error:
         raise ValueError(
-            f"paths names {path!r}, which datasets could not load: {error}; check name, "
+            f"text {path!r} could not be loaded by datasets: {error}; check name, "
             "configuration and split (hf:NAME::SPLIT for the default configuration) and the network"
         ) from error
 

@@ -40,13 +40,13 @@ def test_lines_and_json_and_folders_in_order(tmp_path):
 
 
 BAD = {
-    "whose line 2 has 1 columns; each line must be a source, a tabulator": b"a\tb\nc d\n",
-    "whose line 3 has 3 columns": b"a\tb\nc\td\ne\tf\tg\n",
-    "whose line 2 has 1 columns": b"a\tb\n\nc\td\n",
-    "whose line 1 has an empty target; fill it, or leave the line out": b"a\t \nc\td\n",
-    "whose line 2 has an empty source": b"a\tb\n\td\n",
-    "which holds no pairs; leave it out": b"",
-    "which is not UTF-8 at byte 2": b"a\t\xff\n",
+    ": line 2 has 1 columns; each line must be a source, a tabulator": b"a\tb\nc d\n",
+    ": line 3 has 3 columns": b"a\tb\nc\td\ne\tf\tg\n",
+    ": line 2 has 1 columns": b"a\tb\n\nc\td\n",
+    ": line 1 has an empty target; fill it, or leave the line out": b"a\t \nc\td\n",
+    ": line 2 has an empty source": b"a\tb\n\td\n",
+    " holds no pairs; leave it out": b"",
+    " is not UTF-8 at byte 2": b"a\t\xff\n",
 }
 
 
@@ -54,13 +54,13 @@ BAD = {
 def test_columns_that_are_empty_or_unequal_are_named_by_their_line(tmp_path, message):
     path = tmp_path / "pairs.tsv"
     path.write_bytes(BAD[message])
-    with pytest.raises(ValueError, match=re.escape(f"'{path}', " + message)):
+    with pytest.raises(ValueError, match=re.escape(f"'{path}'" + message)):
         text_pairs([path])
 
 
 BAD_JSON = {
-    'whose line 1 has no string "target"': {"source": "a"},
-    "whose line 1 has an empty source": {"source": " ", "target": "b"},
+    ': line 1 has no string "target"': {"source": "a"},
+    ": line 1 has an empty source": {"source": " ", "target": "b"},
     'each line must be an object like {"source": "...", "target": "..."}': [1],
 }
 
@@ -79,8 +79,8 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     for paths, message in {
         (): "paths must name at least one file of pairs",
         "x": "paths must be a sequence of paths, got 'x'",
-        (tmp_path / "none.tsv",): "which does not exist",
-        (tmp_path / "empty",): "which holds no text in .tsv, .jsonl",
+        (tmp_path / "none.tsv",): " does not exist",
+        (tmp_path / "empty",): " holds no text in .tsv, .jsonl",
         (tmp_path, tmp_path / "a.tsv"): "twice",
     }.items():
         with pytest.raises(ValueError, match=message):
@@ -127,7 +127,7 @@ def test_columns_of_data_sets(hub):
         "hf:half": "row 0 has no two texts",
         "hf:blank": "row 0 has an empty target",
         "hf:own:::question:reply": "has no two texts question and reply",
-        "hf:own:a:b:c": "a dataset of pairs is written hf:NAME",
+        "hf:own:a:b:c": "is no dataset of pairs; one is written hf:NAME",
     }
     for path, message in wrong.items():
         with pytest.raises(ValueError, match=message):

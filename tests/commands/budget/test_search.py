@@ -373,7 +373,7 @@ def refused(capsys, arguments: list[str]) -> str:
 
 WRONG = {
     "data must name at least one text file: add --data": ["--data"],
-    "paths names 'nowhere.txt', which does not exist": ["--data", "nowhere.txt"],
+    "text 'nowhere.txt' does not exist": ["--data", "nowhere.txt"],
     "length must be at most the 256 tokens that .* has positions for, got 512": ["--length", "512"],
     "length must be a whole number of at least 32, got 16": ["--length", "16"],
     "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],

@@ -255,7 +255,7 @@ def test_a_bad_line_of_pairs_is_one_clean_line(line, tmp_path, capsys):
         == 1
     )
     error = capsys.readouterr().err
-    assert "pairs.tsv', whose line 2 has" in error
+    assert "pairs.tsv': line 2 has" in error
     assert error.count("\n") == 1 and not (tmp_path / "o").exists()
 
 

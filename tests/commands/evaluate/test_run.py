@@ -180,7 +180,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         evaluate(evaluation)
     path = tmp_path / "run" / "samples.jsonl"
-    assert len(read_samples(path)) == 6
+    assert len(read_samples(path)) == 8  # with the batch of each task that comes first
     path.write_bytes(path.read_bytes()[:-20])  # killed while it wrote
     calls[:] = [0] * 4
     with pytest.warns(UserWarning, match="cut off"):
@@ -191,6 +191,30 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     assert len(read_samples(path)) == len(whole)
     calls.clear()
     assert evaluate(evaluation).samples == again and not calls
+
+
+def test_how_long_it_takes_is_said_after_a_batch_of_each_kind(tmp_path, monkeypatch):
+    """A second for a token that is read, and none for one that is written."""
+    clock, words, read = [0.0], [], []
+
+    def reads(self, rows):
+        read.append(len(rows))
+        clock[0] += sum(map(len, rows))
+        return [Likelihood(torch.zeros(len(x) - 1), torch.tensor(x[1:])) for x in rows]
+
+    monkeypatch.setattr(LanguageModel, "read", reads)
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: clock[0])
+    options = {"tasks": ("perplexity",), "length": 32, "batch": 3, "samples": 9}
+    evaluation = evaluation_of(tmp_path, "plain", "selective", **options)
+    evaluate(evaluation, words.append)
+    assert read == [3] * 6
+    assert words == [
+        "18 samples: 9 of perplexity, for 2 models with 1 cache; --samples N changes how many",
+        f"They take about {(2 * 6 * 32) / 60:.0f} minutes from now on if all models are as fast as "
+        "the first",
+    ]
+    evaluate(evaluation, words.append)
+    assert len(words) == 3 and len(read) == 6
 
 
 def test_more_of_the_same_asks_only_what_is_new(tmp_path, monkeypatch):
@@ -271,9 +295,9 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
         ({"tasks": ("perplexity",), "length": 2000}, "perplexity asks for 2000 .*smaller --length"),
         ({"tasks": ("babilong",), "lengths": (100,)}, "length 100 is too short for a question"),
         ({"tasks": ("copy",)}, "task 'copy' has .* tokens and model 'plain' has 260"),
-        ({"haystack": (str(tmp_path / "empty.txt"),)}, "which is empty"),
+        ({"haystack": (str(tmp_path / "empty.txt"),)}, " is empty"),
         ({"haystack": (str(tmp_path / "latin.txt"),)}, "is not UTF-8"),
-        ({"haystack": ("gone.txt",)}, "'gone.txt', which does not exist"),
+        ({"haystack": ("gone.txt",)}, "text 'gone.txt' does not exist"),
         ({"tasks": ("lambada",), "lambada": "gone.txt"}, "does not exist"),
         ({"tasks": ("babilong",), "babi": "gone"}, "babi 'gone' cannot be read"),
     ):  # fmt: skip

@@ -1,6 +1,7 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,8 @@ def evaluate(
 
     Arguments:
         options: models, tasks and caches.
-        announce: is told in one sentence, before the first answer, how many there will be.
+        announce: is told in one sentence how many answers there will be, and in another, after a
+            few of each kind, how long they take.
 
     Raises:
         ValueError: an option cannot be read, or does not fit a model; or the folder holds
@@ -78,12 +80,17 @@ def evaluate(
                 own = OWN in options.budget
                 model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
                 store.register(plan, model, options)
-                for cache, eviction in _caches(options, plan.name, model).items():
+                caches = {
+                    cache: LanguageModel(model, plan.tokenizer, eviction)
+                    for cache, eviction in _caches(options, plan.name, model).items()
+                }
+                if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
+                    announce(_duration(seconds, len(plans)))
+                for cache, answers in caches.items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
-                    answers = LanguageModel(model, plan.tokenizer, eviction)
                     samples += ask(answers, plan, cache, store, options.batch, bar)
                 samples += ask_harness(options, plan, model, store)
-                del model, answers  # before the next one takes its memory
+                del model, caches, answers  # before the next one takes its memory
         names = harness_names(options)
         harness = {
             plan.name: {
@@ -101,9 +108,38 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
     models, caches = len(plans), 1 + len(options.budget)
     return (
         f"{total:,} samples: {parts}, for {models} model{'s' * (models > 1)} with "
-        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many, "
-        "and from the first answers on the bar tells how long that takes"
+        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
     )
+
+
+def _seconds(
+    caches: dict[str, Answers], plan: EvaluationPlan, store: "AnswerStore", batch: int
+) -> float:
+    """What the other answers of a model take after the shortest batch of each task and cache, in
+    proportion to their tokens."""
+    seconds = 0.0
+    for cache, answers in caches.items():
+        for task in dict.fromkeys(item.task for item in plan.items):
+            waiting = [item for item in plan.items if item.task == task]
+            waiting = [x for x in waiting if store.known(plan.name, cache, _name(x)) is None]
+            first = sorted(waiting, key=_tokens)[:batch]
+            start = time.perf_counter()
+            ask(answers, plan._replace(items=first), cache, store, batch)
+            spent = time.perf_counter() - start
+            if first:
+                seconds += spent * (sum(map(_tokens, waiting)) / sum(map(_tokens, first)) - 1)
+    return seconds
+
+
+def _duration(seconds: float, models: int) -> str:
+    seconds *= models
+    length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    like = " if all models are as fast as the first" if models > 1 else ""
+    return f"They take about {length} from now on{like}"
+
+
+def _tokens(item: Item) -> int:
+    return len(item.ids) + item.room
 
 
 def prepare(options: Evaluation) -> list[EvaluationPlan]:
@@ -287,6 +323,7 @@ class AnswerStore:
     def add(self, samples: Sequence[Sample]) -> None:
         """Keep answers; they are on disk when this returns."""
         append_samples(self.path, samples)
+        self._known |= {(x.model, x.cache, x.task, x.key): x for x in samples}
 
     def harness(self, model: str, name: str) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""
