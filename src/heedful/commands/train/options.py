@@ -38,8 +38,8 @@ class TrainingRecipe(NamedTuple):
 
 
 RECIPES = {
-    "scratch": TrainingRecipe(1000, 16, 512, 1e-3, 100, "cosine", 1.0, 0.1, 0.95),
-    "adapt": TrainingRecipe(500, 16, 1024, 2e-5, 50, "cosine", 50.0, 0.0, 0.95),
+    "scratch": TrainingRecipe(500, 8, 512, 1e-3, 50, "cosine", 1.0, 0.1, 0.95),
+    "adapt": TrainingRecipe(250, 8, 1024, 2e-5, 25, "cosine", 50.0, 0.0, 0.95),
     "hide": TrainingRecipe(
         200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "maps", 0.0, 1.0, (64, 256)
     ),
