@@ -184,7 +184,7 @@ def test_errors_name_the_path_and_the_way_out(tmp_path):
 
 def test_a_text_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=r"a.txt' is named twice, directly or within a folder; name it"):
+    with pytest.raises(ValueError, match=r"a.txt' is named twice, directly or within a folder"):
         corpus([tmp_path, tmp_path / "a.txt"])
 
 
