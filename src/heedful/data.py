@@ -192,9 +192,7 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
                 empty = False
                 yield piece
         if empty:
-            raise ValueError(
-                f"text {path!r} is empty; leave it out or give a file with text"
-            )
+            raise ValueError(f"text {path!r} is empty; leave it out or give a file with text")
 
 
 def _joined(parts: Iterable[Piece]) -> Iterator[Document]:
@@ -222,8 +220,7 @@ def _places(
         root = Path(path)
         if not root.exists():
             raise ValueError(
-                f"text {path!r} does not exist; name a file, a folder or "
-                "hf:NAME[:CONFIG][:SPLIT]"
+                f"text {path!r} does not exist; name a file, a folder or hf:NAME[:CONFIG][:SPLIT]"
             )
         files = _files(root, suffixes) if root.is_dir() else [root]
         for file in files:
@@ -311,9 +308,7 @@ def _paired_lines(file: Path) -> Iterator[TextPair]:
 def _pair(what: str, name: str, source: str, target: str) -> TextPair:
     for column, content in (("source", source), ("target", target)):
         if not content:
-            raise ValueError(
-                f"text {what} has an empty {column}; fill it, or leave the line out"
-            )
+            raise ValueError(f"text {what} has an empty {column}; fill it, or leave the line out")
     return TextPair(name, source, target)
 
 

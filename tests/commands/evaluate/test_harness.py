@@ -109,14 +109,16 @@ def test_the_exported_grading_knows_right_from_wrong(exported, monkeypatch):
             assert grade(doc, [" no"]) == {"acc": 0.0}
 
 
-def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
-    """Also where budgets of the model's own are requested; and what it found is kept."""
-    policies = []
+def test_what_the_harness_has_graded_is_kept(tmp_path, exported, monkeypatch):
+    """For each cache; its own caches are whole, also where budgets are the model's own."""
+    policies, caches = [], []
 
-    def run_task(options, name, model, tokenizer, label):
+    def run_task(options, task, model, tokenizer):
         policies.append(model._heedful.eviction)
-        sample = Sample(label, "", f"lm-eval:{name}", "0", "", {}, {"acc": 1.0})
-        return HarnessResult({name: {"acc": 0.5}}, [sample])
+        caches.append(task.cache)
+        name = f"lm-eval:{task.name}"
+        sample = Sample(task.model, task.cache, name, "0", "", {}, {"acc": 1.0})
+        return HarnessResult({task.name: {"acc": 0.5}}, [sample])
 
     monkeypatch.setattr(runner, "run_task", run_task)
     tasks = ("lm-eval:heedful_needles,heedful_babilong", "lm-eval:heedful_lambada")
@@ -126,10 +128,29 @@ def test_the_harness_has_whole_caches(tmp_path, exported, monkeypatch):
         assert list(result.harness["selective"]) == [
             "heedful_needles", "heedful_babilong", "heedful_lambada",
         ]  # fmt: skip
-        assert [x.values for x in result.samples] == [{"acc": 1.0}] * 3
-    assert policies == [None] * 3
+        assert [x.values for x in result.samples] == [{"acc": 1.0}] * 6
+    assert policies == [None] * 6 and caches == [""] * 3 + ["own"] * 3
     evaluate(evaluation_of(tmp_path, "selective", **options | {"samples": 3}))
-    assert len(policies) == 6
+    assert len(policies) == 12
+
+
+def test_the_harness_reads_under_a_budget_as_we_do(tmp_path, ended, exported):
+    options = {"lm_eval_tasks": (str(exported),), "samples": 3, "budget": ("13",)}
+    tasks = ("lambada", "lm-eval:heedful_lambada")
+    result = evaluate(evaluation_of(tmp_path, str(ended), tasks=tasks, **options))
+    nats = {}
+    for x in result.samples:
+        nats.setdefault((x.task, x.cache), []).append(x.values["nats"])
+    whole, small_cache = nats["lambada", ""], nats["lambada", "streaming-llm 13"]
+    assert nats["lm-eval:heedful_lambada", ""] == pytest.approx(whole, rel=1e-4)
+    assert nats["lm-eval:heedful_lambada", "streaming-llm 13"] == pytest.approx(
+        small_cache, rel=1e-4
+    )
+    assert all(abs(a - b) > 1e-3 for a, b in zip(whole, small_cache, strict=True))
+    with pytest.raises(ValueError, match="generate text run with the whole cache alone, not with"):
+        evaluate(
+            evaluation_of(tmp_path / "2", str(ended), tasks=("lm-eval:heedful_needles",), **options)
+        )
 
 
 def test_the_harness_refuses_what_it_would_cut(tmp_path, ended, exported):

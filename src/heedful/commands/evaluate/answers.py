@@ -1,7 +1,7 @@
 """How a model answers: it writes on from prompts, or gives the likelihood of tokens."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -96,6 +96,10 @@ class LanguageModel:
         new = written[:, longest:].tolist()
         return [self.tokenizer.decode(x, skip_special_tokens=True) for x in new]
 
+    def reading(self) -> AbstractContextManager:
+        """Within it, calls without a cache compute what steps with the policy's cache would."""
+        return evicting(self.model, self.eviction) if self.eviction else nullcontext()
+
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
         """Sequences are padded on the right, where a causal model's padding changes nothing."""
@@ -106,8 +110,7 @@ class LanguageModel:
             halves = (rows[:at_once], rows[at_once:])
             return [likelihood for half in halves for likelihood in self.read(half)]
         ids = torch.tensor([[*x, *[0] * (longest - len(x))] for x in rows])
-        policy = evicting(self.model, self.eviction) if self.eviction else nullcontext()
-        with policy:
+        with self.reading():
             inputs = ids.to(self.model.device)
             logits = self.model(input_ids=inputs, use_cache=False).logits[:, :-1].float()
         nats = cross_entropy(logits.transpose(1, 2), inputs[:, 1:], reduction="none").cpu()

@@ -82,10 +82,15 @@ def _manager(folders: tuple[str, ...], names: tuple[str, ...]):
     return TaskManager(include_path=list(folders) or None)
 
 
-def whole_inputs(model: PreTrainedModel, tokenizer, batch: int):
+def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = ""):
     """The harness's own `HFLM` of a model, but one that refuses what does not fit.
 
     It would cut the left of it, and score what is left.
+
+    Arguments:
+        model, tokenizer: of transformers.
+        batch: requests per call, at most.
+        cache: the name of a small cache, under which nothing is generated.
 
     Raises:
         ValueError: the tokenizer is none of transformers.
@@ -106,6 +111,11 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int):
             return super()._loglikelihood_tokens(requests, *args, **options)
 
         def generate_until(self, requests, *args, **options):
+            if cache:
+                raise ValueError(
+                    "tasks of lm-evaluation-harness that generate text run with the whole cache "
+                    f"alone, not with {cache!r}; leave --budget out, or take needles"
+                )
             for request in requests:
                 context, arguments = request.args
                 room = arguments.get("max_gen_toks", self.max_gen_toks)
@@ -128,6 +138,14 @@ def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
         )
 
 
+class HarnessTask(NamedTuple):
+    """A task or a group of the harness for one model and cache, as samples call them."""
+
+    name: str
+    model: str
+    cache: str = ""
+
+
 class HarnessResult(NamedTuple):
     """The harness's results for a task or a group.
 
@@ -140,22 +158,21 @@ class HarnessResult(NamedTuple):
 
 
 def run_task(
-    options: Evaluation, name: str, model: PreTrainedModel, tokenizer, label: str
+    options: Evaluation, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
 ) -> HarnessResult:
     """Ask a task or a group of the harness.
 
-    label: the model's name in samples.
-
     Raises:
-        ValueError: a request is longer than the model's positions, or the data cannot be loaded.
+        ValueError: a request is longer than the model's positions, or the data cannot be loaded;
+            or text is generated with a small cache.
     """
     import lm_eval
 
-    lm = whole_inputs(model, tokenizer, options.batch)
+    lm = whole_inputs(model, tokenizer, options.batch, harness_task.cache)
     with _quiet():
         output = lm_eval.simple_evaluate(
             lm,
-            tasks=[name],
+            tasks=[harness_task.name],
             task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
             limit=options.samples,
             random_seed=options.seed,
@@ -173,14 +190,14 @@ def run_task(
         numbers["samples"] = output["n-samples"].get(task, {}).get("effective", 0)
         results[task] = numbers
     samples = [
-        _sample(label, task, about)
+        _sample(harness_task, task, about)
         for task, several in output["samples"].items()
         for about in several
     ]
     return HarnessResult(results, [sample for sample in samples if sample.values])
 
 
-def _sample(model: str, task: str, about: dict) -> Sample:
+def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
     """A graded sample: shares as they are, the likelihood behind a perplexity as nats."""
     values = {
         name: float(about[name])
@@ -190,7 +207,8 @@ def _sample(model: str, task: str, about: dict) -> Sample:
     if isinstance(likelihood := about.get("perplexity"), float):
         values["nats"] = -likelihood
     digest = about["doc_hash"] + about["prompt_hash"]
-    return Sample(model, "", f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
+    model, cache = harness_task.model, harness_task.cache
+    return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
 
 
 @contextmanager

@@ -12,7 +12,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from heedful.commands.evaluate.answers import Answers, LanguageModel
-from heedful.commands.evaluate.harness import HarnessResult, export_tasks, harness_names, run_task
+from heedful.commands.evaluate.harness import (
+    HarnessResult,
+    HarnessTask,
+    export_tasks,
+    harness_names,
+    run_task,
+)
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
@@ -89,7 +95,7 @@ def evaluate(
                 for cache, answers in caches.items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
                     samples += ask(answers, plan, cache, store, options.batch, bar)
-                samples += ask_harness(options, plan, model, store)
+                samples += ask_harness(options, plan, caches, store)
                 del model, caches, answers  # before the next one takes its memory
         names = harness_names(options)
         harness = {
@@ -325,18 +331,18 @@ class AnswerStore:
         append_samples(self.path, samples)
         self._known |= {(x.model, x.cache, x.task, x.key): x for x in samples}
 
-    def harness(self, model: str, name: str) -> HarnessResult | None:
+    def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""
-        entry = self.about["lm_eval"].get(model, {}).get(name)
+        entry = self.about["lm_eval"].get(model, {}).get(_with_cache(name, cache))
         if entry is None or entry["asked"] != self._harness_identity() or "samples" not in entry:
             return None
         return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
 
-    def keep_harness(self, model: str, name: str, result: HarnessResult) -> None:
+    def keep_harness(self, model: str, name: str, result: HarnessResult, cache: str) -> None:
         """Keep the results of lm-evaluation-harness for a name."""
         entry = {"asked": self._harness_identity(), "results": result.results}
         entry["samples"] = [sample.to_json() for sample in result.samples]
-        self.about["lm_eval"].setdefault(model, {})[name] = entry
+        self.about["lm_eval"].setdefault(model, {})[_with_cache(name, cache)] = entry
         self._write_about()
 
     def _harness_identity(self) -> dict:
@@ -347,17 +353,30 @@ class AnswerStore:
         write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
 
 
+def _with_cache(name: str, cache: str) -> str:
+    return f"{name}, {cache}" if cache else name
+
+
 def ask_harness(
-    options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel, store: AnswerStore
+    options: Evaluation,
+    plan: EvaluationPlan,
+    caches: dict[str, LanguageModel],
+    store: AnswerStore,
 ) -> list[Sample]:
-    """Tasks of lm-evaluation-harness, those that are kept included, with the whole cache."""
-    model._heedful.eviction = None  # the harness makes caches of its own
+    """Tasks of lm-evaluation-harness, those that are kept included.
+
+    Under a budget whole sequences are read as they would come out token by token.
+    """
     samples = []
-    for name in harness_names(options):
-        if store.harness(plan.name, name) is None:
-            result = run_task(options, name, model, plan.tokenizer, plan.name)
-            store.keep_harness(plan.name, name, result)
-        samples += store.harness(plan.name, name).samples
+    for cache, answers in caches.items():
+        answers.model._heedful.eviction = None  # the harness makes caches of its own
+        for name in harness_names(options):
+            if store.harness(plan.name, name, cache) is None:
+                with answers.reading():
+                    task = HarnessTask(name, plan.name, cache)
+                    result = run_task(options, task, answers.model, plan.tokenizer)
+                store.keep_harness(plan.name, name, result, cache)
+            samples += store.harness(plan.name, name, cache).samples
     return samples
 
 
