@@ -28,8 +28,8 @@ class Bench:
         "reference", "tiled", "fused", "x-transformers", "flex", "liger",
     )  # fmt: skip
     """By which implementation; what cannot run here is left out, with the reason."""
-    lengths: tuple[int, ...] = (1024, 2048)
-    """Tokens."""
+    lengths: tuple[int, ...] = (1024,)
+    """Tokens, one number or several."""
     passes: tuple[PassName, ...] = ("forward", "forward+backward")
     """decode: one new token with T keys."""
     batch: int = 1
