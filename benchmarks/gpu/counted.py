@@ -61,6 +61,11 @@ class Counter(TorchDispatchMode):
         self.nbytes += sum(map(_nbytes, [*tensors, *results]))
         if "mm" in func.__name__:
             self.flops += 2 * results[0].numel() * args["add" in func.__name__].shape[-1]
+        if "efficient_attention" in func.__name__:
+            backward = "backward" in func.__name__
+            (q, k, v), products = args[backward : backward + 3], (3, 2) if backward else (1, 1)
+            width = products[0] * q.shape[3] + products[1] * v.shape[3]
+            self.flops += 2 * q.shape[:3].numel() * k.shape[2] * width
         return out
 
 
@@ -96,9 +101,10 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             q, k, v, q[:, :1], k[:, :1], None, None, None, None, None, None, None, first, None,
             dim**-0.5, None, 0.0,
         )  # fmt: skip
-        memory = pair.new_empty(batch, 0)
-        selective.attend(x, None, selective.Outputs(torch.empty_like(q), memory, pair))
-        selective.attend_backward(grad, pair[0], memory, x, pair, None)
+        memory, out = pair.new_empty(batch, 0), torch.empty_like(q)
+        sums = pair.new_empty(selective.sums_shape(q, x.composed))
+        selective.attend(x, None, selective.Outputs(out, memory, pair, sums))
+        selective.attend_backward(grad, pair[0], memory, x, pair, None, out, sums)
 
     kernel = draw(heads, 6, 11, dtype=torch.float32)
     mixing = draw(1, heads, heads, dtype=torch.float32)
