@@ -48,6 +48,7 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches = self.nbytes = self.flops = 0
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -58,6 +59,7 @@ class Counter(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.launches += 1
+        self.names.add(func.__name__)
         self.nbytes += sum(map(_nbytes, [*tensors, *results]))
         if "mm" in func.__name__:
             self.flops += 2 * results[0].numel() * args["add" in func.__name__].shape[-1]
@@ -102,7 +104,7 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             dim**-0.5, None, 0.0,
         )  # fmt: skip
         memory, out = pair.new_empty(batch, 0), torch.empty_like(q)
-        sums = pair.new_empty(selective.sums_shape(q, x.composed))
+        sums = pair.new_empty(selective.sums_shape(q, True))
         selective.attend(x, None, selective.Outputs(out, memory, pair, sums))
         selective.attend_backward(grad, pair[0], memory, x, pair, None, out, sums)
 

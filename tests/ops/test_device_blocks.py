@@ -1,16 +1,19 @@
 """The blocks that a device other than a CPU gets, run on a CPU: the same laws, and few launches."""
 
+import functools
+
 import pytest
 import torch
 
 from benchmarks.gpu.counted import SHAPES, Counter, calls
-from heedful.ops import Visibility
+from heedful.ops import Visibility, selective_attention
 from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d
 from heedful.ops.selective.tiled import _above, _below
 from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
 from helpers.oracle import against_oracle, with_grads
 
+BY_NAME = {str(mechanism): mechanism for mechanism in MECHANISMS}
 every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 
 
@@ -48,6 +51,31 @@ def test_they_are_the_definition_in_fp64(mechanism, visible):
     for name, x in actual.items():
         scale = expected[name].abs().max().item()
         torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
+
+
+@pytest.mark.parametrize("term", ["bias", "bias of all heads", "softcap", "sinks", "dropout"])
+@pytest.mark.parametrize("selectors", [1, 4])
+def test_what_else_selective_attention_takes_there(term, selectors):
+    """A bias is one with -F; the others change the map, whose tiles are then made here."""
+    shape, draw = Shape(queries=40, keys=50), functools.partial(torch.randn, dtype=torch.float64)
+    tensors = BY_NAME["selective-own" if selectors == 1 else "selective-per-head"].draw(shape)
+    terms = {
+        "bias": {"bias": draw(1, 4, 40, 50)},
+        "bias of all heads": {"bias": draw(2, 1, 40, 50)},
+        "sinks": {"sinks": draw(4)},
+    }
+    options = {"softcap": {"softcap": 1.5}, "dropout": {"dropout_p": 0.3, "seed": 5}}
+    tensors |= terms.get(term, {}) | {"state": draw(2, selectors, 50).abs()}
+    visibility = VISIBILITIES["ragged documents"](50)
+
+    def call(impl):
+        return lambda x: selective_attention(
+            **x, **options.get(term, {}), tau=0.7, visibility=visibility, impl=impl
+        )
+
+    actual, expected = (with_grads(call(impl), tensors) for impl in ("tiled", "reference"))
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
 def test_logits_of_bf16_are_not_rounded_before_the_softmax(monkeypatch):

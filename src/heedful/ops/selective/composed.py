@@ -95,6 +95,11 @@ def biased_attention_backward(
     return dq, dk, dv, dbias
 
 
+def sums_shape(q: Float[Tensor, "B H Tq D"], composed: bool) -> tuple[int, ...]:
+    """Of the `sums` of all blocks of a call; of none, if it is not composed."""
+    return (*q.shape[:2], -(-q.shape[2] // ALIGNMENT) * ALIGNMENT) if composed else (0,)
+
+
 def _by_kernel(q: Tensor, v: Tensor, scale: float) -> bool:
     """Whether torch's kernel serves: on a GPU, in at most fp32, with heads of whole 16 bytes."""
     aligned = all(x.shape[-1] * x.element_size() % 16 == 0 for x in (q, v))

@@ -44,6 +44,7 @@ from heedful.ops.selective.composed import (
     bias_of,
     biased_attention,
     biased_attention_backward,
+    sums_shape,
 )
 from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.visibility import Visibility
@@ -98,7 +99,10 @@ class Operands(NamedTuple):
     scale: float
     softcap: float | None
     dropout: Dropout | None
-    composed: bool
+
+    @property
+    def composed(self) -> bool:
+        return is_composed(self.q, self.softcap, self.sinks, self.dropout)
 
     @property
     def rows(self) -> int:
@@ -133,15 +137,12 @@ def operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
         operand(selector_q), operand(selector_k), state, bias, sinks, scope, first, scale,
         softcap, None if drop is None else Dropout(dropout_p, drop),
-        is_composed(q, softcap, sinks, drop),
     )  # fmt: skip
 
 
-def is_composed(
-    q: Tensor, softcap: float | None, sinks: Tensor | None, drop: Tensor | None
-) -> bool:
-    """Whether the blocks of a call go through torch's own attention."""
-    return not tiles.is_cpu(q.device) and softcap is None and sinks is None and drop is None
+def is_composed(q: Tensor, *terms: object) -> bool:
+    """Whether blocks go through torch's attention: without soft cap, sinks and dropout, `terms`."""
+    return not tiles.is_cpu(q.device) and all(x is None for x in terms)
 
 
 class Outputs(NamedTuple):
@@ -178,11 +179,6 @@ class RunningTotal:
 
     def rounded(self, cut: slice = slice(None)) -> Float[Tensor, "B Hs C"]:
         return self.pair[0, ..., cut] + self.pair[1, ..., cut]
-
-
-def sums_shape(q: Float[Tensor, "B H Tq D"], composed: bool) -> tuple[int, ...]:
-    """Of the `sums` of a call: none, or with rows that fill up the last of a kernel's."""
-    return (*q.shape[:2], -(-q.shape[2] // ALIGNMENT) * ALIGNMENT) if composed else (0,)
 
 
 def attend(x: Operands, tau: float | None, out: Outputs) -> None:
