@@ -9,7 +9,7 @@ from benchmarks.gpu.counted import SHAPES, Counter, calls
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d
-from heedful.ops.selective.tiled import _above, _below
+from heedful.ops.selective.sums import above, below
 from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
 from helpers.oracle import against_oracle, with_grads
 
@@ -138,12 +138,15 @@ def test_convolutions_leave_the_choice_of_tf32_as_it_was():
     assert torch.backends.cudnn.allow_tf32 == chosen
 
 
-def test_the_sum_of_rows_above_and_below():
-    s = torch.rand(2, 1, 9, 5, dtype=torch.float64)
-    for function, rows in ((_above, lambda i: s[:, :, :i]), (_below, lambda i: s[:, :, i + 1 :])):
-        exact = torch.stack([rows(i).sum(2) for i in range(9)], dim=2)
-        for cpu in (True, False):
-            torch.testing.assert_close(function(s.clone(), cpu), exact)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_sum_of_rows_above_and_below(cpu):
+    s, later = torch.rand(2, 1, 9, 5, dtype=torch.float64), torch.rand(2, 1, 5).double()
+    exact = torch.stack([s[:, :, :i].sum(2) for i in range(9)], dim=2)
+    torch.testing.assert_close(above(s.clone(), cpu), exact)
+    exact = torch.stack([later + s[:, :, i + 1 :].sum(2) for i in range(9)], dim=2)
+    total = later + s.sum(2)
+    torch.testing.assert_close(below(s.clone(), later, cpu), exact)
+    torch.testing.assert_close(later, total)
 
 
 def test_a_window_and_documents_keep_their_masks_apart():

@@ -202,7 +202,7 @@ def convolve_backward(
     outputs = grad.shape[2]
     dx = x.new_zeros(*x.shape[:2], above + x.shape[2] + below, x.shape[3])
     for r in range(rows):
-        dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, before)
+        dx[:, :, r : r + outputs].add_(parts[:, :, r] * _same(documents, r, outputs, before))
     return dx[:, :, inside], dkernel
 
 

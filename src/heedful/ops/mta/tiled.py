@@ -173,7 +173,7 @@ def attend(
             a = steps.mix(a, x.parameters.post_mix)
         if (factor := x.dropout_factor(block)) is not None:
             a = factor.mul_(a)
-        out[:, :, _cut(block.write)] += steps.product(a, x.v[:, :, block.keys])
+        out[:, :, _cut(block.write)].add_(steps.product(a, x.v[:, :, block.keys]))
         del p, a, factor  # before the next block's
     return out
 
@@ -270,8 +270,8 @@ def attend_backward(
         if z is not None:
             d = _before_softmax_backward(d, z, x, steps, block, sums)
         read = _cut(block.read)
-        dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
-        dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
+        dq[:, :, read].add_(steps.product(d, x.k[:, :, block.keys]))
+        dk[..., block.keys].add_(steps.product(x.q[:, :, read].mT, d))
         del z, d
     return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, dsinks, sums
 
@@ -290,7 +290,7 @@ def _after_softmax_backward(
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)
     mixed = mixed if factor is None else mixed * factor
-    dv[..., block.keys] += steps.product(out_grad.mT, mixed)
+    dv[..., block.keys].add_(steps.product(out_grad.mT, mixed))
     del mixed
     d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
     if factor is not None:

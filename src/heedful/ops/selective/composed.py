@@ -37,12 +37,17 @@ def bias_of(
     q: Float[Tensor, "B H R D"],
 ) -> Bias:
     """`bias - F`, in the precision of these queries; far below every logit where hidden."""
-    total = -f if bias is None else bias - f
-    hidden.fill(total.clamp_(min=_HIDDEN), _HIDDEN)
-    columns = total.shape[3]
-    rows = q.new_empty(*total.shape[:3], -(-columns // _BIAS_COLUMNS) * _BIAS_COLUMNS)
-    values = rows[..., :columns].copy_(total).expand(-1, q.shape[1], -1, -1)
-    return Bias(values, None if hidden.clear else hidden.mask.all(-1, keepdim=True))
+    size = f.shape if bias is None else torch.broadcast_shapes(f.shape, bias.shape)
+    columns = size[3]
+    rows = q.new_empty(*size[:3], -(-columns // _BIAS_COLUMNS) * _BIAS_COLUMNS)
+    values = rows[..., :columns]
+    if bias is None:
+        torch.mul(f, -1.0, out=values)
+    else:
+        torch.sub(bias, f, out=values)
+    hidden.fill(values, _HIDDEN)
+    blind = None if hidden.clear else hidden.mask.all(-1, keepdim=True)
+    return Bias(values.expand(-1, q.shape[1], -1, -1), blind)
 
 
 def biased_attention(

@@ -3,7 +3,7 @@
 F is a sum over earlier queries. Between blocks it travels as one running total per key; inside a
 block the missing part is a product with a strictly triangular matrix of ones. The backward goes
 from the last block to the first and takes from the total what the forward added to it, so nothing
-is kept of the blocks between. For that the total is held exactly enough: see `RunningTotal`.
+is kept of the blocks between. For that the total is held exactly enough: see sums.py.
 
 On a GPU a block goes through torch's own attention, with -F as its bias (composed.py), unless a
 soft cap, sinks or dropout change the map; then, and on a CPU, its tiles are made here.
@@ -47,6 +47,7 @@ from heedful.ops.selective.composed import (
     sums_shape,
 )
 from heedful.ops.selective.decode import selective_attention_few
+from heedful.ops.selective.sums import RunningTotal, above, below
 from heedful.ops.visibility import Visibility
 
 
@@ -127,15 +128,20 @@ def operands(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
     window, scale, softcap, dropout_p,
 ) -> Operands:  # fmt: skip
-    """The call's tensors as its blocks take them, and who sees whom."""
-    heads = q.shape[1]
+    """The call's tensors as its blocks take them, and who sees whom.
+
+    Keys that nobody hides are zero in `selector_k`, and so is what they select.
+    """
+    heads, selector_k = q.shape[1], operand(selector_k)
+    if first is not None:
+        selector_k = selector_k.masked_fill(first[:, None, :, None], 0.0)
     sight = Sight(segments, False, True, window, mutual, places)
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, bias, sinks, scope, first, scale,
+        operand(selector_q), selector_k, state, bias, sinks, scope, first, scale,
         softcap, None if drop is None else Dropout(dropout_p, drop),
     )  # fmt: skip
 
@@ -156,29 +162,6 @@ class Outputs(NamedTuple):
     memory: Float[Tensor, "B Tq"]
     pair: Float[Tensor, "2 B Hs Tk"]
     sums: Float[Tensor, "B H rows"]
-
-
-class RunningTotal:
-    """A running total per key as the sum of two numbers, the second what rounding took so far.
-
-    So sums and differences are as if in twice the precision: taking away what was added leaves what
-    was there before, however small beside what was added later.
-    """
-
-    def __init__(self, pair: Float[Tensor, "2 B Hs Tk"]) -> None:
-        self.pair = pair
-
-    def add(self, x: Float[Tensor, "B Hs C"], cut: slice) -> None:
-        """Adds to the keys in `cut`; `taken` is exactly what rounding takes (Knuth's two-sum)."""
-        total, rest = self.pair[..., cut]
-        more = total + x
-        added = more - total
-        taken = (total - (more - added)) + (x - added)
-        rest += taken
-        total.copy_(more)
-
-    def rounded(self, cut: slice = slice(None)) -> Float[Tensor, "B Hs C"]:
-        return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
 def attend(x: Operands, tau: float | None, out: Outputs) -> None:
@@ -219,7 +202,6 @@ class RowBlock(NamedTuple):
     hidden: Hidden
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
-    first: Tensor | None  # keys that nobody hides
     logits: Tensor  # of the selector
     s: Tensor
 
@@ -233,11 +215,11 @@ class RowBlock(NamedTuple):
         Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
         """
         if self.later is None:
-            x.tril_(self.diagonal)
+            edge = max(0, self.diagonal + 1)  # the first column with an entry above the diagonal
+            x[..., edge:].tril_(self.diagonal - edge)
         else:
             x.masked_fill_(self.later, 0.0)
-        self.hidden.fill(x, 0.0)
-        return x if self.first is None else x.masked_fill_(self.first, 0.0)
+        return self.hidden.fill(x, 0.0)
 
 
 def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
@@ -245,12 +227,11 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.scope.hidden(owned, columns)
-    first = None if x.first is None else x.first[:, None, None, cut]
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
-    s = logits.nan_to_num(0.0, float("inf"), 0.0).clamp_(min=0)  # many times faster than a mask
+    s = torch.fmax(logits, logits.new_zeros(()))  # of NaN and zero this is zero
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
-    block = RowBlock(rows, cut, hidden, diagonal, later, first, logits, s)
+    block = RowBlock(rows, cut, hidden, diagonal, later, logits, s)
     block.only_active(s)
     return block
 
@@ -260,7 +241,7 @@ def _hiding(x: Operands, block: RowBlock, total: RunningTotal) -> Float[Tensor, 
     base = total.rounded(block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    return base[:, :, None] + _above(block.s, x.scope.cpu)
+    return base[:, :, None] + above(block.s, x.scope.cpu)
 
 
 class _Maps(NamedTuple):
@@ -293,22 +274,6 @@ def _maps(
     return _Maps(p, slope, sunk)
 
 
-def _above(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those above it; on a CPU by a product, which is faster there."""
-    return _earlier(s) @ s if cpu else s.cumsum(2).sub_(s)
-
-
-def _below(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those below it."""
-    return _earlier(s).mT @ s if cpu else s.flip(2).cumsum(2).flip(2).sub_(s)
-
-
-def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
-    """Strictly lower triangle of ones: row i sums what stands above it."""
-    rows = like.shape[2]
-    return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
-
-
 def attend_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, x: Operands, pair: Tensor,
     tau: float | None, out: Tensor | None = None, sums: Tensor | None = None,
@@ -324,6 +289,8 @@ def attend_backward(
         # Those of keys are transposed: a product is a quarter faster when its long side comes last.
         for t in (x.q, x.selector_q, x.selector_k.mT)
     )
+    if x.composed:
+        dq = torch.empty_like(x.q)  # every block has rows of its own, in this precision
     dk, dv = (
         pair.new_zeros(t.shape) if x.composed else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
     )
@@ -345,13 +312,13 @@ def attend_backward(
                 out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f),
                 out[:, :, rows], sums[:, :, filled], x.scale,
             )  # fmt: skip
-            dk[:, :, cut] += dk_block
-            dv[:, :, cut] += dv_block
+            dk[:, :, cut].add_(dk_block)
+            dv[:, :, cut].add_(dv_block)
             del dk_block, dv_block
         else:
             p, slope, sunk = _maps(x, block, f, slopes=True)
             factor = x.dropout_factor(block)
-            dv[:, :, cut] += product(out_grad.mT, p if factor is None else p * factor).mT
+            dv[:, :, cut].add_(product(out_grad.mT, p if factor is None else p * factor).mT)
             dp = product(out_grad, x.v[:, :, cut].mT)
             if factor is not None:
                 dp.mul_(factor)
@@ -365,25 +332,27 @@ def attend_backward(
             part.copy_(dlogits.sum_to_size(part.shape))
 
         df = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else widen(dlogits)
-        df = -df
+        df = df.neg_() if df is not dlogits else -df
         if tau is not None:
             counted = block.hidden.fill(f <= tau, False)
             df += counted * (grad_memory[:, None, rows, None] / selectors)
-        ds = later[:, :, None, cut] + _below(df, x.scope.cpu)
-        later[:, :, cut] += df.sum(2)
+        ds = below(df, later[:, :, cut], x.scope.cpu)
         # At zero the slope of the ReLU is one, as in reference.py.
-        ds = block.only_active(ds.mul_(block.logits >= 0)).mul_(x.scale)
-        dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut])
-        dsk[..., cut] += product(x.selector_q[:, :, rows].mT, ds)
+        ds = block.only_active(ds.mul_(block.logits >= 0))
+        dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
+        dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 
         if not x.composed:
             if slope is not None:
                 dlogits.mul_(slope)
             dlogits.mul_(x.scale)
             dq[:, :, rows] = product(dlogits, x.k[:, :, cut])
-            dk[:, :, cut] += product(x.q[:, :, rows].mT, dlogits).mT
+            dk[:, :, cut].add_(product(x.q[:, :, rows].mT, dlogits).mT)
         del block, f, slope, dlogits, df, ds
-    return dq, dk, dv, dsq, dsk.mT, dbias, dsinks, later
+    dsk = dsk.mT
+    if x.first is not None:
+        dsk.masked_fill_(x.first[:, None, :, None], 0.0)
+    return dq, dk, dv, dsq, dsk, dbias, dsinks, later
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
