@@ -9,6 +9,7 @@ time beside them is an estimate from both and from published figures of an H100.
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -72,12 +73,11 @@ class Counter(TorchDispatchMode):
 
 
 def _nbytes(x: Tensor) -> int:
-    """Of what is read or written: a repeated tensor is read once."""
-    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
-    count = 1
-    for n in sizes:
-        count *= n
-    return count * x.element_size()
+    """Of what is read or written: what a view repeats is read once."""
+    sizes = [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    count = math.prod(n for n, _ in sizes)
+    reach = 1 + sum((n - 1) * stride for n, stride in sizes)
+    return min(count, reach) * x.element_size()
 
 
 def calls(shape: Shape) -> dict[str, Callable[[], object]]:

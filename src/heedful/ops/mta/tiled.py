@@ -108,11 +108,12 @@ def operands(
     bias: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
     dropout: Dropout | None = None,
 ) -> Operands:  # fmt: skip
-    """The call's tensors in the precisions in which these steps take them."""
+    """The call's tensors in the precisions in which these steps take them, the scale folded."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
     wide = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
     sinks = None if sinks is None else sinks.to(accumulating)[:, None, None]
+    wide, scale = steps.folded(wide, scale)
     return Operands(*spread, wide, scale, bias, softcap, sinks, dropout)
 
 
@@ -273,7 +274,9 @@ def attend_backward(
         dq[:, :, read].add_(steps.product(d, x.k[:, :, block.keys]))
         dk[..., block.keys].add_(steps.product(x.q[:, :, read].mT, d))
         del z, d
-    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, dsinks, sums
+    if x.scale != 1.0:
+        dq.mul_(x.scale), dk.mul_(x.scale)
+    return dq, dk.mT, dv.mT, dbias, dsinks, sums
 
 
 def _after_softmax_backward(
@@ -398,6 +401,8 @@ def gradients(
     q, k, v, *parameters, bias, sinks = inputs
     x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, sinks, softcap, dropout)
     *grads, dbias, dsinks, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    if x.scale != scale:
+        sums, _ = steps.folded(sums, scale)
     rounded = [finished(grads, t) for t in (q, k, v)]
     for g, t in zip((*sums, dbias, dsinks), (*parameters, bias, sinks), strict=True):
         rounded.append(q.new_empty(0) if t is None else g.to(t.dtype))
