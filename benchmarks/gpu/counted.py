@@ -57,7 +57,9 @@ class Counter(TorchDispatchMode):
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if view or "empty" in func.__name__ or func.__name__.startswith("_unsafe_view"):
             return out
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = {x.name for x in func._schema.arguments if x.is_out}
+        read = (args, {name: x for name, x in (kwargs or {}).items() if name not in written})
+        tensors = [x for x in tree_leaves(read) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.launches += 1
         self.names.add(func.__name__)
