@@ -1,4 +1,4 @@
-"""Compiles what a fused operator launches, for GPUs that are not here; a program for `compile_case`.
+"""Compiles what a fused operator launches, for GPUs elsewhere; a program for `compile_case`.
 
 The host code runs on the CPU. Each launch is compiled for the arguments that it would get,
 alignment included, and prints one line of JSON instead of running.
@@ -75,9 +75,7 @@ class Compiler:
         form = f"{kernel.__name__} {signature} {constants} {aligned} {options}"
         if form not in self.forms:
             self.forms.add(form)
-            actual = resources(
-                self.target, kernel, signature, constants, aligned, options
-            )
+            actual = resources(self.target, kernel, signature, constants, aligned, options)
             self._show(kernel.__name__, actual | options | {"heads": inputs.get("HEADS")})
 
     def _show(self, name: str, actual: dict) -> None:
