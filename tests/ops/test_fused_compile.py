@@ -50,7 +50,7 @@ def test_selective(case):
 
 
 # Of the other targets: spilled bytes per thread of selective attention's kernels, at most.
-SPILLED_ELSEWHERE = {"sm_80": 3700, "sm_89": 750, "sm_100": 50, "sm_120": 750, "gfx942": 500}
+SPILLED_ELSEWHERE = {"sm_80": 3700, "sm_89": 750, "sm_100": 50, "sm_120": 800, "gfx942": 500}
 REGISTERS = {"gfx942": 512}  # of the others 255
 
 
