@@ -9,6 +9,7 @@ time beside them is an estimate from both and from published figures of an H100.
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches = self.nbytes = self.flops = 0
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -55,22 +57,29 @@ class Counter(TorchDispatchMode):
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if view or "empty" in func.__name__ or func.__name__.startswith("_unsafe_view"):
             return out
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        written = {x.name for x in func._schema.arguments if x.is_out}
+        read = (args, {name: x for name, x in (kwargs or {}).items() if name not in written})
+        tensors = [x for x in tree_leaves(read) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.launches += 1
+        self.names.add(func.__name__)
         self.nbytes += sum(map(_nbytes, [*tensors, *results]))
         if "mm" in func.__name__:
             self.flops += 2 * results[0].numel() * args["add" in func.__name__].shape[-1]
+        if "efficient_attention" in func.__name__:
+            backward = "backward" in func.__name__
+            (q, k, v), products = args[backward : backward + 3], (3, 2) if backward else (1, 1)
+            width = products[0] * q.shape[3] + products[1] * v.shape[3]
+            self.flops += 2 * q.shape[:3].numel() * k.shape[2] * width
         return out
 
 
 def _nbytes(x: Tensor) -> int:
-    """Of what is read or written: a repeated tensor is read once."""
-    sizes = (n for n, stride in zip(x.shape, x.stride(), strict=True) if stride)
-    count = 1
-    for n in sizes:
-        count *= n
-    return count * x.element_size()
+    """Of what is read or written: what a view repeats is read once."""
+    sizes = [(n, stride) for n, stride in zip(x.shape, x.stride(), strict=True) if stride]
+    count = math.prod(n for n, _ in sizes)
+    reach = 1 + sum((n - 1) * stride for n, stride in sizes)
+    return min(count, reach) * x.element_size()
 
 
 def calls(shape: Shape) -> dict[str, Callable[[], object]]:
@@ -96,9 +105,10 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             q, k, v, q[:, :1], k[:, :1], None, None, None, None, None, None, None, first, None,
             dim**-0.5, None, 0.0,
         )  # fmt: skip
-        memory = pair.new_empty(batch, 0)
-        selective.attend(x, None, selective.Outputs(torch.empty_like(q), memory, pair))
-        selective.attend_backward(grad, pair[0], memory, x, pair, None)
+        memory, out = pair.new_empty(batch, 0), torch.empty_like(q)
+        sums = pair.new_empty(selective.sums_shape(q, True))
+        selective.attend(x, None, selective.Outputs(out, memory, pair, sums))
+        selective.attend_backward(grad, pair[0], memory, x, pair, None, out, sums)
 
     kernel = draw(heads, 6, 11, dtype=torch.float32)
     mixing = draw(1, heads, heads, dtype=torch.float32)

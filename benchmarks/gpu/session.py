@@ -1,6 +1,6 @@
 """What one session on a GPU is to find out, in six stages of at most ten minutes each.
 
-1. versions, memory bandwidth, matrix products, and the laws of the operators on the real kernels;
+1. versions, ceilings, primitives, and the laws of the operators on the real kernels;
 2. the operators beside SDPA, as models call them: bf16, batch 4, 16 heads of 128, transposed views;
 3. where the time of a call goes;
 4. the fastest of stage 2 at 8k to 32k tokens, with peak memory;
@@ -29,6 +29,7 @@ from pathlib import Path
 
 from benchmarks.gpu.sizes import FULL, SMALL, Sizes
 from benchmarks.parts import ROOT
+from heedful.commands.bench import gpu_report
 from heedful.commands.bench.options import Bench
 from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, work
 
@@ -103,62 +104,9 @@ def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
     """What this machine and its libraries are, and whether the kernels are right here."""
     from heedful.commands.bench.cases import device
 
-    here = {"device": device()}
-    yield SessionCase("versions", here, versions)
-    yield SessionCase("copy", here | {"bytes": sizes.copied}, partial(copied, sizes.copied))
-    n, bench = sizes.product, sizes.bench
-    shapes = {
-        "square": ((n, n), (n, n)),
-        "logits": ((bench.batch * bench.heads, n // 2, bench.dim),
-                   (bench.batch * bench.heads, bench.dim, n // 2)),
-    }  # fmt: skip
-    for name, (a, b) in shapes.items():
-        for dtype in ("bfloat16", "float32"):
-            config = here | {"shapes": [a, b], "dtype": dtype}
-            yield SessionCase(f"product {name} {dtype}", config, partial(product, a, b, dtype))
-    yield SessionCase("laws", here | {"tests": sizes.tests}, partial(laws, sizes.tests))
-
-
-def versions(left: float) -> dict:
-    """Libraries, and the GPU as torch describes it."""
-    import torch
-
-    from heedful.records.environment import installed
-
-    names = ("torch", "triton", "numpy", "transformers", "jaxtyping", "beartype", "pytest",
-             "pytest-xdist", "peft", "accelerate")  # fmt: skip
-    facts = {"packages": {name: installed(name) for name in names}}
-    facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        facts |= {"capability": list(torch.cuda.get_device_capability()), "gpu": str(about)}
-    return facts
-
-
-def copied(size: int, left: float) -> dict:
-    """Bytes read and written per second by a copy on the device."""
-    import torch
-
-    from heedful.commands.bench.cases import device
-    from heedful.commands.bench.clock import steady
-
-    source = torch.randint(256, (size,), dtype=torch.uint8, device=device())
-    target = torch.empty_like(source)
-    times = steady(lambda: target.copy_(source))
-    return times | {"gb_per_second": 2 * size / times["ms"] / 1e6}
-
-
-def product(a: tuple[int, ...], b: tuple[int, ...], dtype: str, left: float) -> dict:
-    """Floating-point operations per second of one matrix product; fp32 without TF32."""
-    import torch
-
-    from heedful.commands.bench.cases import device
-    from heedful.commands.bench.clock import steady
-
-    x, y = (torch.randn(s, dtype=getattr(torch, dtype), device=device()) for s in (a, b))
-    out = x @ y
-    times = steady(lambda: torch.matmul(x, y, out=out))
-    return times | {"tflops": 2 * out.numel() * x.shape[-1] / times["ms"] / 1e9}
+    yield from gpu_report.cases(sizes.report)
+    config = {"device": device(), "tests": sizes.tests}
+    yield SessionCase("laws", config, partial(laws, sizes.tests))
 
 
 def laws(tests: tuple[str, ...], left: float) -> dict:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from heedful.commands.bench import gpu_report
 from heedful.commands.bench.options import Bench
 
 
@@ -14,7 +15,7 @@ class Sizes:
         comes before a measurement.
     sdpa: torch's kernels by name, since its own choice between them varies.
     milliseconds: what the calls of one case may take together, about.
-    copied, product: bytes and rows of stage 1; tests: arguments of pytest.
+    report: of stage 1, with the arguments of pytest, `tests`.
     step: of the model of stage 5, where it is not the 880M model.
     """
 
@@ -26,8 +27,7 @@ class Sizes:
     checked: int = 150
     sdpa: tuple[str, ...] = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
     milliseconds: float = 500.0
-    copied: int = 2**32
-    product: int = 8192
+    report: gpu_report.ReportSizes = gpu_report.FULL
     tests: tuple[str, ...] = ("tests/ops",)
     step: tuple[tuple[str, int], ...] = ()
 
@@ -42,8 +42,7 @@ SMALL = Sizes(
     checked=20,
     sdpa=("FLASH_ATTENTION",),
     milliseconds=0.0,
-    copied=2**20,
-    product=64,
+    report=gpu_report.SMALL,
     tests=("tests/ops/test_visibility.py", "-k", "window"),
     step=(("layers", 1), ("hidden", 32), ("heads", 2), ("feed_forward", 48), ("vocabulary", 50),
           ("batch", 1), ("tokens", 20), ("steps", 1), ("autocast", False)),

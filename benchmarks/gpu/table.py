@@ -16,8 +16,8 @@ def counted() -> str:
             r["mechanism"],
             f"{r['batch']} × {r['heads']} × {r['tokens']:,} × {r['dim']}",
             f"{r['launches']:,}",
-            f"{r['nbytes'] / 1e9:.0f}",
-            f"{r['estimated_ms']:.0f}",
+            f"{r['nbytes'] / 1e9:.1f}",
+            f"{r['estimated_ms']:.1f}",
             f"{r['flash_ms']:g}",
         ]
         for r in records

@@ -107,6 +107,9 @@ class Doctor:
     model: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[MODEL]")]] = None
     """Folder of a model, a name on the Hugging Face hub, or a configuration (FILE.json): which
     mechanisms fit, what they add, and what its cache takes per token. Nothing is changed."""
+    gpu_report: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Measure this machine's GPU, some minutes long, and write a JSON file that can be attached to
+    an issue: versions, bandwidth, products, and whether every kernel is right."""
 
 
 _WORDS = tyro.constructors.ConstructorRegistry()
@@ -232,7 +235,19 @@ def _run(command: _Command) -> int:
         case Doctor():
             from heedful.doctor import examine, examine_model
 
+            if command.gpu_report is not None:
+                return _gpu_report(command)
             return examine() if command.model is None else examine_model(command.model)
+
+
+def _gpu_report(command: Doctor) -> int:
+    if command.model is not None:
+        raise ValueError(
+            f"--gpu-report measures this machine, not a model; leave out {command.model}"
+        )
+    from heedful.commands.bench.gpu_report import report
+
+    return report(command.gpu_report)
 
 
 def _train(command: TrainCommand) -> int:

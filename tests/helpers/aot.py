@@ -1,4 +1,4 @@
-"""Compiles what a fused operator launches, for an H200 without one; a program for `compile_case`.
+"""Compiles what a fused operator launches, for GPUs elsewhere; a program for `compile_case`.
 
 The host code runs on the CPU. Each launch is compiled for the arguments that it would get,
 alignment included, and prints one line of JSON instead of running.
@@ -15,7 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SHARED_LIMIT = 232_448  # bytes per block on compute capability 9.0
+# Bytes of shared memory per block: A100, L4, H100 and H200, B200, RTX 5090, MI300X.
+SHARED_LIMITS = {
+    "sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
+    "gfx942": 65_536,
+}  # fmt: skip
 KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
 # Of each operator, cases by name: options of the functions below.
 CASES = {
@@ -33,12 +37,13 @@ CASES = {
 }
 
 
-def compile_case(operator: str, case: str) -> dict[str, dict]:
+def compile_case(operator: str, case: str, target: str = "sm_90") -> dict[str, dict]:
     """Resources of each kernel's forms; in a process of its own, without Triton's interpreter."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, operator, case], capture_output=True, text=True, env=environment
-    )
+        [sys.executable, __file__, operator, case, target],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line.pop("kernel"): line for line in lines}
@@ -47,7 +52,8 @@ def compile_case(operator: str, case: str) -> dict[str, dict]:
 class Compiler:
     """Takes the place of `JITFunction.run`: compiles each form of a kernel once."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
+        self.target = target
         self.forms, self.count = set(), {}
 
     def run(self, kernel, *args: object, grid, warmup, **options: object) -> None:
@@ -69,7 +75,7 @@ class Compiler:
         form = f"{kernel.__name__} {signature} {constants} {aligned} {options}"
         if form not in self.forms:
             self.forms.add(form)
-            actual = resources(kernel, signature, constants, aligned, options)
+            actual = resources(self.target, kernel, signature, constants, aligned, options)
             self._show(kernel.__name__, actual | options | {"heads": inputs.get("HEADS")})
 
     def _show(self, name: str, actual: dict) -> None:
@@ -78,27 +84,47 @@ class Compiler:
         print(json.dumps({"kernel": label, **actual}), flush=True)
 
 
-def resources(kernel, signature: dict, constants: dict, aligned: dict, options: dict) -> dict:
+def resources(
+    target: str, kernel, signature: dict, constants: dict, aligned: dict, options: dict
+) -> dict:
     """Shared bytes, registers and spilled bytes per thread, loads of two bytes, tensor cores."""
     import triton
-    from triton.backends import nvidia
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    amd = target.startswith("gfx")
+    gpu = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", int(target[3:]), 32)
     source = ASTSource(kernel, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=gpu, options=options)
+    return {"shared": compiled.metadata.shared} | (of_amd if amd else of_nvidia)(compiled.asm)
+
+
+def of_nvidia(asm: dict) -> dict:
+    """From the assembler's own count."""
+    from triton.backends import nvidia
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(asm["cubin"])
         file.flush()
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         command = [str(tool), "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return {
-        "shared": compiled.metadata.shared,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spilled": int(re.search(r"STACK:(\d+)", usage)[1]),
-        "narrow_loads": bool(re.search(r"ld\.global[.\w]*\.b16", compiled.asm["ptx"])),
-        "tensor_cores": bool(re.search(r"\b(mma\.sync|wgmma)", compiled.asm["ptx"])),
+        "narrow_loads": bool(re.search(r"ld\.global[.\w]*\.b16", asm["ptx"])),
+        "tensor_cores": bool(re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", asm["ptx"])),
+    }
+
+
+def of_amd(asm: dict) -> dict:
+    """From the metadata in the assembly."""
+    text = asm["amdgcn"]
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1]),
+        "spilled": int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", text)[1]),
+        "narrow_loads": bool(re.search(r"global_load_(u|s)?short", text)),
+        "tensor_cores": "v_mfma" in text,
     }
 
 
@@ -132,10 +158,10 @@ def selective(dim: int, key_heads: int, everything: bool) -> None:
     _fused_backward(out, last, memory, out, *states, *arguments)
 
 
-def main(operator: str, case: str) -> None:
+def main(operator: str, case: str, target: str) -> None:
     from triton.runtime.jit import JITFunction
 
-    compiler = Compiler()
+    compiler = Compiler(target)
     JITFunction.run = lambda kernel, *args, **rest: compiler.run(kernel, *args, **rest)
     {"blocks": blocks, "selective": selective}[operator](**CASES[operator][case])
 

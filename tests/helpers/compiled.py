@@ -7,12 +7,14 @@ be compiled. Each check prints one line of JSON.
 import json
 import sys
 import traceback
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from heedful.ops import Groups, Visibility, grouped_attention, summarise
+from heedful.ops.common import tiles
 from heedful.ops.common.dropout import dropout_of
 from heedful.ops.grouped import cif_groups, fixed_groups
 from heedful.ops.grouped import tiled as grouped
@@ -95,18 +97,20 @@ def operator_selective() -> None:
     drop = dropout_of(0.2, 1, x["q"]).heads
     state = torch.rand(2, 1, SHAPE.keys, dtype=torch.float64, requires_grad=True)
     segments, first = visibility.segments(), visibility.first_tokens(SHAPE.keys, x["q"].device)
-    for arguments in (
+    cases = (
         (*inputs, state, bias(1), sinks, drop, segments, segments, None, first, 7, 0.3, 0.5, 3.0,
          0.2),
         (*inputs, state, *[None] * 5, places(), None, 7, 0.3, 0.5, None, 0.0),
         (*inputs, *[None] * 10, 0.5, None, 0.0),
-    ):  # fmt: skip
-        torch.library.opcheck(selective._tiled, arguments)
-        fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-        *outputs, pair = selective._tiled(*fixed)
-        grads = [torch.randn_like(t) for t in outputs]
-        backward = (*grads, pair, *fixed)
-        torch.library.opcheck(selective._tiled_backward, backward)
+    )  # fmt: skip
+    for arguments, cpu in (*((x, True) for x in cases), (cases[1], False)):
+        with patch.object(tiles, "is_cpu", return_value=cpu):
+            torch.library.opcheck(selective._tiled, arguments)
+            fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+            *outputs, pair, sums = selective._tiled(*fixed)
+            grads = [torch.randn_like(t) for t in outputs]
+            composed = (None, None) if cpu else (outputs[0], sums)
+            torch.library.opcheck(selective._tiled_backward, (*grads, pair, *composed, *fixed))
 
 
 def grouped_call(x: dict[str, Tensor], groups: Groups, asking: bool = False, **options) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from heedful.ops import Visibility, selective_attention
-from heedful.ops.selective.tiled import RunningTotal
+from heedful.ops.selective.sums import RunningTotal
 from heedful.testing import assert_matches_oracle
 from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
 

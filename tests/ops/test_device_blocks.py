@@ -1,16 +1,19 @@
 """The blocks that a device other than a CPU gets, run on a CPU: the same laws, and few launches."""
 
+import functools
+
 import pytest
 import torch
 
 from benchmarks.gpu.counted import SHAPES, Counter, calls
-from heedful.ops import Visibility
+from heedful.ops import Visibility, selective_attention
 from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d
-from heedful.ops.selective.tiled import _above, _below
+from heedful.ops.selective.sums import above, below
 from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
 from helpers.oracle import against_oracle, with_grads
 
+BY_NAME = {str(mechanism): mechanism for mechanism in MECHANISMS}
 every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 
 
@@ -50,6 +53,31 @@ def test_they_are_the_definition_in_fp64(mechanism, visible):
         torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
 
 
+@pytest.mark.parametrize("term", ["bias", "bias of all heads", "softcap", "sinks", "dropout"])
+@pytest.mark.parametrize("selectors", [1, 4])
+def test_what_else_selective_attention_takes_there(term, selectors):
+    """A bias is one with -F; the others change the map, whose tiles are then made here."""
+    shape, draw = Shape(queries=40, keys=50), functools.partial(torch.randn, dtype=torch.float64)
+    tensors = BY_NAME["selective-own" if selectors == 1 else "selective-per-head"].draw(shape)
+    terms = {
+        "bias": {"bias": draw(1, 4, 40, 50)},
+        "bias of all heads": {"bias": draw(2, 1, 40, 50)},
+        "sinks": {"sinks": draw(4)},
+    }
+    options = {"softcap": {"softcap": 1.5}, "dropout": {"dropout_p": 0.3, "seed": 5}}
+    tensors |= terms.get(term, {}) | {"state": draw(2, selectors, 50).abs()}
+    visibility = VISIBILITIES["ragged documents"](50)
+
+    def call(impl):
+        return lambda x: selective_attention(
+            **x, **options.get(term, {}), tau=0.7, visibility=visibility, impl=impl
+        )
+
+    actual, expected = (with_grads(call(impl), tensors) for impl in ("tiled", "reference"))
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12, msg=name)
+
+
 def test_logits_of_bf16_are_not_rounded_before_the_softmax(monkeypatch):
     """Of products that round them the error is a hundred times as large."""
     torch.manual_seed(0)
@@ -75,16 +103,22 @@ def test_products_there_are_launched_with_fp32_results(monkeypatch):
     assert precision.scores(a, b.mT, 0.5).dtype == torch.float32
 
 
-GOALS = {"selective": 400, "talking-heads": 400, "mta-pre": 700, "mta": 1000}
+GOALS = {
+    "selective": (400, 4.5e9),
+    "talking-heads": (400, 26e9),
+    "mta-pre": (700, 30e9),
+    "mta": (1000, 53e9),
+}
 
 
 @pytest.mark.parametrize("mechanism", GOALS)
-def test_launches_of_a_call_are_few(mechanism, monkeypatch):
+def test_launches_of_a_call_are_few_and_so_are_bytes(mechanism, monkeypatch):
     """Forward and backward, at batch 4, 16 heads of 96, 2,048 tokens."""
     monkeypatch.undo()
     with Counter() as counter:
         calls(SHAPES["A"])[mechanism]()
-    assert 0 < counter.launches <= GOALS[mechanism]
+    launches, nbytes = GOALS[mechanism]
+    assert 0 < counter.launches <= launches and counter.nbytes <= nbytes
 
 
 def test_a_tile_of_a_long_sequence_has_fewer_rows(monkeypatch):
@@ -110,12 +144,15 @@ def test_convolutions_leave_the_choice_of_tf32_as_it_was():
     assert torch.backends.cudnn.allow_tf32 == chosen
 
 
-def test_the_sum_of_rows_above_and_below():
-    s = torch.rand(2, 1, 9, 5, dtype=torch.float64)
-    for function, rows in ((_above, lambda i: s[:, :, :i]), (_below, lambda i: s[:, :, i + 1 :])):
-        exact = torch.stack([rows(i).sum(2) for i in range(9)], dim=2)
-        for cpu in (True, False):
-            torch.testing.assert_close(function(s.clone(), cpu), exact)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_the_sum_of_rows_above_and_below(cpu):
+    s, later = torch.rand(2, 1, 9, 5, dtype=torch.float64), torch.rand(2, 1, 5).double()
+    exact = torch.stack([s[:, :, :i].sum(2) for i in range(9)], dim=2)
+    torch.testing.assert_close(above(s.clone(), cpu), exact)
+    exact = torch.stack([later + s[:, :, i + 1 :].sum(2) for i in range(9)], dim=2)
+    total = later + s.sum(2)
+    torch.testing.assert_close(below(s.clone(), later, cpu), exact)
+    torch.testing.assert_close(later, total)
 
 
 def test_a_window_and_documents_keep_their_masks_apart():

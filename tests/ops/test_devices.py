@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 
+from benchmarks.gpu.counted import Counter
 from heedful.ops.common.tiles import Scope, Sight, segment_bounds
 from heedful.ops.mta import tiled, wide
 from heedful.ops.mta.convolution import Parameters
@@ -38,14 +39,16 @@ def test_multi_token_attention_makes_its_constants_there():
             assert {x.device for x in backward(out, *inputs)} == {META}
 
 
-def test_selective_attention_makes_its_constants_there():
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["torch's kernel", "tiles"])
+def test_selective_attention_makes_its_constants_there(softcap):
     first = torch.zeros(1, 130, dtype=torch.bool, device=META)
-    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], *[None] * 7, first, None, 1.0, 0.5, 3.0, 0.0)
+    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], *[None] * 7, first, None, 1.0, 0.5, softcap, 0.0)
     forward, backward = (x._init_fn for x in (selective._tiled, selective._tiled_backward))
-    out, last, memory, pair = forward(*inputs)
-    assert {x.device for x in (out, last, memory, pair)} == {META}
-    grads = backward(out, last, memory, pair, *inputs)
-    assert {x.device for x in grads} == {META}
+    with Counter() as counter:
+        out, last, memory, pair, sums = forward(*inputs)
+        grads = backward(out, last, memory, pair, out, sums, *inputs)
+    assert {x.device for x in (out, last, memory, pair, sums, *grads)} == {META}
+    assert any("efficient_attention" in name for name in counter.names) == (softcap is None)
 
 
 def test_documents_and_mutual_tokens_are_not_looked_at():

@@ -264,13 +264,13 @@ def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
     values, keys = x.group_v[:, :, cut], x.group_k[:, :, cut]
     weights, dlogits = back.of(logits, values)
     _add_to(to.group_v[:, :, cut], weights, back.grad)
-    to.log_size[:, :, cut] += dlogits.sum(2)
+    to.log_size[:, :, cut].add_(dlogits.sum(2))
     if to.group_bias is not None:
         part = to.group_bias[:, :, block.rows.start : block.rows.stop, cut]
         part += dlogits.sum_to_size(part.shape)
     dlogits.mul_(x.scale)
     asking = x.asking[:, :, units]
-    to.asking[:, :, units] += _by_key_head(dlogits, keys)
+    to.asking[:, :, units].add_(_by_key_head(dlogits, keys))
     _add_to(to.group_k[:, :, cut], dlogits, asking)
 
 
@@ -288,7 +288,7 @@ def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
         part = to.bias[:, :, rows, cut]
         part += dlogits.sum_to_size(part.shape)
     dlogits.mul_(x.scale)
-    to.q[:, :, rows] += _by_key_head(dlogits, x.k[:, :, cut])
+    to.q[:, :, rows].add_(_by_key_head(dlogits, x.k[:, :, cut]))
     _add_to(to.k[:, :, cut], dlogits, x.q[:, :, rows])
 
 

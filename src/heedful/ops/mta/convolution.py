@@ -17,6 +17,7 @@ from heedful.ops.common.precision import operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
 _HEADS = 4  # whose windows are laid out at a time
+_PATCH_ROWS = 8  # of a map's gradient, which a product pairs with all that a kernel relates them to
 
 
 class Parameters(NamedTuple):
@@ -58,12 +59,22 @@ class TileSteps:
     def __init__(self, scope: Scope, two_sided: bool = False) -> None:
         self.scope, self._two_sided = scope, two_sided
         self._rooms: dict[str, Tensor] = {}
+        self._narrow: torch.dtype | None = None
 
     def reach(self, kernel: Tensor | None) -> Reach:
         return reach_of(kernel, self._two_sided)
 
     def operand(self, x: Tensor) -> Tensor:
-        return operand(x)
+        x = operand(x)
+        self._narrow = x.dtype
+        return x
+
+    def folded(self, parameters: Parameters, scale: float) -> tuple[Parameters, float]:
+        """The factor of the logits in what is linear in them: a tile is passed over once less."""
+        first = "conv" if parameters.conv is not None else "mix"
+        if self.scope.cpu or getattr(parameters, first) is None:
+            return parameters, scale
+        return parameters._replace(**{first: getattr(parameters, first) * scale}), 1.0
 
     def rows_per_block(self, heads: int) -> int:
         return self.scope.rows_per_block(heads)
@@ -107,7 +118,7 @@ class TileSteps:
         self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
     ) -> tuple[Tensor, Tensor]:
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
-        return convolve_backward(grad, x, kernel, above, below, documents, before)
+        return convolve_backward(grad, x, kernel, above, below, documents, before, self._narrow)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
@@ -185,9 +196,13 @@ def convolve_backward(
     below: int,
     documents: Int[Tensor, "#B around"] | None,
     before: int,
+    narrow: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
-    """Gradients of `convolve` in `x` and `kernel`."""
-    dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
+    """Gradients of `convolve` in `x` and `kernel`; on a device of products in `narrow`."""
+    if documents is None and not tiles.is_cpu(x.device):
+        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, below, narrow or x.dtype)
+    else:
+        dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
     heads, rows, columns = kernel.shape
     inside = slice(above, above + x.shape[2])
     if documents is None:
@@ -202,7 +217,7 @@ def convolve_backward(
     outputs = grad.shape[2]
     dx = x.new_zeros(*x.shape[:2], above + x.shape[2] + below, x.shape[3])
     for r in range(rows):
-        dx[:, :, r : r + outputs] += parts[:, :, r] * _same(documents, r, outputs, before)
+        dx[:, :, r : r + outputs].add_(parts[:, :, r] * _same(documents, r, outputs, before))
     return dx[:, :, inside], dkernel
 
 
@@ -248,6 +263,40 @@ def _kernel_gradient(
     return pairs.as_strided((heads, rows, columns, few), (*pairs.stride()[:2], 1, reach + 1)).sum(
         -1
     )
+
+
+def _kernel_gradient_in_patches(
+    grad: Float[Tensor, "B H N C"],
+    x: Float[Tensor, "B H M C"],
+    kernel: Float[Tensor, "H cq ck"],
+    above: int,
+    below: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "H cq ck"]:
+    """The same by one product per map, for a device, where bytes and launches cost more than sums.
+
+    It pairs each entry of a patch of the gradient with each entry of `x` in reach of the patch; the
+    sums over equal distances, down and across, are the gradient.
+    """
+    heads, rows, columns = kernel.shape
+    outputs, width = grad.shape[2:]
+    tall, wide = _PATCH_ROWS + rows - 1, -(-(columns + 15) // 32) * 32
+    few = wide - columns + 1
+    down, across = -outputs % _PATCH_ROWS, -width % few
+    grad = pad(grad.to(dtype), (0, across, 0, down))
+    aside = (columns // 2, columns // 2 + across)
+    x = pad(x.to(dtype), (*aside, above, below + down))
+    patches = grad.unflatten(3, (-1, few)).unflatten(2, (-1, _PATCH_ROWS)).transpose(3, 4)
+    around = x.unfold(2, tall, _PATCH_ROWS).unfold(3, wide, few)
+    patches, around = (t.flatten(2, 3).flatten(3) for t in (patches, around))
+    pairs = product(patches.mT, around).sum(0).contiguous()
+    # Entry (r, c, a, t) of this view is row a + r, column t + c beside row a, column t of a patch.
+    size = tall * wide
+    view = pairs.as_strided(
+        (heads, rows, columns, _PATCH_ROWS, few),
+        (pairs.stride(0), wide, 1, few * size + wide, size + 1),
+    )
+    return view.sum((3, 4))
 
 
 def mix(

@@ -108,11 +108,12 @@ def operands(
     bias: Tensor | None = None, sinks: Tensor | None = None, softcap: float | None = None,
     dropout: Dropout | None = None,
 ) -> Operands:  # fmt: skip
-    """The call's tensors in the precisions in which these steps take them."""
+    """The call's tensors in the precisions in which these steps take them, the scale folded."""
     heads, accumulating = q.shape[1], torch.promote_types(q.dtype, torch.float32)
     spread = [spread_heads(steps.operand(x), heads) for x in (q, k, v)]
     wide = Parameters(*(None if x is None else x.to(accumulating) for x in parameters))
     sinks = None if sinks is None else sinks.to(accumulating)[:, None, None]
+    wide, scale = steps.folded(wide, scale)
     return Operands(*spread, wide, scale, bias, softcap, sinks, dropout)
 
 
@@ -173,7 +174,7 @@ def attend(
             a = steps.mix(a, x.parameters.post_mix)
         if (factor := x.dropout_factor(block)) is not None:
             a = factor.mul_(a)
-        out[:, :, _cut(block.write)] += steps.product(a, x.v[:, :, block.keys])
+        out[:, :, _cut(block.write)].add_(steps.product(a, x.v[:, :, block.keys]))
         del p, a, factor  # before the next block's
     return out
 
@@ -270,10 +271,12 @@ def attend_backward(
         if z is not None:
             d = _before_softmax_backward(d, z, x, steps, block, sums)
         read = _cut(block.read)
-        dq[:, :, read] += steps.product(d, x.k[:, :, block.keys])
-        dk[..., block.keys] += steps.product(x.q[:, :, read].mT, d)
+        dq[:, :, read].add_(steps.product(d, x.k[:, :, block.keys]))
+        dk[..., block.keys].add_(steps.product(x.q[:, :, read].mT, d))
         del z, d
-    return dq.mul_(x.scale), dk.mul_(x.scale).mT, dv.mT, dbias, dsinks, sums
+    if x.scale != 1.0:
+        dq.mul_(x.scale), dk.mul_(x.scale)
+    return dq, dk.mT, dv.mT, dbias, dsinks, sums
 
 
 def _after_softmax_backward(
@@ -290,7 +293,7 @@ def _after_softmax_backward(
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)
     mixed = mixed if factor is None else mixed * factor
-    dv[..., block.keys] += steps.product(out_grad.mT, mixed)
+    dv[..., block.keys].add_(steps.product(out_grad.mT, mixed))
     del mixed
     d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
     if factor is not None:
@@ -398,6 +401,8 @@ def gradients(
     q, k, v, *parameters, bias, sinks = inputs
     x = operands(q, k, v, Parameters(*parameters), scale, steps, bias, sinks, softcap, dropout)
     *grads, dbias, dsinks, sums = attend_backward(steps.operand(grad.to(q.dtype)), x, steps)
+    if x.scale != scale:
+        sums, _ = steps.folded(sums, scale)
     rounded = [finished(grads, t) for t in (q, k, v)]
     for g, t in zip((*sums, dbias, dsinks), (*parameters, bias, sinks), strict=True):
         rounded.append(q.new_empty(0) if t is None else g.to(t.dtype))

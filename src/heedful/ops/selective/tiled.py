@@ -3,7 +3,10 @@
 F is a sum over earlier queries. Between blocks it travels as one running total per key; inside a
 block the missing part is a product with a strictly triangular matrix of ones. The backward goes
 from the last block to the first and takes from the total what the forward added to it, so nothing
-is kept of the blocks between. For that the total is held exactly enough: see `RunningTotal`.
+is kept of the blocks between. For that the total is held exactly enough: see sums.py.
+
+On a GPU a block goes through torch's own attention, with -F as its bias (composed.py), unless a
+soft cap, sinks or dropout change the map; then, and on a CPU, its tiles are made here.
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it.
@@ -15,9 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.ops.common import tiles
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_queries
-from heedful.ops.common.precision import operand, product, scores, without_autocast
+from heedful.ops.common.precision import operand, product, scores, widen, without_autocast
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import (
     ROWS,
@@ -34,7 +38,16 @@ from heedful.ops.common.tiles import (
     sunk_softmax_,
 )
 from heedful.ops.impl import refuse_second_derivative
+from heedful.ops.selective.composed import (
+    ALIGNMENT,
+    Bias,
+    bias_of,
+    biased_attention,
+    biased_attention_backward,
+    sums_shape,
+)
 from heedful.ops.selective.decode import selective_attention_few
+from heedful.ops.selective.sums import RunningTotal, above, below
 from heedful.ops.visibility import Visibility
 
 
@@ -64,7 +77,7 @@ def selective_attention_tiled(
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
-    output, last, memory, _ = _tiled(
+    output, last, memory, *_ = _tiled(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, *sight, first,
         visibility.window, tau, scale, softcap, p,
     )  # fmt: skip
@@ -89,6 +102,10 @@ class Operands(NamedTuple):
     dropout: Dropout | None
 
     @property
+    def composed(self) -> bool:
+        return is_composed(self.q, self.softcap, self.sinks, self.dropout)
+
+    @property
     def rows(self) -> int:
         """Of a block: twice as many as where several heads have a tile each between products."""
         if self.scope.cpu:
@@ -101,53 +118,50 @@ class Operands(NamedTuple):
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.rows, block.cut)
 
+    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"]) -> Bias:
+        """What `composed` blocks add to their logits."""
+        bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
+        return bias_of(f, block.hidden, bias, self.q[:, :, block.rows])
+
 
 def operands(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
     window, scale, softcap, dropout_p,
 ) -> Operands:  # fmt: skip
-    """The call's tensors as its blocks take them, and who sees whom."""
-    heads = q.shape[1]
+    """The call's tensors as its blocks take them, and who sees whom.
+
+    Keys that nobody hides are zero in `selector_k`, and so is what they select.
+    """
+    heads, selector_k = q.shape[1], operand(selector_k)
+    if first is not None:
+        selector_k = selector_k.masked_fill(first[:, None, :, None], 0.0)
     sight = Sight(segments, False, True, window, mutual, places)
     scope = Scope(sight, q.shape[2], k.shape[2], q.device)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
     return Operands(
         operand(q), spread_heads(operand(k), heads), spread_heads(operand(v), heads),
-        operand(selector_q), operand(selector_k), state, bias, sinks, scope, first, scale,
+        operand(selector_q), selector_k, state, bias, sinks, scope, first, scale,
         softcap, None if drop is None else Dropout(dropout_p, drop),
     )  # fmt: skip
 
 
+def is_composed(q: Tensor, *terms: object) -> bool:
+    """Whether blocks go through torch's attention: without soft cap, sinks and dropout, `terms`."""
+    return not tiles.is_cpu(q.device) and all(x is None for x in terms)
+
+
 class Outputs(NamedTuple):
-    """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
+    """What the loop over the blocks fills: the output, the memory, and the running total's pair.
+
+    And, if blocks are composed, the logarithm of each row's sum of exponentials, which its backward
+    starts from, as it does from the output.
+    """
 
     output: Float[Tensor, "B H Tq Dv"]
     memory: Float[Tensor, "B Tq"]
     pair: Float[Tensor, "2 B Hs Tk"]
-
-
-class RunningTotal:
-    """A running total per key as the sum of two numbers, the second what rounding took so far.
-
-    So sums and differences are as if in twice the precision: taking away what was added leaves what
-    was there before, however small beside what was added later.
-    """
-
-    def __init__(self, pair: Float[Tensor, "2 B Hs Tk"]) -> None:
-        self.pair = pair
-
-    def add(self, x: Float[Tensor, "B Hs C"], cut: slice) -> None:
-        """Adds to the keys in `cut`; `taken` is exactly what rounding takes (Knuth's two-sum)."""
-        total, rest = self.pair[..., cut]
-        more = total + x
-        added = more - total
-        taken = (total - (more - added)) + (x - added)
-        rest += taken
-        total.copy_(more)
-
-    def rounded(self, cut: slice = slice(None)) -> Float[Tensor, "B Hs C"]:
-        return self.pair[0, ..., cut] + self.pair[1, ..., cut]
+    sums: Float[Tensor, "B H rows"]
 
 
 def attend(x: Operands, tau: float | None, out: Outputs) -> None:
@@ -159,17 +173,25 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
         room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
-        f, p, *_ = _maps(x, block, total, room=room)
-        if (factor := x.dropout_factor(block)) is not None:
-            p.mul_(factor)
-            del factor
-        out.output[:, :, start:stop] = product(p, x.v[:, :, block.cut])
+        f = _hiding(x, block, total)
+        if x.composed:
+            parts = (x.q[:, :, block.rows], x.k[:, :, block.cut], x.v[:, :, block.cut])
+            output, sums = biased_attention(*parts, x.bias_of(block, f), x.scale)
+            out.sums[:, :, start:stop] = sums
+        else:
+            p = _maps(x, block, f, room=room).p
+            if (factor := x.dropout_factor(block)) is not None:
+                p.mul_(factor)
+                del factor
+            output = product(p, x.v[:, :, block.cut])
+            del p
+        out.output[:, :, start:stop] = output
         total.add(block.sums, block.cut)
         if tau is not None:
             terms = block.hidden.fill(f.clamp(max=tau), 0.0)
             out.memory[:, start:stop] = terms.sum((1, 3)) / selectors
             del terms
-        del block, f, p
+        del block, f, output
 
 
 class RowBlock(NamedTuple):
@@ -180,7 +202,6 @@ class RowBlock(NamedTuple):
     hidden: Hidden
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
-    first: Tensor | None  # keys that nobody hides
     logits: Tensor  # of the selector
     s: Tensor
 
@@ -194,11 +215,11 @@ class RowBlock(NamedTuple):
         Nothing is hidden but earlier tokens: not the token itself, nor a later one that it sees.
         """
         if self.later is None:
-            x.tril_(self.diagonal)
+            edge = max(0, self.diagonal + 1)  # the first column with an entry above the diagonal
+            x[..., edge:].tril_(self.diagonal - edge)
         else:
             x.masked_fill_(self.later, 0.0)
-        self.hidden.fill(x, 0.0)
-        return x if self.first is None else x.masked_fill_(self.first, 0.0)
+        return self.hidden.fill(x, 0.0)
 
 
 def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
@@ -206,20 +227,26 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.scope.hidden(owned, columns)
-    first = None if x.first is None else x.first[:, None, None, cut]
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
-    s = logits.nan_to_num(0.0, float("inf"), 0.0).clamp_(min=0)  # many times faster than a mask
+    s = torch.fmax(logits, logits.new_zeros(()))  # of NaN and zero this is zero
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
-    block = RowBlock(rows, cut, hidden, diagonal, later, first, logits, s)
+    block = RowBlock(rows, cut, hidden, diagonal, later, logits, s)
     block.only_active(s)
     return block
+
+
+def _hiding(x: Operands, block: RowBlock, total: RunningTotal) -> Float[Tensor, "B Hs R C"]:
+    """F of a block; `total` is of the blocks before it."""
+    base = total.rounded(block.cut)
+    if x.state is not None:
+        base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
+    return base[:, :, None] + above(block.s, x.scope.cpu)
 
 
 class _Maps(NamedTuple):
     """What a block of queries attends to; the soft cap and the sinks, where there are any."""
 
-    f: Float[Tensor, "B Hs R C"]
     p: Float[Tensor, "B H R C"]
     slope: Float[Tensor, "B H R C"] | None
     sunk: Float[Tensor, "B H R 1"] | None  # what of each row goes to the sink
@@ -228,19 +255,15 @@ class _Maps(NamedTuple):
 def _maps(
     x: Operands,
     block: RowBlock,
-    total: RunningTotal,
+    f: Float[Tensor, "B Hs R C"],
     *,
     room: Tensor | None = None,
     slopes: bool = False,
 ) -> "_Maps":
     """The maps of a block, with the slope of the soft cap if `slopes` asks for it.
 
-    `total` is of the blocks before it. The logits are made in `room`, if that is given.
+    The logits are made in `room`, if that is given.
     """
-    base = total.rounded(block.cut)
-    if x.state is not None:
-        base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    f = base[:, :, None] + _above(block.s, x.scope.cpu)
     logits = scores(x.q[:, :, block.rows], x.k[:, :, block.cut], x.scale, room)
     cap_(logits, x.softcap)
     slope = cap_slope(logits, x.softcap) if slopes else None
@@ -248,36 +271,28 @@ def _maps(
     if x.bias is not None:
         logits.add_(x.bias[:, :, block.rows, block.cut])
     p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
-    return _Maps(f, p, slope, sunk)
-
-
-def _above(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those above it; on a CPU by a product, which is faster there."""
-    return _earlier(s) @ s if cpu else s.cumsum(2).sub_(s)
-
-
-def _below(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those below it."""
-    return _earlier(s).mT @ s if cpu else s.flip(2).cumsum(2).flip(2).sub_(s)
-
-
-def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
-    """Strictly lower triangle of ones: row i sums what stands above it."""
-    rows = like.shape[2]
-    return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
+    return _Maps(p, slope, sunk)
 
 
 def attend_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, x: Operands, pair: Tensor,
-    tau: float | None,
+    tau: float | None, out: Tensor | None = None, sums: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of the operands and of the incoming state, from the last block to the first."""
+    """Gradients of the operands and of the incoming state, from the last block to the first.
+
+    `out` and `sums` are those of the forward, if blocks are composed.
+    """
     selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
-    dq, dsq, dk, dv, dsk = (
+    dq, dsq, dsk = (
         torch.zeros(t.shape, dtype=pair.dtype, device=t.device)
         # Those of keys are transposed: a product is a quarter faster when its long side comes last.
-        for t in (x.q, x.selector_q, x.k.mT, x.v.mT, x.selector_k.mT)
+        for t in (x.q, x.selector_q, x.selector_k.mT)
+    )
+    if x.composed:
+        dq = torch.empty_like(x.q)  # every block has rows of its own, in this precision
+    dk, dv = (
+        pair.new_zeros(t.shape) if x.composed else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
     )
     dbias = pair.new_zeros(0)
     if x.bias is not None:
@@ -287,42 +302,57 @@ def attend_backward(
     later = grad_state.clone(memory_format=torch.contiguous_format)
     for start, stop in row_blocks(x.q.shape[2], x.rows):
         block = _row_block(x, start, stop)
-        cut = block.cut
+        rows, cut = block.rows, block.cut
         total.add(-block.sums, cut)
-        f, p, slope, sunk = _maps(x, block, total, slopes=True)
-        out_grad = grad[:, :, start:stop]
-        factor = x.dropout_factor(block)
-        dv[..., cut] += product(out_grad.mT, p if factor is None else p * factor)
-        dp = product(out_grad, x.v[:, :, cut].mT)
-        if factor is not None:
-            dp.mul_(factor)
-            del factor
-        if sunk is not None:
-            dsinks += sink_gradient(dp, p, sunk)
-        dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
-        del dp, p  # tiles are what the peak is made of
+        f = _hiding(x, block, total)
+        out_grad, slope = grad[:, :, rows], None
+        if x.composed:
+            filled = slice(start, start - (start - stop) // ALIGNMENT * ALIGNMENT)
+            dq[:, :, rows], dk_block, dv_block, dlogits = biased_attention_backward(
+                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f),
+                out[:, :, rows], sums[:, :, filled], x.scale,
+            )  # fmt: skip
+            dk[:, :, cut].add_(dk_block)
+            dv[:, :, cut].add_(dv_block)
+            del dk_block, dv_block
+        else:
+            p, slope, sunk = _maps(x, block, f, slopes=True)
+            factor = x.dropout_factor(block)
+            dv[:, :, cut].add_(product(out_grad.mT, p if factor is None else p * factor).mT)
+            dp = product(out_grad, x.v[:, :, cut].mT)
+            if factor is not None:
+                dp.mul_(factor)
+                del factor
+            if sunk is not None:
+                dsinks += sink_gradient(dp, p, sunk)
+            dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+            del dp, p  # tiles are what the peak is made of
         if x.bias is not None:
-            part = dbias[:, :, block.rows, cut]
+            part = dbias[:, :, rows, cut]
             part.copy_(dlogits.sum_to_size(part.shape))
 
-        df = -(dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits)
+        df = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else widen(dlogits)
+        df = df.neg_() if df is not dlogits else -df
         if tau is not None:
             counted = block.hidden.fill(f <= tau, False)
-            df += counted * (grad_memory[:, None, start:stop, None] / selectors)
-        ds = later[:, :, None, cut] + _below(df, x.scope.cpu)
-        later[:, :, cut] += df.sum(2)
+            df += counted * (grad_memory[:, None, rows, None] / selectors)
+        ds = below(df, later[:, :, cut], x.scope.cpu)
         # At zero the slope of the ReLU is one, as in reference.py.
-        ds = block.only_active(ds.mul_(block.logits >= 0)).mul_(x.scale)
-        dsq[:, :, start:stop] = product(ds, x.selector_k[:, :, cut])
-        dsk[..., cut] += product(x.selector_q[:, :, start:stop].mT, ds)
+        ds = block.only_active(ds.mul_(block.logits >= 0))
+        dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
+        dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 
-        if slope is not None:
-            dlogits.mul_(slope)
-        dlogits.mul_(x.scale)
-        dq[:, :, start:stop] = product(dlogits, x.k[:, :, cut])
-        dk[..., cut] += product(x.q[:, :, start:stop].mT, dlogits)
+        if not x.composed:
+            if slope is not None:
+                dlogits.mul_(slope)
+            dlogits.mul_(x.scale)
+            dq[:, :, rows] = product(dlogits, x.k[:, :, cut])
+            dk[:, :, cut].add_(product(x.q[:, :, rows].mT, dlogits).mT)
         del block, f, slope, dlogits, df, ds
-    return dq, dk.mT, dv.mT, dsq, dsk.mT, dbias, dsinks, later
+    dsk = dsk.mT
+    if x.first is not None:
+        dsk.masked_fill_(x.first[:, None, :, None], 0.0)
+    return dq, dk, dv, dsq, dsk, dbias, dsinks, later
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled", mutates_args=())
@@ -331,24 +361,25 @@ def _tiled(
     bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None, segments: Tensor | None,
     mutual: Tensor | None, places: Tensor | None, first: Tensor | None, window: int | None,
     tau: float | None, scale: float, softcap: float | None, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
+    sums = pair.new_full(sums_shape(q, is_composed(q, softcap, sinks, drop)), float("inf"))
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
     if whole and state is None and tau is None and softcap is sinks is drop is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
-            return out, torch.zeros_like(pair[0]), memory, pair
+            return out, torch.zeros_like(pair[0]), memory, pair, sums
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
         first, window, scale, softcap, dropout_p,
     )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    attend(x, tau, Outputs(out, memory, pair))
+    attend(x, tau, Outputs(out, memory, pair, sums))
     last = RunningTotal(pair).rounded()
-    return out, last if state is None else last + state, memory, pair
+    return out, last if state is None else last + state, memory, pair, sums
 
 
 def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) -> Tensor | None:
@@ -356,7 +387,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) 
 
     On a CPU only: elsewhere this look at the selector would stall the stream.
     """
-    if q.device.type != "cpu" or v.shape[3] != q.shape[3]:
+    if not tiles.is_cpu(q.device) or v.shape[3] != q.shape[3]:
         return None
     if bool(selector_q.any()) and bool(selector_k.any()):
         return None
@@ -376,30 +407,35 @@ def _(
         q.new_empty(batch, selectors, k.shape[2], dtype=wide),
         q.new_empty(batch, queries if tau is not None else 0, dtype=wide),
         q.new_empty(2, batch, selectors, k.shape[2], dtype=wide),
+        q.new_empty(sums_shape(q, is_composed(q, softcap, sinks, drop)), dtype=wide),
     )
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
-    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None, bias: Tensor | None,
-    sinks: Tensor | None, drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
-    places: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
-    scale: float, softcap: float | None, dropout_p: float,
+    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, out: Tensor | None,
+    sums: Tensor | None, q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor,
+    state: Tensor | None, bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None,
+    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
+    window: int | None, tau: float | None, scale: float, softcap: float | None, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
         first, window, scale, softcap, dropout_p,
     )  # fmt: skip
+    out = None if out is None else operand(out)
     *grads, dbias, dsinks, later = attend_backward(
-        operand(grad), grad_state, grad_memory, x, pair, tau
+        operand(grad), grad_state, grad_memory, x, pair, tau, out, sums
     )
     dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
     return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, dsinks, later
 
 
 @_tiled_backward.register_fake
-def _(grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, sinks, *_):
+def _(
+    grad, grad_state, grad_memory, pair, out, sums, q, k, v, selector_q, selector_k, state, bias,
+    sinks, *_,
+):  # fmt: skip
     optional = (pair.new_empty(0) if x is None else x for x in (bias, sinks))
     inputs = (q, k, v, selector_q, selector_k, *optional, grad_state)
     return tuple(x.new_empty(x.shape) for x in inputs)
@@ -410,14 +446,15 @@ refuse_second_derivative(_tiled_backward, "selective_attention")
 
 def _save(ctx, inputs, output) -> None:
     *tensors, window, tau, scale, softcap, dropout_p = inputs
-    pair = output[3]
-    ctx.mark_non_differentiable(pair)
-    ctx.save_for_backward(pair, *tensors)
+    out, _, _, pair, sums = output
+    ctx.mark_non_differentiable(pair, sums)
+    composed = (out, sums) if is_composed(inputs[0], softcap, *inputs[7:9]) else (None, None)
+    ctx.save_for_backward(pair, *composed, *tensors)
     ctx.options = (window, tau, scale, softcap, dropout_p)
     ctx.present = tuple(x is not None for x in tensors[5:8])
 
 
-def _backward(ctx, grad, grad_state, grad_memory, _):
+def _backward(ctx, grad, grad_state, grad_memory, *_):
     *grads, dbias, dsinks, later = without_autocast(_tiled_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )

@@ -77,6 +77,9 @@ class TritonSteps(TileSteps):
     def operand(self, x: Tensor) -> Tensor:
         return x
 
+    def folded(self, parameters: Parameters, scale: float) -> tuple[Parameters, float]:
+        return parameters, scale
+
     def rows_per_block(self, heads: int) -> int:
         """32 or 64, by the size of a tile; the batch has no say."""
         entries = heads * min(self.scope.keys, self.scope.sight.window or self.scope.keys)
