@@ -11,6 +11,7 @@ import torch
 import heedful
 from heedful.nn import (
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Forgetting,
@@ -18,6 +19,7 @@ from heedful.nn import (
     Grouped,
     KnockingHeads,
     MultiToken,
+    Parallax,
     Selective,
 )
 from helpers.families import logits, stir, tiny, tokens, varied
@@ -33,6 +35,8 @@ CONFIGS = {
     "differential-v2": DifferentialV2(),
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
+    "parallax": Parallax(),
+    "dex": Dex(),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)
