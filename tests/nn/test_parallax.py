@@ -80,8 +80,9 @@ def test_the_correction_is_the_slope_of_attention_along_the_second_query():
 
 
 def test_cap_bias_and_sinks_of_a_family():
-    built, (q, k, v, x) = stirred(Parallax()), qkvx(70)
-    bias, sinks, r = draw(1, 4, 70, 70), draw(4), second(built, x)
+    built, (q, k, v, x) = stirred(Parallax()), (y.requires_grad_() for y in qkvx(70))
+    bias, sinks = draw(1, 4, 70, 70).requires_grad_(), draw(4).requires_grad_()
+    r = second(built, x)
     wide = k.repeat_interleave(2, 1)
     logits = 3 * torch.tanh(q @ wide.mT / 6**0.5 / 3) + bias
     logits = logits.masked_fill(torch.ones(70, 70).bool().triu(1), -math.inf)
@@ -90,8 +91,12 @@ def test_cap_bias_and_sinks_of_a_family():
     other = r @ wide.mT
     weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
     inputs = LayerInputs(input=x, bias=bias, sinks=sinks, softcap=3.0)
-    actual = built(q, k, v, inputs=inputs).output
-    torch.testing.assert_close(actual, weights @ v.repeat_interleave(2, 1), **EXACT)
+    actual, expected = built(q, k, v, inputs=inputs).output, weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    leaves, factor = (q, k, v, x, bias, sinks, built.second.weight), draw(*q.shape)
+    slopes = (torch.autograd.grad((y * factor).sum(), leaves) for y in (actual, expected))
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
     torch.testing.assert_close(built.maps(q, k, inputs=inputs).weights, weights, **EXACT)
 
 
@@ -141,7 +146,8 @@ VISIBILITIES = {
 @pytest.mark.parametrize("name", VISIBILITIES)
 def test_blocks_see_what_they_may(name):
     """Also where the rows are more than one block."""
-    built, (q, k, v, x), visibility = stirred(Parallax()), qkvx(90), VISIBILITIES[name]
+    built, visibility = stirred(Parallax()), VISIBILITIES[name]
+    q, k, v, x = (y.requires_grad_() for y in qkvx(90))
     inputs = LayerInputs(input=x)
     out = built(q, k, v, visibility=visibility, inputs=inputs).output
     visible = visibility.dense(90, 90, q.device)[:, None]
@@ -150,7 +156,12 @@ def test_blocks_see_what_they_may(name):
     p = logits.softmax(-1).nan_to_num(0)
     other = second(built, x) @ wide.mT
     weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
-    torch.testing.assert_close(out, weights @ v.repeat_interleave(2, 1), **EXACT)
+    expected = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected, **EXACT)
+    factor = draw(*q.shape)
+    slopes = (torch.autograd.grad((y * factor).sum(), (q, k, v, x)) for y in (out, expected))
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -230,3 +241,18 @@ def test_refused():
         Dex((1, 1))
     with pytest.raises(ValueError, match="heads must be below the model's 4 heads, got 7"):
         Dex((0, 7)).build(SHAPE)
+
+
+@pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)
+def test_one_graph_forward_and_backward(config):
+    built, tensors = stirred(config), [y.requires_grad_() for y in qkvx(70)]
+    leaves = [*tensors, *built.parameters()]
+
+    def attend(module: torch.nn.Module) -> list[Tensor]:
+        q, k, v, x = tensors
+        out = module(q, k, v, inputs=LayerInputs(input=x)).output
+        return [out, *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)]
+
+    compiled = torch.compile(built, backend="aot_eager", fullgraph=True)
+    for a, b in zip(attend(compiled), attend(built), strict=True):
+        torch.testing.assert_close(a, b, **EXACT)

@@ -1,6 +1,7 @@
 """Parallax: standard attention, and how it would change if the query moved a little."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -87,8 +88,8 @@ class ParallaxAttention(StandardAttention):
         rows, block = _Rows(visibility, q, k, scale, inputs), slice(0, q.shape[2])
         k = k[:, :, : rows.keys(block)]
         r, terms = self._second_queries(q, inputs), (inputs.bias, inputs.sinks)
-        weights, centred = rows.weights(block, q, r, k, *terms)
-        return Maps(weights - weights * centred)
+        x = rows.maps(block, q, r, k, *terms)
+        return Maps(x.weights * (1 + x.mean - x.other))
 
     def _second_queries(
         self, q: Float[Tensor, "B H Tq D"], inputs: LayerInputs
@@ -138,67 +139,95 @@ class _Rows:
         rows = token[self.total - self.queries :][block]
         return self.visibility.at(rows, token[: self.keys(block)])
 
-    def weights(
+    def maps(
         self,
         block: slice,
-        q: Float[Tensor, "B H R D"],
-        r: Float[Tensor, "B H R D"],
+        q: Float[Tensor, "B H Tq D"],
+        r: Float[Tensor, "B H Tq D"],
         k: Float[Tensor, "B Hk K D"],
         bias: Float[Tensor, "#B #H Tq Tk"] | None,
         sinks: Float[Tensor, " H"] | None,
-    ) -> tuple[Float[Tensor, "B H R K"], Float[Tensor, "B H R K"]]:
-        """p, and s' less its mean under p."""
-        logits = few_scores(q, k, self.scale)
+    ) -> "_Block":
+        """The maps of one block of rows, with the keys that it may see."""
+        logits, slope = few_scores(q[:, :, block], k, self.scale), self.scale
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            share = torch.tanh(logits / self.softcap)
+            logits, slope = self.softcap * share, self.scale * (1 - share.square())
         if bias is not None:
             logits = logits + bias[:, :, block, : k.shape[2]]
         sinks = None if sinks is None else sinks[:, None, None]
-        p = masked_softmax(logits, self.visible(block, k.device)[:, None], sinks)
-        other = few_scores(r, k, 1.0)
-        return p, other - (p * other).sum(-1, keepdim=True)
+        weights = masked_softmax(logits, self.visible(block, k.device)[:, None], sinks)
+        other = few_scores(r[:, :, block], k, 1.0)
+        return _Block(weights, other, (weights * other).sum(-1, keepdim=True), slope)
+
+
+class _Block(NamedTuple):
+    """Maps of one block of rows.
+
+    weights: p.
+    other: s'.
+    mean: of s' under p.
+    slope: of the logits that enter the softmax, by q k.
+    """
+
+    weights: Float[Tensor, "B H R K"]
+    other: Float[Tensor, "B H R K"]
+    mean: Float[Tensor, "B H R 1"]
+    slope: Float[Tensor, "B H R K"] | float
 
 
 class _Covariance(torch.autograd.Function):
     """E_p[s' v] - E_p[s'] O, in fp32 at least; the maps of one block of rows at a time."""
 
     @staticmethod
-    def forward(ctx, rows: _Rows, *tensors: Tensor | None) -> Float[Tensor, "B H Tq D"]:
+    def forward(ctx, rows: _Rows, q, r, k, v, bias, sinks) -> Float[Tensor, "B H Tq D"]:
         ctx.rows = rows
-        ctx.save_for_backward(*tensors)
-        return torch.cat([_of_block(rows, block, *tensors) for block in rows.blocks()], dim=2)
+        ctx.save_for_backward(q, r, k, v, bias, sinks)
+        parts = []
+        for block in rows.blocks():
+            keys = rows.keys(block)
+            x = rows.maps(block, q, r, k[:, :, :keys], bias, sinks)
+            parts.append(few_outputs(x.weights * (x.other - x.mean), v[:, :, :keys]))
+        return torch.cat(parts, dim=2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, slope: Float[Tensor, "B H Tq D"]) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
-        wanted = [
-            x is not None and need
-            for x, need in zip(tensors, ctx.needs_input_grad[1:], strict=True)
-        ]
-        leaves = [
-            None if x is None else x.detach().requires_grad_(need)
-            for x, need in zip(tensors, wanted, strict=True)
-        ]
-        for block in ctx.rows.blocks():
-            with torch.enable_grad():
-                out = _of_block(ctx.rows, block, *leaves)
-            out.backward(slope[:, :, block].to(out.dtype))
-        return None, *(x.grad if need else None for x, need in zip(leaves, wanted, strict=True))
+    def backward(ctx, d_out: Float[Tensor, "B H Tq D"]) -> tuple[Tensor | None, ...]:
+        rows, (q, r, k, v, bias, sinks) = ctx.rows, ctx.saved_tensors
+        d_q, d_r = [], []
+        d_k, d_v = (torch.zeros_like(x, dtype=d_out.dtype) for x in (k, v))
+        d_bias, d_sinks = (None if x is None else torch.zeros_like(x) for x in (bias, sinks))
+        for block in rows.blocks():
+            keys = rows.keys(block)
+            near, own = k[:, :, :keys], d_out[:, :, block]
+            x = rows.maps(block, q, r, near, bias, sinks)
+            centred = x.other - x.mean
+            d_map = few_scores(own, v[:, :, :keys].to(own.dtype), 1.0)
+            d_mean = -(d_map * x.weights).sum(-1, keepdim=True)
+            d_other = x.weights * (d_map + d_mean)
+            d_weights = d_map * centred + d_mean * x.other
+            mean = (x.weights * d_weights).sum(-1, keepdim=True)
+            d_logits = x.weights * (d_weights - mean)
+            d_scores = d_logits * x.slope
+            d_q.append(few_outputs(d_scores, near))
+            d_r.append(few_outputs(d_other, near))
+            d_k[:, :, :keys] += _by_keys(d_scores, q[:, :, block], k.shape[1])
+            d_k[:, :, :keys] += _by_keys(d_other, r[:, :, block], k.shape[1])
+            d_v[:, :, :keys] += _by_keys(x.weights * centred, own, k.shape[1])
+            if bias is not None:
+                shared = [dim for dim in (0, 1) if bias.shape[dim] == 1]
+                part = d_logits.sum(shared, keepdim=True) if shared else d_logits
+                d_bias[:, :, block, :keys] += part.to(bias.dtype)
+            if sinks is not None:
+                left = 1 - x.weights.sum(-1, keepdim=True)
+                d_sinks -= (left * mean).sum((0, 2, 3)).to(sinks.dtype)
+        queries = [torch.cat(parts, dim=2).to(q.dtype) for parts in (d_q, d_r)]
+        return None, *queries, d_k.to(k.dtype), d_v.to(v.dtype), d_bias, d_sinks
 
 
-def _of_block(
-    rows: _Rows,
-    block: slice,
-    q: Float[Tensor, "B H Tq D"],
-    r: Float[Tensor, "B H Tq D"],
-    k: Float[Tensor, "B Hk Tk D"],
-    v: Float[Tensor, "B Hk Tk D"],
-    bias: Float[Tensor, "#B #H Tq Tk"] | None,
-    sinks: Float[Tensor, " H"] | None,
-) -> Float[Tensor, "B H R D"]:
-    """The covariance of s' and the values in one block of rows."""
-    keys = rows.keys(block)
-    k, v = k[:, :, :keys], v[:, :, :keys]
-    weights, centred = rows.weights(block, q[:, :, block], r[:, :, block], k, bias, sinks)
-    return few_outputs(weights * centred, v)
+def _by_keys(
+    maps: Float[Tensor, "B H R K"], rows: Float[Tensor, "B H R D"], key_heads: int
+) -> Float[Tensor, "B Hk K D"]:
+    """What the rows give every key, summed over the query heads of its group."""
+    maps, rows = (x.unflatten(1, (key_heads, -1)).flatten(2, 3) for x in (maps, rows))
+    return maps.mT @ rows.to(maps.dtype)
