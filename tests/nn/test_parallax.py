@@ -241,18 +241,3 @@ def test_refused():
         Dex((1, 1))
     with pytest.raises(ValueError, match="heads must be below the model's 4 heads, got 7"):
         Dex((0, 7)).build(SHAPE)
-
-
-@pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)
-def test_one_graph_forward_and_backward(config):
-    built, tensors = stirred(config), [y.requires_grad_() for y in qkvx(70)]
-    leaves = [*tensors, *built.parameters()]
-
-    def attend(module: torch.nn.Module) -> list[Tensor]:
-        q, k, v, x = tensors
-        out = module(q, k, v, inputs=LayerInputs(input=x)).output
-        return [out, *torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)]
-
-    compiled = torch.compile(built, backend="aot_eager", fullgraph=True)
-    for a, b in zip(attend(compiled), attend(built), strict=True):
-        torch.testing.assert_close(a, b, **EXACT)
