@@ -203,7 +203,7 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
         for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
     )
     error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
-    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}\n", err)
+    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}; tokens per layer: 19\n", err)
     assert float(size.split()[0]) < float(whole.split()[0])
 
 
