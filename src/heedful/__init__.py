@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from heedful.hf.stock import stock_model, stock_tokenizer
     from heedful.nn import (
         Canon,
+        Dex,
         Differential,
         DifferentialV2,
         Exclusive,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         KnockingHeads,
         LocalGlobal,
         MultiToken,
+        Parallax,
         Selective,
         Standard,
         TalkingHeads,
@@ -56,6 +58,7 @@ _ROOMS = {
     ),
     "heedful.nn": (
         "Canon",
+        "Dex",
         "Differential",
         "DifferentialV2",
         "Exclusive",
@@ -65,6 +68,7 @@ _ROOMS = {
         "KnockingHeads",
         "LocalGlobal",
         "MultiToken",
+        "Parallax",
         "Selective",
         "Standard",
         "TalkingHeads",
@@ -84,6 +88,7 @@ _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 __all__ = [
     "Canon",
     "Conversion",
+    "Dex",
     "Differential",
     "DifferentialV2",
     "Exclusive",
@@ -98,6 +103,7 @@ __all__ = [
     "LocalGlobal",
     "MemoryLoss",
     "MultiToken",
+    "Parallax",
     "Selective",
     "SelectiveOutput",
     "Standard",

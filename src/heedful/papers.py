@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 from heedful.hf import conversion_of
 from heedful.nn import (
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Exclusive,
@@ -14,6 +15,7 @@ from heedful.nn import (
     KnockingHeads,
     LocalGlobal,
     MultiToken,
+    Parallax,
     Selective,
     Standard,
     TalkingHeads,
@@ -68,6 +70,16 @@ _FORGETTING = (
     "Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron",
     "arXiv:2503.02130", 2025,
 )  # fmt: skip
+_PARALLAX = (
+    "zuo2026parallax", "Parallax: Parameterized Local Linear Attention for Language Modeling",
+    "Zuo, Yifei and Pai, Dhruv and Zeng, Zhichen and Dewulf, Alec and Hu, Shuming and "
+    "Wang, Zhaoran", "arXiv:2605.29157", 2026,
+)  # fmt: skip
+_DEX = (
+    "kong2025unchains",
+    "Understanding Differential Transformer Unchains Pretrained Self-Attentions",
+    "Kong, Chaerin and Jang, Jiho and Kwak, Nojun", "arXiv:2505.16333", 2025,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -83,6 +95,8 @@ _PAPERS = {
     Gated: (_GATED,),
     Exclusive: (_EXCLUSIVE,),
     Forgetting: (_FORGETTING,),
+    Parallax: (_PARALLAX,),
+    Dex: (_DEX,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

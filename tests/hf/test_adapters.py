@@ -11,6 +11,7 @@ import torch
 import heedful
 from heedful.nn import (
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Forgetting,
@@ -18,6 +19,7 @@ from heedful.nn import (
     Grouped,
     KnockingHeads,
     MultiToken,
+    Parallax,
     Selective,
 )
 from helpers.families import logits, stir, tiny, tokens, varied
@@ -33,6 +35,8 @@ CONFIGS = {
     "differential-v2": DifferentialV2(),
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
+    "parallax": Parallax(),
+    "dex": Dex(),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)
@@ -96,7 +100,7 @@ def test_adapters_reach_the_linear_layers_of_a_mechanism(name):
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     own = [n for n in trained if ".heedful." in n]
-    assert bool(own) == (name not in ("differential", "knocking-heads", "canon"))
+    assert bool(own) == (name not in ("differential", "knocking-heads", "canon", "dex"))
     for parameter, p in trained.items():
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
     adapted = logits(model, ids)

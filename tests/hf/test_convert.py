@@ -30,6 +30,7 @@ import heedful
 from heedful.nn import (
     NAMES,
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Exclusive,
@@ -37,6 +38,7 @@ from heedful.nn import (
     Gated,
     KnockingHeads,
     MultiToken,
+    Parallax,
     Selective,
     TalkingHeads,
 )
@@ -57,10 +59,12 @@ EVERYWHERE = {
     "gated": Gated("head"),
     "exclusive": Exclusive(),
     "forgetting": Forgetting(),
+    "parallax": Parallax(),
+    "dex": Dex((0, 3)),
 }
 # Torch's own attention, whatever `impl` says.
 SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
-SDPA += ("forgetting",)
+SDPA += ("forgetting", "parallax", "dex")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 

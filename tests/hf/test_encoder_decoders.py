@@ -13,6 +13,7 @@ from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import (
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Exclusive,
@@ -20,6 +21,7 @@ from heedful.nn import (
     Grouped,
     KnockingHeads,
     MultiToken,
+    Parallax,
     Selective,
     Standard,
     TalkingHeads,
@@ -44,6 +46,8 @@ MECHANISMS = {
     "differential-v2": DifferentialV2(),
     "exclusive": Exclusive(),
     "forgetting": Forgetting(),
+    "parallax": Parallax(),
+    "dex": Dex(),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {
@@ -52,7 +56,7 @@ UNCHANGING = {
     "selective with an extra head": Selective(selector="extra"),
 }
 EVERYWHERE = ("decoder", "encoder", "cross")
-ROLES = dict.fromkeys(("selective", "canon", "forgetting"), ("decoder",))
+ROLES = dict.fromkeys(("selective", "canon", "forgetting", "parallax"), ("decoder",))
 ROLES["exclusive"] = ("decoder", "encoder")
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.nn import (
     Canon,
+    Dex,
     Exclusive,
     Forgetting,
     Gated,
@@ -19,6 +20,7 @@ from heedful.nn import (
     KnockingHeads,
     LocalGlobal,
     MultiToken,
+    Parallax,
     Selective,
     Standard,
     TalkingHeads,
@@ -36,6 +38,8 @@ UNLEARNT = {
     "canon": Canon(),
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
+    "parallax": Parallax(),
+    "dex": Dex(),
 }
 LEARNT = {
     "mta": MultiToken(conv_every=1),
@@ -47,6 +51,8 @@ LEARNT = {
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
     "exclusive": Exclusive(),
+    "parallax": Parallax(),
+    "dex": Dex((1,)),
     "selective": Selective(),
     "differential": "differential",
     "differential-v2": "differential-v2",

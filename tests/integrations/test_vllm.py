@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.nn import (
     Canon,
+    Dex,
     Differential,
     DifferentialV2,
     Exclusive,
@@ -67,6 +68,7 @@ OTHERS = {
     Gated(): [3],
     KnockingHeads(form="mlp"): [4],
     Standard(window=9): [5],
+    Dex((0, 1)): [6],
 }
 LENGTHS = (3, 40, 1, 17, 90, 130, 9, 64)
 NEW = (30, 5, 40, 12, 25, 8, 33, 20)
@@ -199,6 +201,7 @@ def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
         (selective, {"tensor_parallel_size": 2}, "tensor parallelism, as heads of all ranks"),
         (mta, {"enable_lora": True}, "adapters of vLLM, which would pass layers by"),
         (save(tmp_path / "grouped", "grouped"), {}, "but grouped attention, got Grouped("),
+        (save(tmp_path / "parallax", "parallax"), {}, "does not rotate second queries, got Par"),
         (save(tmp_path / "scaling", scaling), {}, "does not scale the inputs of layers"),
         (save(tmp_path / "family", "mta", family), {}, "and this model is a GemmaForCausalLM"),
         (

@@ -11,6 +11,7 @@ from heedful import ops
 from heedful.nn import (
     NAMES,
     Canon,
+    Dex,
     Differential,
     Exclusive,
     Forgetting,
@@ -19,6 +20,7 @@ from heedful.nn import (
     Layer,
     LayerInputs,
     MultiToken,
+    Parallax,
     Selective,
     Standard,
     TalkingHeads,
@@ -65,6 +67,8 @@ IDENTITIES = {
     "talking heads": TalkingHeads(),
     "talking heads in pairs": TalkingHeads(group=2),
     "forgetting": Forgetting("identity"),
+    "parallax": Parallax(),
+    "dex": Dex(),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -154,6 +158,8 @@ def test_what_layers_declare():
         Selective(selector="extra"): (0, ("F", "selector keys"), inputs),
         Exclusive(): (0, (), nothing),
         Forgetting(): (0, ("F",), inputs),
+        Parallax(): (0, (), inputs | {"rotation"}),
+        Dex(): (0, (), nothing),
     }.items():
         built = config.build(SHAPE)
         assert isinstance(built, Layer)
@@ -197,6 +203,8 @@ def test_maps_are_what_multiplies_the_values(name):
         own = v.repeat_interleave(2, dim=1)
         along = (actual * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
         actual = actual - along * own
+    if name == "dex":  # whose matrix does too
+        actual = actual - built.factor * (actual @ built.matrix)
     torch.testing.assert_close(actual, out, **EXACT)
 
 

@@ -4,8 +4,9 @@ import math
 from typing import Literal
 
 EvictionName = Literal[
-    "auto", "most-hidden", "streaming-llm", "h2o", "tova", "snap-kv", "window", "random", "none"
-]
+    "auto", "most-hidden", "streaming-llm", "h2o", "tova", "snap-kv", "window", "random", "bounded",
+    "none",
+]  # fmt: skip
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
 RECALL = "recall"
@@ -16,8 +17,21 @@ def check_eviction(eviction: EvictionName, budget: str | None) -> None:
     """Raise unless a policy is named with its budget."""
     if eviction not in ("auto", "none") and budget is None:
         raise ValueError(f"eviction={eviction!r} needs a budget: add --budget N")
+    if eviction == "bounded" and not is_share(budget):
+        raise ValueError(
+            "budget must be a number between 0 and 1 with eviction='bounded', the share of "
+            f"attention that may be lost, such as 1e-4, got {budget!r}"
+        )
     if eviction == "none" and budget is not None:
         raise ValueError("eviction='none' keeps everything: leave the budget out")
+
+
+def is_share(word: str) -> bool:
+    """Whether a word is a number between 0 and 1: what the policy `bounded` has for a budget."""
+    try:
+        return 0 < float(word) < 1
+    except ValueError:
+        return False
 
 
 def check_memory_loss(factor: float) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.commands.options import EvictionName
-from heedful.eviction import POLICIES, Eviction
+from heedful.eviction import POLICIES, Bounded, Eviction
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 
@@ -32,6 +32,8 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
         return False
     if options.budget is None:
         return None
+    if options.eviction == "bounded":
+        return Bounded(float(options.budget))
     if options.budget.isdecimal():
         seed = {"seed": options.seed} if options.eviction == "random" else {}
         return policy_named(options.eviction, model, int(options.budget), **seed)

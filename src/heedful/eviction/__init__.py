@@ -1,9 +1,10 @@
-"""Eviction policies: which tokens leave a KV cache when its budget is full."""
+"""Eviction policies: which tokens leave a KV cache, when its budget is full or F allows it."""
 
 from heedful.eviction.policies import (
     H2O,
     POLICIES,
     TOVA,
+    Bounded,
     MostHidden,
     Random,
     SnapKV,
@@ -16,6 +17,7 @@ __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
+    "Bounded",
     "CachedTokens",
     "Eviction",
     "MostHidden",

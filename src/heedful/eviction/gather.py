@@ -16,8 +16,8 @@ from heedful.ops import Visibility
 _BLOCK = 64  # query rows whose weights are in memory at once
 
 
-def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
-    """Raise unless the policy can serve the layer under a budget of so many tokens."""
+def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
+    """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int) -> None:
             f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
             f"attention), and this layer is {type(layer).__name__}; take another policy"
         )
-    if layer.keeps_first and tokens < policy.recent + 2:
+    if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
         raise ValueError(
             f"tokens must be at least {policy.recent + 2} here: the mechanism's first token, "
             f"{policy.recent} recent ones and the next one, got {tokens}"
@@ -92,10 +92,12 @@ def slots_to_evict(
     score: Float[Tensor, "B n"],
     positions: Int[Tensor, "B n"],
     policy: Eviction,
-    tokens: int,
+    tokens: int | None,
     protection: Protection,
 ) -> Int[Tensor, "B m"]:
     """The slots to evict, so that less than `tokens` tokens are left.
+
+    Without `tokens` these are as many as every sequence has below `policy.evicts_below`.
 
     Padding comes first, and what no query sees any more; protected tokens never. Of equal scores
     the oldest token is evicted.
@@ -104,7 +106,7 @@ def slots_to_evict(
         score: the policy's.
         positions: of the tokens in all slots.
         policy: for what it protects.
-        tokens: the budget.
+        tokens: the budget, or `None`.
         protection: what else decides.
 
     Returns:
@@ -118,15 +120,20 @@ def slots_to_evict(
     protected = (positions < first) | (positions >= protection.total - policy.recent)
     if policy.keep_prompt:
         protected |= positions < protection.prompt
+    if policy.keep_prompt and tokens is not None:
         _check_room(protected if real is None else protected & real, policy, tokens, protection)
-    score = score.float().masked_fill(protected, float("inf"))
+    score = score if tokens is None else score.float()
+    score = score.masked_fill(protected, float("inf"))
     unseen = torch.zeros_like(protected) if real is None else ~real
     for window in protection.windows:
         unseen = unseen | (positions <= protection.total - window)
     if protection.first:
         unseen = unseen & (positions != start)
     score = score.masked_fill(unseen, float("-inf"))
-    count = positions.shape[1] - (tokens - 1)
+    if tokens is None:
+        count = int((score < policy.evicts_below).sum(1).min())
+    else:
+        count = positions.shape[1] - (tokens - 1)
     by_age = positions.argsort(dim=1)
     lowest = score.gather(1, by_age).argsort(dim=1, stable=True)[:, :count]
     return by_age.gather(1, lowest).sort(dim=1).values

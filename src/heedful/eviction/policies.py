@@ -9,9 +9,12 @@
 | `SnapKV` | what the last queries of the prompt attend to least | attention of 32 queries |
 | `Window` | the oldest | positions |
 | `Random` | random tokens | positions |
+
+`Bounded` has no budget: it evicts what F proves to be negligible.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -147,4 +150,73 @@ class Random(Eviction):
         return x / _PRIME
 
 
+@dataclass(frozen=True)
+class Bounded(Eviction):
+    r"""Evicts every token that F proves to be negligible for all later queries; no budget.
+
+    Let no logit exceed $U$ in size before F is subtracted. A query sees its own token, which has
+    F = 0, so its softmax's sum is at least $e^{-U}$, and a key's weight at most $e^{2U - F}$. F
+    never falls, so this holds for all later queries too. The token at position t is evicted when
+
+    $$ F \ge 2U + \log\frac{(t + 1)(t + 2)}{\epsilon}, \qquad
+       \sum_t \frac{\epsilon}{(t + 1)(t + 2)} \le \epsilon $$
+
+    in every head of the layer, so that all evicted tokens together have at most `epsilon` of any
+    later query's weight, however long the sequence is. The layer's output changes by at most
+    $2 \epsilon \max_j |v_j|$, beside rounding.
+
+    In a batch every sequence evicts as many tokens as the one that can evict fewest.
+
+    Arguments:
+        epsilon: the share of a query's weight that may be lost, between 0 and 1.
+        logits: U, for all layers. `None` takes what the layer's family makes sure of: its soft cap,
+            or norms of queries and keys per head, as in Qwen 3. Elsewhere it takes the largest
+            norms of the queries and keys so far, which proves nothing of those to come.
+        sinks, recent, keep_prompt: as of every policy.
+
+    Source: the threshold is that of "Adaptive Computation Pruning for the Forgetting Transformer",
+        arXiv 2504.06949, with a share for every position in place of a length that is known.
+    """
+
+    tokens: None = field(default=None, init=False)
+    epsilon: float = 1e-4
+    logits: float | None = None
+    sinks: int = field(default=0, kw_only=True)
+    recent: int = field(default=0, kw_only=True)
+    keep_prompt: bool = field(default=False, kw_only=True)
+
+    reads_hidden = True
+    reads_logits = True
+    evicts_below = 0.0
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.epsilon) or not 0 < self.epsilon < 1:
+            raise ValueError(
+                f"epsilon must be a number between 0 and 1, the share of attention that may be "
+                f"lost, such as 1e-4, got {self.epsilon!r}"
+            )
+        if self.logits is not None and not (_is_number(self.logits) and self.logits >= 0):
+            raise ValueError(
+                f"logits must be a number of at least 0 that no logit exceeds, or None (what is "
+                f"known of the family), got {self.logits!r}"
+            )
+        super().__post_init__()
+
+    def budgets(self, layers: int) -> tuple[None, ...]:
+        """No layer has one."""
+        return (None,) * layers
+
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """How much F is short of what proves the token negligible, below 0 if nothing."""
+        bound = cached.logits[:, None] if self.logits is None else self.logits
+        at = cached.positions.to(cached.hidden.dtype)
+        share = torch.log(at + 1) + torch.log(at + 2) - math.log(self.epsilon)
+        return 2 * bound + share - cached.hidden
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
 POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random)
+"""Those that have a budget of tokens."""

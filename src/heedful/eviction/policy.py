@@ -21,6 +21,8 @@ class CachedTokens(NamedTuple):
     queries: how many queries `attention` sums over.
     score: the policy's own score after the last call, 0 for tokens that came since, `[B, n]`;
         `None` at the first call.
+    logits: what no logit exceeds in size before F is subtracted, `[B]`; as far as is known
+        (`Bounded`), and `None` unless the policy reads it.
     """
 
     positions: Int[Tensor, "B n"]
@@ -29,6 +31,7 @@ class CachedTokens(NamedTuple):
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
+    logits: Float[Tensor, " B"] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,11 @@ class Eviction:
     observes: ClassVar[int | None] = 0
     # Whether `score` reads F, how strongly tokens are masked.
     reads_hidden: ClassVar[bool] = False
+    # Whether `score` reads how large logits are.
+    reads_logits: ClassVar[bool] = False
+    # Evict the tokens whose score is below it, however many these are, and no others; `None` evicts
+    # down to the budget. A policy that has it has no `tokens`.
+    evicts_below: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
@@ -66,6 +74,10 @@ class Eviction:
                 )
         if not isinstance(self.keep_prompt, bool):
             raise ValueError(f"keep_prompt must be True or False, got {self.keep_prompt!r}")
+        if self.evicts_below is None:
+            self._check_tokens()
+
+    def _check_tokens(self) -> None:
         several = isinstance(self.tokens, tuple | list)
         if several:
             object.__setattr__(self, "tokens", tuple(self.tokens))

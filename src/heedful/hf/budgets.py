@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from heedful.eviction import POLICIES, Eviction
+from heedful.eviction import POLICIES, Bounded, Eviction
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.records.files import write_whole
 
@@ -29,7 +29,8 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         model: the converted model that the budgets are for.
         about: how they were found, for people.
     """
-    policy = {"kind": type(eviction).__name__, **dataclasses.asdict(eviction)}
+    policy = {"kind": type(eviction).__name__}
+    policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
     data = {"format": FORMAT, "eviction": policy, "about": about, "model": fingerprint(model)}
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
@@ -61,10 +62,9 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             "(heedful.load(folder, budgets=False) leaves it unread)"
         )
     fields = dict(data.get("eviction") or {})
-    kinds = {policy.__name__: policy for policy in POLICIES}
+    kinds = {policy.__name__: policy for policy in (*POLICIES, Bounded)}
     kind = kinds.get(fields.pop("kind", None))
-    known = set() if kind is None else {field.name for field in dataclasses.fields(kind)}
-    if kind is None or set(fields) - known:
+    if kind is None or set(fields) - _arguments(kind):
         raise ValueError(
             f"budgets {path} names no policy of this version of heedful; search budgets again with "
             "heedful budget"
@@ -75,6 +75,11 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     except (TypeError, ValueError) as error:
         raise ValueError(f"budgets {path}: {error}") from None
     return eviction
+
+
+def _arguments(kind: type[Eviction]) -> set[str]:
+    """The arguments of a policy."""
+    return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
 def take_budgets(folder: Path, model: nn.Module) -> None:

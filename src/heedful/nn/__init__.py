@@ -1,6 +1,7 @@
 """Layers: a frozen configuration per mechanism, its parameters, and one operator each."""
 
 from heedful.nn.canon import Canon, CanonAttention
+from heedful.nn.dex import Dex, DexAttention
 from heedful.nn.differential import (
     Differential,
     DifferentialAttention,
@@ -23,6 +24,7 @@ from heedful.nn.mechanisms import (
     to_json,
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
+from heedful.nn.parallax import Parallax, ParallaxAttention
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape, Role
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
@@ -32,6 +34,8 @@ __all__ = [
     "TABLE",
     "Canon",
     "CanonAttention",
+    "Dex",
+    "DexAttention",
     "Differential",
     "DifferentialAttention",
     "DifferentialV2",
@@ -56,6 +60,8 @@ __all__ = [
     "MechanismRow",
     "MultiToken",
     "MultiTokenAttention",
+    "Parallax",
+    "ParallaxAttention",
     "Role",
     "Selective",
     "SelectiveAttention",

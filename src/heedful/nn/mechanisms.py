@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from heedful.nn.canon import Canon
+from heedful.nn.dex import Dex
 from heedful.nn.differential import Differential, DifferentialV2
 from heedful.nn.exclusive import Exclusive
 from heedful.nn.forgetting import Forgetting
@@ -17,6 +18,7 @@ from heedful.nn.gated import Gated
 from heedful.nn.grouped import Grouped
 from heedful.nn.knocking import KnockingHeads
 from heedful.nn.multi_token import MultiToken, TalkingHeads
+from heedful.nn.parallax import Parallax
 from heedful.nn.selective import Selective
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
@@ -40,6 +42,8 @@ Mechanism = (
     | Gated
     | Exclusive
     | Forgetting
+    | Parallax
+    | Dex
 )
 
 Leaves = dict[str, Tensor]
@@ -190,6 +194,13 @@ TABLE = (
         False,
         "a forget gate per head and token, whose logarithms add up in the logits",
     ),
+    MechanismRow(
+        "parallax",
+        Parallax(),
+        True,
+        "a first-order correction of each head's output along a second query",
+    ),
+    MechanismRow("dex", Dex(), True, "each head's output less a learned linear function of it"),
     MechanismRow(
         "local-global",
         LocalGlobal(),

@@ -124,7 +124,7 @@ def one_seed(parity, tmp_path):
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
         "standard", "knocking-heads", "canon", "gated", "exclusive", "forgetting",
-        "differential-v2", "local-global",
+        "parallax", "dex", "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
     records = {r.mechanism: r for r in paged(comparison, tmp_path / "out")}
@@ -138,6 +138,8 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "gated": width * width,
         "exclusive": 0,
         "forgetting": width * heads + heads,
+        "parallax": width * width,
+        "dex": (width // heads) ** 2 + 1,
         "local-global": 0,
     }
     for name, each in added.items():

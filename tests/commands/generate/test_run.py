@@ -17,7 +17,7 @@ from heedful.commands.generate.run import CHUNK
 from heedful.commands.options import EvictionName
 from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, MostHidden, StreamingLLM
+from heedful.eviction import POLICIES, Bounded, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.nn import MultiToken
 from helpers.command_line import status_of
@@ -71,7 +71,7 @@ def test_no_eviction_is_the_default_without_a_budget(folders):
     assert none == default._replace(tokens_per_second=none.tokens_per_second)
 
 
-@pytest.mark.parametrize("name", sorted({*get_args(EvictionName)} - {"none"}))
+@pytest.mark.parametrize("name", sorted({*get_args(EvictionName)} - {"none", "bounded"}))
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(
         folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
@@ -84,6 +84,19 @@ def test_every_policy_can_be_named(folders, name):
     assert cache.tokens == [19, 19]
     assert generation.nbytes == cache.nbytes < generation.whole_nbytes / 2
     assert generation.peak_nbytes == cache.peak_nbytes
+
+
+def test_a_share_of_attention_in_place_of_a_budget(folders):
+    generation, _ = generation_of(
+        folders / "selective", eviction="bounded", budget="0.5", max_new_tokens=24, chunk=8
+    )
+    model = heedful.load(folders / "selective")
+    cache = heedful.new_cache(model, Bounded(0.5))
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
+    assert generation.text == ByteTokenizer().decode(expected)
+    assert generation.nbytes == cache.nbytes and generation.cached == tuple(cache.tokens)
+    with pytest.raises(ValueError, match="budget must be a number between 0 and 1 with eviction="):
+        generation_of(folders / "selective", eviction="bounded", budget="20")
 
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
@@ -190,7 +203,7 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
         for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
     )
     error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
-    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}\n", err)
+    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}; tokens per layer: 19\n", err)
     assert float(size.split()[0]) < float(whole.split()[0])
 
 

@@ -72,6 +72,8 @@ class BudgetSearch:
                 )
         if self.eviction == "none":
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
+        if self.eviction == "bounded":
+            raise ValueError("eviction='bounded' has no budget of tokens: there is none to search")
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:

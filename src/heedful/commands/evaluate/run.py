@@ -23,7 +23,7 @@ from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, ite
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
 from heedful.commands.policies import policy_named, spelled
-from heedful.eviction import Eviction
+from heedful.eviction import Bounded, Eviction
 from heedful.hf.budgets import NAME, fingerprint
 from heedful.hf.cache.new import new_cache
 from heedful.hf.stock import stock_class
@@ -194,8 +194,11 @@ def _caches(options: Evaluation, name: str, model: PreTrainedModel) -> dict[str,
         if word == OWN:
             caches[OWN] = model._heedful.eviction
             continue
-        arguments = {"seed": options.seed} if options.eviction == "random" else {}
-        policy = policy_named(options.eviction, model, int(word), **arguments)
+        if options.eviction == "bounded":
+            policy = Bounded(float(word))
+        else:
+            arguments = {"seed": options.seed} if options.eviction == "random" else {}
+            policy = policy_named(options.eviction, model, int(word), **arguments)
         caches[f"{spelled(type(policy).__name__)} {word}"] = policy
     for eviction in caches.values():
         try:

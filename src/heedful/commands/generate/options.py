@@ -30,7 +30,8 @@ class Generation:
     base that it names."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
-    the model, if anything."""
+    the model, if anything. With --eviction bounded: the share of attention that may be lost, such
+    as 1e-4."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget. auto: what selective attention has hidden most; for
     other mechanisms all but the first and the newest (streaming-llm). none keeps everything."""

@@ -29,6 +29,7 @@ class GenerationResult(NamedTuple):
     tokens_per_second: of the tokens after the first; `None` where there is no other.
     nbytes, peak_nbytes: of the cache at the end, and at its largest.
     whole_nbytes: what it would have held at the end without eviction.
+    cached: how many tokens each layer's cache had at the end.
     """
 
     text: str
@@ -38,6 +39,7 @@ class GenerationResult(NamedTuple):
     nbytes: int
     peak_nbytes: int
     whole_nbytes: int
+    cached: tuple[int, ...]
 
     def __str__(self) -> str:
         size, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
@@ -45,8 +47,13 @@ class GenerationResult(NamedTuple):
         speed = "" if rate is None else f" at {rate:.1f} tokens/s"
         return (
             f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {size} "
-            f"(peak {peak}), without eviction {whole}"
+            f"(peak {peak}), without eviction {whole}; tokens per layer: {self._tokens}"
         )
+
+    @property
+    def _tokens(self) -> str:
+        least, most = min(self.cached, default=0), max(self.cached, default=0)
+        return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def generate(options: Generation, write: Callable[[str], None]) -> Iterator[GenerationResult]:
@@ -111,6 +118,7 @@ def _generate(
         nbytes=cache.nbytes,
         peak_nbytes=cache.peak_nbytes,
         whole_nbytes=cache.whole_nbytes,
+        cached=tuple(cache.tokens),
     )
 
 

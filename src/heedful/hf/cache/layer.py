@@ -50,7 +50,8 @@ class LayerCache(AttentionCache):
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
         self._stateful, self._keeps_first = bool(layer.keeps), layer.keeps_first
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
-        if budget is not None and self.window is not None and self.window <= budget.tokens:
+        tokens = None if budget is None else budget.tokens
+        if tokens is not None and self.window is not None and self.window <= tokens:
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
@@ -121,7 +122,7 @@ class LayerCache(AttentionCache):
     @property
     def _room(self) -> int | None:
         """For how many tokens room is made ahead of them; a window's slides through some more."""
-        if self.budget is not None:
+        if self.budget is not None and self.budget.tokens is not None:
             return self.budget.tokens
         if self.window is None:
             return None
@@ -186,6 +187,8 @@ class LayerCache(AttentionCache):
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
         output, before = self._output(layer, rows, k, v, LastCall(None, shown, scale, inputs))
+        if self._step is not None:
+            self._step.note(q, k[:, :, -q.shape[2] :])
         call = LastCall(q, visibility, scale, inputs._replace(state=before))
         if self.record_past:
             recorded = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
@@ -276,6 +279,9 @@ class LayerCache(AttentionCache):
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
         if policy.reads_hidden:
             cached = cached._replace(hidden=self._state.amin(1))
+        if policy.reads_logits:
+            dim, softcap = self.keys.shape[3], call.inputs.softcap
+            cached = cached._replace(logits=self._step.logits(dim, call.scale, softcap))
         if policy.observes != 0:
             queries = self._step.queries(call.queries.shape[2])
             before = counters.total - counters.pending
@@ -292,7 +298,7 @@ class LayerCache(AttentionCache):
         if moves is None:
             return
         before = self._nbytes
-        copied = self._tokens.move(moves, self.budget.tokens)
+        copied = self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
         self._measure(most=before + copied)
 
@@ -362,6 +368,6 @@ class LayerCache(AttentionCache):
             slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
 
     def _tensors(self) -> list[Tensor | None]:
-        score = None if self._step is None else self._step.score
+        step = [] if self._step is None else self._step.tensors
         rows = [part.rows for part in self._rows]
-        return [*self._tokens.tensors, *rows, self._state, score]
+        return [*self._tokens.tensors, *rows, self._state, *step]

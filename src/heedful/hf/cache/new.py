@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.budget import layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.layer import LayerCache
@@ -132,11 +132,10 @@ def new_cache(
     policy = _policy(model, eviction)
     layers = stock_layers(model)
     places = cache_places(attention, layers)
-    budgets = [None] * len(places) if policy is None else policy.budgets(len(places))
+    budgets = layer_budgets(policy, list(places.values()))
     meter = Meter()
-    for (index, module), tokens in zip(places.items(), budgets, strict=True):
+    for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        budget = None if tokens is None else Budget(policy, tokens)
         layers[index] = _kind_for(module)(module.heedful, sliding, budget, meter)
     own = KVCache(layers, meter, offloading)
     if not model.config.is_encoder_decoder:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
-from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import attention_modules
@@ -73,11 +73,9 @@ def evicting(
     if eviction is None:
         yield peaks
         return
-    budgets = eviction.budgets(len(modules))
     routes = []
-    for module, tokens in zip(modules, budgets, strict=True):
-        if tokens is not None:
-            budget = Budget(eviction, tokens)
+    for module, budget in zip(modules, layer_budgets(eviction, modules), strict=True):
+        if budget is not None:
             LayerCache(module.heedful, None, budget)  # raises if it cannot be served
             routes.append(_Route(module.heedful, budget, whole, step, peaks))
     if any("forward" in vars(route.layer) for route in routes):
@@ -144,6 +142,7 @@ class _Route:
         prompt, or one step (SnapKV's queries).
         """
         policy, tokens = self.budget.policy, self.budget.tokens
-        if window is not None or policy.keep_prompt or policy.observes not in (0, 1, None):
+        by_call = window is not None or policy.keep_prompt or policy.observes not in (0, 1, None)
+        if by_call or tokens is None:
             return self.whole
         return self.whole + max(0, tokens - 1 - self.whole) // self.step * self.step

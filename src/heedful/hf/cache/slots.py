@@ -48,7 +48,7 @@ class Slots:
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
         if not self._own or frozen or end + added > self.buffer.shape[2]:
             size = length + added
-            roomy = size + max(LEAST, size // SLACK)
+            roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
             end = length
         self.buffer[:, :, end : end + added] = new
@@ -80,10 +80,11 @@ class Slots:
         """Drop the newest tokens."""
         self.length -= count
 
-    def move(self, moves: Moves, limit: int) -> None:
+    def move(self, moves: Moves, limit: int | None = None) -> None:
         """Move tokens and drop the last slots, as `moves` says.
 
-        Where the buffer is much larger than `limit` tokens, what stays goes into a smaller one.
+        Where the buffer is much larger than `limit` tokens, what stays goes into a smaller one;
+        without a limit, where it is much larger than what stays with its usual room.
         """
         heads, dim = self.buffer.shape[1], self.buffer.shape[3]
 
@@ -91,6 +92,7 @@ class Slots:
             return index[:, None, :, None].expand(-1, heads, -1, dim)
 
         left = moves.keep.shape[1]
+        limit = _roomy(left) if limit is None else limit
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
             smaller[:, :, :left] = self.contents.gather(2, spread(moves.keep))
@@ -113,3 +115,8 @@ class Slots:
         larger = self.buffer.new_empty(batch, heads, size, dim)
         larger[:, :, : self.length] = self.contents
         self.buffer, self.start, self._own = larger, 0, True
+
+
+def _roomy(size: int) -> int:
+    """Slots for so many tokens and some to come."""
+    return size + max(LEAST, size // SLACK)

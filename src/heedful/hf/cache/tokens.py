@@ -68,7 +68,7 @@ class StoredTokens:
         if self.positions is not None:
             self.positions = self.positions[..., : self.keys.length]
 
-    def move(self, moves: Moves, limit: int) -> int:
+    def move(self, moves: Moves, limit: int | None) -> int:
         """Fill the slots of evicted tokens; returns the bytes that were copied for less room."""
         copied = 0
         for slots in self.streams:

@@ -1,0 +1,243 @@
+"""Parallax and Dex: their formulas, gradients, order and memory."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+from heedful.nn import (
+    Dex,
+    HeadShape,
+    LayerInputs,
+    Parallax,
+    Standard,
+    from_json,
+    to_json,
+)
+from heedful.ops import Visibility
+from heedful.testing import assert_causal, peak_memory_mib
+
+SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
+    """Queries, keys and values, and the input of the module."""
+    heads = draw(batch, 4, tokens, 6), draw(batch, 2, tokens, 6), draw(batch, 2, tokens, 6)
+    return *heads, draw(batch, tokens, 20)
+
+
+def stirred(config):
+    built = config.build(SHAPE).double()
+    with torch.no_grad():
+        for p in built.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return built
+
+
+def second(built, x: Tensor) -> Tensor:
+    return (x @ built.second.weight.mT).unflatten(2, (4, 6)).transpose(1, 2)
+
+
+def test_parallax_by_loops():
+    built, (q, k, v, x) = stirred(Parallax()), qkvx(5)
+    r, expected = second(built, x).detach(), torch.zeros_like(q)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        dots = [
+            [sum(float(y[b, h, i, c] * k[b, h // 2, j, c]) for c in range(6)) for j in range(i + 1)]
+            for y in (q, r)
+        ]
+        weights = [math.exp(x / 6**0.5) for x in dots[0]]
+        p = [w / sum(weights) for w in weights]
+        mean = sum(w * s for w, s in zip(p, dots[1], strict=True))
+        for j, (w, s) in enumerate(zip(p, dots[1], strict=True)):
+            expected[b, h, i] += (w * (1 + mean) - w * s) * v[b, h // 2, j]
+    inputs = LayerInputs(input=x)
+    torch.testing.assert_close(built(q, k, v, inputs=inputs).output, expected, **EXACT)
+    last = built(q[:, :, 3:], k, v, inputs=inputs).output
+    torch.testing.assert_close(last, expected[:, :, 3:], **EXACT)
+
+
+def test_the_correction_is_the_slope_of_attention_along_the_second_query():
+    built, (q, k, v, x) = stirred(Parallax()), qkvx(70)
+    plain, scale = Standard().build(SHAPE), 0.4
+    wide = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+
+    def attend(q: Tensor) -> Tensor:
+        hidden = torch.ones(70, 70).bool().triu(1)
+        return (q @ wide[0].mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ wide[1]
+
+    slope = jvp(attend, (q,), (second(built, x) / scale,))[1]
+    out = built(q, k, v, scale=scale, inputs=LayerInputs(input=x)).output
+    expected = plain(q, k, v, scale=scale).output - slope
+    torch.testing.assert_close(out, expected, **EXACT)
+
+
+def test_cap_bias_and_sinks_of_a_family():
+    built, (q, k, v, x) = stirred(Parallax()), (y.requires_grad_() for y in qkvx(70))
+    bias, sinks = draw(1, 4, 70, 70).requires_grad_(), draw(4).requires_grad_()
+    r = second(built, x)
+    wide = k.repeat_interleave(2, 1)
+    logits = 3 * torch.tanh(q @ wide.mT / 6**0.5 / 3) + bias
+    logits = logits.masked_fill(torch.ones(70, 70).bool().triu(1), -math.inf)
+    column = sinks[:, None, None].expand(2, 4, 70, 1)
+    p = torch.cat([logits, column], -1).softmax(-1)[..., :70]
+    other = r @ wide.mT
+    weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
+    inputs = LayerInputs(input=x, bias=bias, sinks=sinks, softcap=3.0)
+    actual, expected = built(q, k, v, inputs=inputs).output, weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    leaves, factor = (q, k, v, x, bias, sinks, built.second.weight), draw(*q.shape)
+    slopes = (torch.autograd.grad((y * factor).sum(), leaves) for y in (actual, expected))
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    torch.testing.assert_close(built.maps(q, k, inputs=inputs).weights, weights, **EXACT)
+
+
+def test_second_queries_are_rotated_to_their_positions():
+    built, (q, k, v, x) = stirred(Parallax()), qkvx(5)
+    seen = []
+
+    def rotation(r: Tensor, positions: Tensor) -> Tensor:
+        seen.append(positions)
+        return r.flip(-1)
+
+    inputs = LayerInputs(input=x, positions=torch.arange(3, 8)[None], rotation=rotation)
+    actual = built(q[:, :, 2:], k, v, inputs=inputs).output
+    rows = built.second.weight.unflatten(0, (4, 6)).flip(1).flatten(0, 1).detach()
+    built.second.weight.data.copy_(rows)
+    expected = built(q, k, v, inputs=LayerInputs(input=x)).output
+    torch.testing.assert_close(actual, expected[:, :, 2:], **EXACT)
+    assert seen[0].tolist() == [[5, 6, 7]]
+
+
+@pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)
+def test_gradients(config):
+    small = HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)
+    built, sizes = config.build(small).double(), ((2, 3, 2), (1, 3, 2), (1, 3, 2), (3, 3))
+    q, k, v, x = (draw(1, *size).requires_grad_() for size in sizes)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        *heads, x = tensors[:4]
+        names = [name for name, _ in built.named_parameters()]
+        own = dict(zip(names, tensors[4:], strict=True))
+        options = {"inputs": LayerInputs(input=x)}
+        return torch.func.functional_call(built, own, tuple(heads), options).output
+
+    parameters = [draw(*p.shape).requires_grad_() for p in built.parameters()]
+    assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
+
+
+VISIBILITIES = {
+    "documents": Visibility(documents=torch.tensor([[0] * 7 + [1] * 70 + [-1] * 3 + [2] * 10])),
+    "window": Visibility(window=9),
+    "padding": Visibility(padding=(torch.arange(90) > 4)[None]),
+    "mutual": Visibility(mutual=torch.where(torch.arange(90) // 20 == 3, 0, -1)[None]),
+    "positions": Visibility(window=40, positions=torch.arange(90)[None] * 2),
+}
+
+
+@pytest.mark.parametrize("name", VISIBILITIES)
+def test_blocks_see_what_they_may(name):
+    """Also where the rows are more than one block."""
+    built, visibility = stirred(Parallax()), VISIBILITIES[name]
+    q, k, v, x = (y.requires_grad_() for y in qkvx(90))
+    inputs = LayerInputs(input=x)
+    out = built(q, k, v, visibility=visibility, inputs=inputs).output
+    visible = visibility.dense(90, 90, q.device)[:, None]
+    wide = k.repeat_interleave(2, 1)
+    logits = (q @ wide.mT / 6**0.5).masked_fill(~visible, -math.inf)
+    p = logits.softmax(-1).nan_to_num(0)
+    other = second(built, x) @ wide.mT
+    weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
+    expected = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected, **EXACT)
+    factor = draw(*q.shape)
+    slopes = (torch.autograd.grad((y * factor).sum(), (q, k, v, x)) for y in (out, expected))
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_later_token_changes_a_bit(dtype):
+    built = stirred(Parallax()).to(torch.float32)
+
+    def attend(tokens: Tensor) -> Tensor:
+        q, k, v, x = tokens.split([24, 12, 12, 20], dim=2)
+        q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
+        return built(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
+
+    q, k, v, x = qkvx(70, batch=1)
+    parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
+    assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
+
+
+@pytest.mark.parametrize("config", [Parallax(), Dex()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_new_layer_changes_no_bit(config, dtype):
+    (q, k, v, x), built = qkvx(70), config.build(SHAPE)
+    q, k, v, x = (y.to(dtype) for y in (q, k, v, x))
+    plain = Standard().build(SHAPE)(q, k, v).output
+    out = built(q, k, v, inputs=LayerInputs(input=x)).output
+    assert torch.equal(out, plain) and built.standard_form() is not None
+    (out.float() * torch.randn(out.shape)).sum().backward()
+    slopes = [bool((p.grad != 0).any()) for p in built.parameters()]
+    assert any(slopes), "it learns from there"
+    with torch.no_grad():
+        for p in built.parameters():
+            p.add_(0.1)
+    assert built.standard_form() is None
+
+
+def test_memory_grows_linearly():
+    """Of 2,048 tokens and four heads each of half a dozen maps has 64 MiB."""
+    code = """
+import torch
+from heedful.nn import HeadShape, LayerInputs, Parallax
+torch.set_num_threads(1)
+built = Parallax().build(HeadShape(4, 2, 16, 64, 0))
+q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
+x = torch.randn(1, 2048, 64)
+def run():
+    built(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+"""
+    assert peak_memory_mib(code) < 120
+
+
+@pytest.mark.parametrize("heads", [None, (2,), (3, 0)])
+def test_dex_by_loops(heads):
+    built, (q, k, v, _) = stirred(Dex(heads)), qkvx(5)
+    plain = Standard().build(SHAPE)(q, k, v).output
+    matrix, factor = built.matrix.tolist(), built.factor.item()
+    expected = plain.clone()
+    for b, h, i, c in torch.cartesian_prod(*map(torch.arange, plain.shape)).tolist():
+        if heads is None or h in heads:
+            row = plain[b, h, i].tolist()
+            expected[b, h, i, c] -= factor * sum(row[a] * matrix[a][c] for a in range(6))
+    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
+
+
+@pytest.mark.parametrize("config", [Parallax(), Dex(), Dex((2, 0))], ids=str)
+def test_json_gives_the_same_configuration_back(config):
+    assert from_json(to_json(config)) == config
+    if isinstance(config, Dex) and config.heads:
+        assert from_json(to_json(config) | {"heads": list(config.heads)}) == config
+
+
+def test_refused():
+    q, k, v, _ = qkvx(3)
+    with pytest.raises(ValueError, match="ParallaxAttention needs input beside q, k and v"):
+        Parallax().build(SHAPE).double()(q, k, v)
+    for heads in ((), 3, (-1,), (0.5,), ("all",)):
+        with pytest.raises(ValueError, match="heads must be a tuple of head numbers from 0 on"):
+            Dex(heads)
+    with pytest.raises(ValueError, match="heads must name each head once"):
+        Dex((1, 1))
+    with pytest.raises(ValueError, match="heads must be below the model's 4 heads, got 7"):
+        Dex((0, 7)).build(SHAPE)
