@@ -26,7 +26,7 @@ MAY_IMPORT = {
     | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "hf", "checks", "records")},
     "training": COMPUTING
     | {"transformers", "safetensors", "accelerate", "numpy", "tqdm"}
-    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "training", "records")}
+    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "training", "records", "eviction")}
     | {"heedful.checks", "heedful.data"},
     "tasks": COMPUTING
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}

@@ -171,15 +171,11 @@ class EvictionOrderLoss:
         hiding = selection(
             *layer.selectors(q, k, inputs), layer.config.protect_first, visibility, scale
         )
-        rest = -tokens % CHUNK
-        hiding = torch.nn.functional.pad(hiding, (0, 0, 0, rest))
-        # A cache evicts a token for all heads, by the selector that masks it least.
-        f = hiding.unflatten(2, (-1, CHUNK)).sum(3).cumsum(2).amin(1)
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        ends = torch.arange(CHUNK - 1, tokens + rest, CHUNK, device=q.device).clamp(max=tokens - 1)
+        f, visible = after_chunks(hiding, dense)
         with torch.no_grad():
             maps = self._maps(q, k, dense, scale, inputs)
-        self._reports.append(_Report(f, dense[:, ends], maps.to(f.dtype), v.detach().to(f.dtype)))
+        self._reports.append(_Report(f, visible, maps.to(f.dtype), v.detach().to(f.dtype)))
 
     def _maps(self, q, k, dense, scale, inputs: LayerInputs) -> Float[Tensor, "B H R T"]:
         """The standard attention of the drawn queries."""
@@ -224,6 +220,21 @@ class _Observed:
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         self._report(layer, q, k, v, view, factor, inputs)
         return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+
+
+def after_chunks(
+    hiding: Float[Tensor, "B Hs T T"], dense: Bool[Tensor, "B T T"]
+) -> tuple[Float[Tensor, "B C T"], Bool[Tensor, "B C T"]]:
+    """F after each chunk of `CHUNK` tokens, and what the last query of the chunk sees.
+
+    A cache evicts a token for all heads, by the selector that masks it least.
+    """
+    tokens = hiding.shape[3]
+    rest = -tokens % CHUNK
+    chunks = torch.nn.functional.pad(hiding, (0, 0, 0, rest)).unflatten(2, (-1, CHUNK))
+    f = chunks.sum(3).cumsum(2).amin(1)
+    ends = torch.arange(CHUNK - 1, tokens + rest, CHUNK, device=f.device).clamp(max=tokens - 1)
+    return f, dense[:, ends]
 
 
 def check_length(length: int, tokens: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import ModelOutput
 
+from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import TrainerSteps
@@ -15,6 +16,7 @@ from heedful.nn import Layer
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.losses import GroupingLoss, MemoryLoss
 from heedful.training.sequences import IGNORE
+from heedful.training.under_eviction import EvictionInTraining
 
 
 def parameter_groups(
@@ -63,6 +65,8 @@ class LayerTrainer(TrainerSteps, Trainer):
             size. The base stays frozen, and neither text nor teacher is the target.
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
+        eviction: the loss is that of a model whose caches evict by it, with budgets that vary from
+            step to step (`heedful.training.under_eviction`).
         args, kwargs: as Trainer's.
 
     Raises:
@@ -77,9 +81,11 @@ class LayerTrainer(TrainerSteps, Trainer):
         tau: float = 1.0,
         teacher: nn.Module | None = None,
         soft_budgets: tuple[int, int] | None = None,
+        eviction: Eviction | None = None,
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._evicted = None if eviction is None else EvictionInTraining(self.model, eviction)
         self.memory_factor, self.tau = memory_loss, tau
         self.soft_budgets = soft_budgets
         self.teacher = None if teacher is None else teacher.to(self.args.device)
@@ -102,8 +108,9 @@ class LayerTrainer(TrainerSteps, Trainer):
         if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
             self._added.append((1.0, GroupingLoss(self.model)))
         observing = nullcontext() if self._order is None else self._order.observing()
+        evicting = nullcontext() if self._evicted is None else self._evicted.evicting()
         try:
-            with observing:
+            with observing, evicting:
                 result = super().train(*args, **kwargs)
                 if self._order is not None:
                     self._order.settle(self._levels())
@@ -136,8 +143,10 @@ class LayerTrainer(TrainerSteps, Trainer):
         # A loss that is divided by the tokens of the whole step is summed over the step's parts.
         summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         part = getattr(self, "current_gradient_accumulation_steps", 1)  # none before training
+        if self._evicted is not None:
+            self._evicted.draw(self.args.seed, self.state.global_step)
         if self._order is not None and model.training:
-            loss, outputs = self._evicted(model, inputs)
+            loss, outputs = self._ordered(model, inputs)
             loss = loss / (part if summed else 1)
         elif self.teacher is None:
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -166,7 +175,7 @@ class LayerTrainer(TrainerSteps, Trainer):
             total = total * self.accelerator.num_processes
         return total / predicted, outputs
 
-    def _evicted(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
+    def _ordered(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, ModelOutput]:
         """What a cache of this step's size loses of the base's attention, and the output."""
         inputs = {**inputs, "use_cache": False}
         self._order.draw(inputs.pop("labels"), self.state.global_step)

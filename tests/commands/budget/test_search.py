@@ -122,20 +122,20 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
 
 
 def test_a_sum_of_tokens_is_spread_over_the_layers(folder):
-    result = search(options_for(folder, tokens=16))
+    result = search(options_for(folder, tokens=24))
     model = heedful.load(folder / "selective")
     rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
-    level = MostHidden(tokens=16, sinks=1, recent=4)
-    assert sum(result.eviction.tokens) <= 3 * 16 and min(result.eviction.tokens) >= 6
+    level = MostHidden(tokens=24, sinks=1, recent=4)
+    assert sum(result.eviction.tokens) <= 3 * 24 and min(result.eviction.tokens) >= 6
     assert result.perplexity == pytest.approx(float(perplexity(model, rows, result.eviction)))
     assert result.perplexity < float(perplexity(model, rows, level))
     assert result.limit is None and result.ended
-    again = search(options_for(folder, tokens=16))
+    again = search(options_for(folder, tokens=24))
     assert again.measured == 0 and again.eviction == result.eviction
     with pytest.raises(ValueError, match="tokens must be at least the 6 that every budget holds"):
         search(options_for(folder, tokens=5, restart=True))
-    few = search(options_for(folder, tokens=16, trials=3, restart=True))
-    assert few.eviction.tokens == (16, 16, 16) and not few.ended
+    few = search(options_for(folder, tokens=24, trials=3, restart=True))
+    assert few.eviction.tokens == (24, 24, 24) and not few.ended
 
 
 def test_rows_are_measured_in_one_batch_or_several(folder, monkeypatch):

@@ -13,7 +13,7 @@ from heedful.checks import check_choice, check_literals, check_whole, is_whole
 from heedful.commands.options import RECALL, Device, RoleName, check_memory_loss
 
 Schedule = Literal["cosine", "linear", "constant"]
-RecipeName = Literal["auto", "scratch", "adapt", "hide", "mta", "mta-long", "selective"]
+RecipeName = Literal["auto", "scratch", "adapt", "hide", "evict", "mta", "mta-long", "selective"]
 Trained = Literal["all", "lora", "mechanism"]
 Targets = Literal["text", "base", "maps"]
 
@@ -43,6 +43,7 @@ RECIPES = {
     "hide": TrainingRecipe(
         200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "maps", 0.0, 1.0, (64, 256)
     ),
+    "evict": TrainingRecipe(240, 1, 1024, 5e-4, 10, "cosine", 1.0, 0.0, 0.95, "lora", "base"),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
     "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),
@@ -50,10 +51,10 @@ RECIPES = {
     # Leviathan et al., arXiv 2410.02703, appendix; the rate is that of a public implementation.
     "selective": TrainingRecipe(524_288, 256, 512, 5e-3, 1000, "cosine", 1.0, 0.0, 0.999),
 }
-"""Of the two papers, and three for everyday: a model from scratch, one that has weights, and one
-that learns which tokens its cache can do without."""
+"""Of the two papers, and four for everyday: a model from scratch, one that has weights, one that
+learns which tokens its cache can do without, and an adapter that learns to do without them."""
 
-HIDE = "hide"
+HIDE, EVICT = "hide", "evict"
 HIDING = "selective:selector=extra,dim=16"
 """The mechanism of that last one, unless another is named."""
 
@@ -127,8 +128,8 @@ class Training:
     """Tokens of a vocabulary that is trained here; default: what the model has room for."""
     recipe: RecipeName = "auto"
     """Where the following are left out: scratch, adapt (a model with weights), hide (a model with
-    weights learns which tokens its cache can do without), or a paper's: mta, mta-long, selective.
-    auto is scratch or adapt."""
+    weights learns which tokens its cache can do without), evict (an adapter of hide, with budgets,
+    learns to do without them), or a paper's: mta, mta-long, selective. auto is scratch or adapt."""
     train: Trained | None = None
     """What is trained: all; the mechanism alone; or lora, the mechanism and low-rank matrices
     beside the frozen linear layers. The last two write an adapter in place of a model."""
@@ -293,6 +294,11 @@ class Training:
             raise ValueError(
                 "targets='maps' trains the mechanism alone, without a memory loss: add --train "
                 "mechanism --memory-loss 0"
+            )
+        if self.recipe == EVICT and recipe.train != "lora":
+            raise ValueError(
+                f"recipe='evict' trains low-rank matrices, got train={recipe.train!r}; leave out "
+                "--train"
             )
         if recipe.batch % self.accumulate:
             raise ValueError(

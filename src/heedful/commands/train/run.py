@@ -26,6 +26,7 @@ from heedful.commands.train.start import Start, has_weights, starting_point
 from heedful.hf import conversion_of, load, revert
 from heedful.hf.adapter_folders import save_adapter
 from heedful.hf.adapters import converted_inside
+from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.versions import checkpointing_options
 from heedful.nn import Standard, to_json
 from heedful.records.environment import environment
@@ -36,6 +37,7 @@ from heedful.training.losses import MemoryLoss
 from heedful.training.run import RunCallback, RunTrainer, Schedule, check_device
 from heedful.training.sequences import IGNORE, EvaluationSequences, MixedSequences
 from heedful.training.trainer import parameter_groups
+from heedful.training.under_eviction import EvictionInTraining
 
 _ABOUT, _LOG, _UNFINISHED = "training.json", "log.jsonl", "unfinished"
 
@@ -174,6 +176,8 @@ def _begin(
         if recipe.soft_budgets is not None:
             check_length(recipe.length, recipe.soft_budgets[0])
             EvictionOrderLoss(start.model)  # likewise
+        if start.eviction is not None:
+            EvictionInTraining(start.model, start.eviction)  # likewise
         text = read_mixture(
             options.parts(),
             options.held_out,
@@ -253,6 +257,7 @@ def _train(
         tau=recipe.tau,
         soft_budgets=recipe.soft_budgets,
         teacher=run.start.teacher,
+        eviction=run.start.eviction,
     )
     try:
         callback.train(trainer)
@@ -306,6 +311,8 @@ def _finish(
     if trainer.args.process_index == 0:
         if run.start.base is not None:
             save_adapter(model, out, base=run.start.base, dtype=torch.bfloat16)
+            if run.start.eviction is not None:
+                _take_budgets(run.start, out, options.model)
         else:
             if weights is not None:
                 model.save_pretrained(out, state_dict=weights)
@@ -319,6 +326,12 @@ def _finish(
         write_whole(out / _ABOUT, json.dumps(about | {"ended": ended}, indent=2) + "\n")
         shutil.rmtree(out / _UNFINISHED)
     return TrainingResult(out, **ended)
+
+
+def _take_budgets(start: Start, out: Path, name: str) -> None:
+    """The budgets that the adapter was trained under, as those of the new one."""
+    model = load(start.base, adapter=out, budgets=False)
+    write_budgets(out / NAME, start.eviction, model, {"trained_under": f"the budgets of {name}"})
 
 
 class _Display(TrainerCallback):

@@ -24,11 +24,13 @@ from heedful.commands.models import (
     open_tokenizer,
     opening,
 )
-from heedful.commands.train.options import SIZES, Training, TrainingRecipe
+from heedful.commands.train.options import EVICT, SIZES, Training, TrainingRecipe
 from heedful.data import ByteTokenizer, pieces
+from heedful.eviction import Eviction
 from heedful.hf import conversion_of, convert, load
 from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
-from heedful.hf.adapters import with_low_rank
+from heedful.hf.adapters import converted_inside, with_low_rank
+from heedful.hf.budgets import NAME, read_budgets
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
@@ -50,12 +52,14 @@ class Start(NamedTuple):
     tokenizer: its own, or one that is trained here.
     teacher: the base without a mechanism, of the same weights, where it says what to predict.
     base: its name, where it is frozen.
+    eviction: what the caches evict under which it is trained.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast | ByteTokenizer
     teacher: PreTrainedModel | None = None
     base: str | None = None
+    eviction: Eviction | None = None
 
 
 def starting_point(
@@ -141,12 +145,27 @@ def _beside_frozen(
             f"train={recipe.train!r} needs a mechanism with parameters; name one, such as "
             "--mechanism selective:selector=extra or --mechanism mta"
         )
+    eviction = _eviction(model, options.model) if options.recipe == EVICT else None
     for parameter in own:
         parameter.data = parameter.data.float()
         parameter.requires_grad_()
     if recipe.train == "lora":
         model = with_low_rank(model, options.rank)
-    return Start(model.train(), tokenizer, teacher, base_of(options.model))
+    if eviction is not None:
+        for parameter in conversion_of(converted_inside(model)).parameters().values():
+            parameter.requires_grad_(False)
+    return Start(model.train(), tokenizer, teacher, base_of(options.model), eviction)
+
+
+def _eviction(model: PreTrainedModel, name: str) -> Eviction:
+    """By the budgets beside an adapter, in whose order nothing changes any more."""
+    path = Path(name) / NAME
+    if not is_adapter(name) or not path.is_file():
+        raise ValueError(
+            f"recipe='evict' trains under the budgets of an adapter, and {name!r} has no {NAME}; "
+            "make an adapter with --recipe hide and its budgets with heedful budget"
+        )
+    return read_budgets(path, model)
 
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:

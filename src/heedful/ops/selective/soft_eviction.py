@@ -51,6 +51,30 @@ def cached_shares(
     return torch.stack(shares, 1)
 
 
+@torch.no_grad()
+def cached_tokens(
+    f: Float[Tensor, "N C T"],
+    visible: Bool[Tensor, "N C T"],
+    tokens: int,
+    sinks: int = 4,
+    recent: int = 8,
+) -> Bool[Tensor, "N C T"]:
+    """Which tokens are in a cache that evicts after each of C chunks, without a gradient.
+
+    Arguments as for `cached_shares`, whose shares these are where the sigmoid is a step.
+    """
+    age = AGE * torch.arange(f.shape[2] - 1, -1, -1, device=f.device, dtype=f.dtype)
+    cached, states = torch.ones_like(visible[:, 0]), []
+    for level, view in zip((f + age).unbind(1), visible.unbind(1), strict=True):
+        oldest, newest = view.cumsum(-1), view.flip(-1).cumsum(-1).flip(-1)
+        level = level.masked_fill((oldest <= sinks) | (newest <= recent), -torch.inf)
+        level = level.masked_fill(~(view & cached), torch.inf)
+        lowest = level.sort(dim=-1, stable=True).indices.argsort(dim=-1) < tokens
+        cached = torch.where(view, cached & lowest, cached)
+        states.append(cached)
+    return torch.stack(states, 1)
+
+
 def _lowest(
     level: Float[Tensor, "N T"],
     cached: Float[Tensor, "N T"],

@@ -1,0 +1,130 @@
+"""Training under the budgets of a cache: the model learns to do without what is evicted.
+
+Which tokens are evicted is settled: F says it, and has no gradient here. What is trained is the
+model, usually low-rank matrices beside its weights, to read what is left as it reads everything.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from heedful.eviction import Eviction, MostHidden
+from heedful.hf.cache.new import attention_modules
+from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
+from heedful.nn.layer import NO_INPUTS
+from heedful.ops import Visibility
+from heedful.ops.selective.reference import selection
+from heedful.ops.selective.soft_eviction import cached_tokens
+from heedful.training.eviction_order import CHUNK, after_chunks
+
+SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
+_EVICTED = -1e9  # finite in every precision that is trained in
+
+
+class EvictionInTraining:
+    """Layers attend in training to what their caches would have, chunk by chunk.
+
+    Within `evicting()` and in training mode a query attends to its own chunk of 32 tokens, and of
+    the tokens before it to those that a cache under the layer's budget still has after the chunk
+    before; their logits are less F, as always. In evaluation mode nothing changes.
+
+    Arguments:
+        model: converted by `selective` in the layers that have a budget; PEFT may have wrapped it.
+        eviction: `MostHidden`, with its tokens per layer.
+
+    Raises:
+        ValueError: another policy, or a layer with a budget that masks nothing.
+    """
+
+    def __init__(self, model: nn.Module, eviction: Eviction) -> None:
+        if not isinstance(eviction, MostHidden):
+            raise ValueError(
+                f"eviction must be MostHidden, whose order a model learns, got {eviction}; search "
+                "budgets with heedful budget --eviction most-hidden"
+            )
+        modules = attention_modules(model)
+        self._layers: dict[Layer, int] = {}
+        for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
+            layers = [x for x in module.modules() if isinstance(x, Layer)]
+            if tokens is None:
+                continue
+            if not all(layer.reports_memory for layer in layers):
+                raise ValueError(
+                    f"eviction gives {type(layers[0]).__name__} {tokens} tokens, and it masks "
+                    "none: only layers of selective attention can have a budget in training"
+                )
+            self._layers |= dict.fromkeys(layers, tokens)
+        self._eviction, self.factor = eviction, 1.0
+
+    def draw(self, seed: int, step: int) -> None:
+        """Choose the factor on all budgets for a step, the same again for the same step."""
+        least, most = SPREAD
+        share = random.Random(seed * 1_000_003 + step).random()
+        self.factor = least * (most / least) ** share
+
+    @contextmanager
+    def evicting(self) -> Iterator[None]:
+        """Within it layers in training mode attend to what their caches would have."""
+        try:
+            for layer, tokens in self._layers.items():
+                layer.forward = _Evicted(layer, tokens, self)
+            yield
+        finally:
+            for layer in self._layers:
+                vars(layer).pop("forward", None)
+
+    def budget(self, layer: Layer, tokens: int) -> tuple[int, int, int]:
+        """How many tokens are left after a chunk, and of these the first and newest that stay."""
+        sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
+        return max(sinks + recent + 1, round(tokens * self.factor)) - 1, sinks, recent
+
+
+class _Evicted:
+    """In place of a layer's forward."""
+
+    def __init__(self, layer: Layer, tokens: int, owner: EvictionInTraining) -> None:
+        self._layer, self._tokens, self._owner = layer, tokens, owner
+        self._standard = Standard().build(layer.shape)
+
+    def __call__(
+        self,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B Hk T D"],
+        v: Float[Tensor, "B Hk T D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        inputs: LayerInputs = NO_INPUTS,
+    ) -> LayerOutput:
+        layer = self._layer
+        if not layer.training:
+            forward = type(layer).forward
+            return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+        view = Visibility() if visibility is None else visibility
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        bias = self._bias(q, k, view, factor, inputs).to(q.dtype)
+        bias = bias if inputs.bias is None else bias + inputs.bias
+        inputs = inputs._replace(bias=bias)
+        return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+
+    @torch.no_grad()
+    def _bias(
+        self, q: Tensor, k: Tensor, view: Visibility, scale: float, inputs: LayerInputs
+    ) -> Float[Tensor, "B Hs T T"]:
+        """`-F`, and far below every logit where a token has been evicted."""
+        selectors = self._layer.selectors(q, k, inputs)
+        hiding = selection(*selectors, self._layer.config.protect_first, view, scale)
+        tokens = hiding.shape[3]
+        dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
+        budget = self._owner.budget(self._layer, self._tokens)
+        cached = cached_tokens(*after_chunks(hiding, dense), *budget)
+        place = torch.arange(tokens, device=q.device)
+        chunk = place // CHUNK
+        before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
+        kept = before | (place >= (chunk * CHUNK)[:, None])
+        f = hiding.cumsum(2) - hiding
+        return (-f).masked_fill(~kept[:, None], _EVICTED)

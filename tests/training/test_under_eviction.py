@@ -1,0 +1,150 @@
+"""Training under budgets: what layers attend to is what their caches would have."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import heedful
+from heedful.commands.train.options import Training
+from heedful.commands.train.run import train_text
+from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.budgets import write_budgets
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.nn import Selective
+from heedful.training.run import Stopped
+from heedful.training.under_eviction import EvictionInTraining
+from helpers.families import logits, tiny, tokens, varied
+from helpers.small_models import save_base_of_bytes
+
+CHUNK = 8
+POLICY = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    for name in ("eviction_order", "under_eviction"):
+        monkeypatch.setattr(f"heedful.training.{name}.CHUNK", CHUNK)
+
+
+def hiding(selector: str = "extra", family: str = "llama"):
+    torch.manual_seed(0)
+    return varied(tiny(family), Selective(selector, dim=None if selector == "head" else 3), 0.1)
+
+
+def in_training(model, policy, ids) -> torch.Tensor:
+    with EvictionInTraining(model, policy).evicting():
+        return model.train()(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("selector", ["extra", "head"])
+def test_in_training_a_model_reads_what_its_caches_have(short_chunks, selector, family):
+    """To the last digits: what steps of a chunk with real caches compute in evaluation mode."""
+    model, ids = hiding(selector, family), tokens(2, 51)
+    with evicting(model.eval(), POLICY, CHUNK, CHUNK):
+        expected = logits(model, ids)
+    torch.testing.assert_close(in_training(model, POLICY, ids), expected, rtol=0, atol=1e-9)
+    if family == "llama":  # the others' windows leave little to evict
+        whole = logits(model.eval(), ids)
+        assert (expected - whole).abs()[:, 30:].max() > 1e-3
+
+
+def test_factors_are_those_of_the_step_and_scale_the_budgets(short_chunks):
+    model, ids = hiding(), tokens(2, 51)
+    owner = EvictionInTraining(model, POLICY)
+    factors = []
+    for step in (0, 1, 2, 0):
+        owner.draw(7, step)
+        factors.append(owner.factor)
+    assert factors[0] == factors[3] and len(set(factors)) == 3
+    assert all(0.5 <= x <= 1.5 for x in factors)
+    owner.factor = 1.5
+    with owner.evicting():
+        actual = model.train()(input_ids=ids, use_cache=False).logits
+    larger = replace(POLICY, tokens=(22, 30, None))
+    with evicting(model.eval(), larger, CHUNK, CHUNK):
+        torch.testing.assert_close(actual, logits(model, ids), rtol=0, atol=1e-9)
+
+
+def test_weights_have_gradients_and_selectors_none(short_chunks):
+    model = hiding()
+    in_training(model, POLICY, tokens(2, 51)).square().sum().backward()
+    for name, p in model.named_parameters():
+        evicted = ".heedful." in name and "layers.2." not in name
+        assert (p.grad is None) == evicted, name
+
+
+def test_what_is_evicted_matters_no_more(short_chunks):
+    """Bit for bit: values of a token that both caches have evicted."""
+    model = hiding()
+    layers = [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
+    q, k, v = torch.randn(3, 1, 4, 51, 8, dtype=torch.float64)
+    inputs = heedful.nn.LayerInputs(input=torch.randn(1, 51, 32, dtype=torch.float64))
+    with EvictionInTraining(model, POLICY).evicting():
+        layer = layers[0].train()
+        bias = layer.forward._bias(q, k, heedful.Visibility(), 0.3, inputs)
+        gone = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
+        assert len(gone) == 51 - 51 % CHUNK - 14
+        before = layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
+        v[:, :, gone] = 100.0
+        assert torch.equal(layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1], before)
+
+
+def test_other_policies_and_layers_are_refused():
+    with pytest.raises(ValueError, match="eviction must be MostHidden"):
+        EvictionInTraining(hiding(), StreamingLLM(tokens=20))
+    model = tiny("llama")
+    heedful.convert(model, "standard")
+    with pytest.raises(ValueError, match="gives StandardAttention 20 tokens, and it masks none"):
+        EvictionInTraining(model, MostHidden(tokens=20))
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> Training:
+    """Of a base of bytes whose adapter has no budgets yet."""
+    monkeypatch.chdir(tmp_path)
+    save_base_of_bytes(Path("base"), 512)
+    lines = (f"line {i}: a red bus and {i % 7} cars\n" for i in range(400))
+    Path("text.txt").write_text("".join(lines))
+    hide = Training(
+        "base", ("text.txt",), "hide", recipe="hide", steps=2, batch=2, length=96, evaluations=1,
+        device="cpu",
+    )  # fmt: skip
+    train_text(hide, show=False)
+    return replace(hide, model="hide", out="evict", recipe="evict", steps=3, rank=2)
+
+
+def test_an_adapter_learns_to_do_without_what_is_evicted(options):
+    with pytest.raises(ValueError, match=r"recipe='evict' trains under the budgets of an adapter"):
+        train_text(options, show=False)
+    assert not Path("evict").exists() or not any(Path("evict").iterdir())
+    model = heedful.load("base", adapter="hide")
+    write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
+    train_text(options, show=False)
+    trained = heedful.load("base", adapter="evict")
+    assert trained._heedful.eviction == MostHidden(tokens=24)
+    own = heedful.hf.conversion_of(trained).parameters()
+    for name, p in heedful.hf.conversion_of(model).parameters().items():
+        torch.testing.assert_close(own[name], p)  # the order of eviction stays
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(trained.get_parameter(weight), model.get_parameter(weight))
+    losses = [json.loads(x).get("loss") for x in Path("evict/log.jsonl").read_text().splitlines()]
+    assert all(x > 0 for x in losses if x is not None)
+    with pytest.raises(ValueError, match="trains low-rank matrices, got train='mechanism'"):
+        train_text(replace(options, train="mechanism", out="other"), show=False)
+
+
+def test_a_stopped_run_draws_the_same_budgets(options):
+    model = heedful.load("base", adapter="hide")
+    write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
+    train_text(options, show=False)
+    answers = iter([False])
+    with pytest.raises(Stopped):
+        train_text(replace(options, out="two"), lambda: next(answers, True), show=False)
+    train_text(replace(options, out="two"), show=False)
+    one, two = (load_file(f"{x}/adapter_model.safetensors") for x in ("evict", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
