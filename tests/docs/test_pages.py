@@ -163,7 +163,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
             small(positions=length + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
     for adapter in {"runs/hide", "adapters/smollm2-135m-hide"} & {*arguments}:
-        if arguments[0] != "train":
+        if arguments[0] != "train" or "evict" in arguments:
             _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
     measure = bench.bench
 

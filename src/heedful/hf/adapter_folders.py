@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -48,8 +48,7 @@ def save_adapter(
         folder: made if absent; its earlier adapter is replaced.
         base: the name under which `heedful.load` finds the base: of a folder, on the hub, a GGUF
             file, or `smollm2`.
-        dtype: of the mechanism's parameters in the file, such as `torch.bfloat16`; by default as
-            they are. Low-rank matrices are saved as they are.
+        dtype: of the parameters in the file, such as `torch.bfloat16`; by default as they are.
 
     Raises:
         ValueError: the model is not converted, or its mechanism has no parameters.
@@ -74,6 +73,9 @@ def save_adapter(
         if holds_adapter(model):
             model.save_pretrained(staging)
             (Path(staging) / "README.md").unlink(missing_ok=True)  # PEFT's empty form
+            if dtype is not None:
+                path = Path(staging) / _PEFT[1]
+                save_file({k: x.to(dtype) for k, x in load_file(path).items()}, path)
             (folder / beside.NAME).unlink(missing_ok=True)
         else:
             tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}

@@ -85,6 +85,8 @@ def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
     )
     quietly(lora)
     assert "adapter_config.json" in os.listdir("run") and "README.md" not in os.listdir("run")
+    saved = load_file("run/adapter_model.safetensors")
+    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
     base, model = stock_model("base"), heedful.load("run")
     weight = "model.layers.0.self_attn.q_proj.weight"
     change = model.get_parameter(weight) - base.get_parameter(weight)
