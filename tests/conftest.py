@@ -4,12 +4,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from jaxtyping import config as shape_checks
 from jaxtyping import install_import_hook
 
 from helpers.crosses import in_share, leave_covers
@@ -30,6 +32,8 @@ CHECKED = [
     ),
 ]
 install_import_hook(CHECKED, "beartype.beartype")
+
+TESTS = Path(__file__).parent
 
 # A device context looks up once which functions it redirects: before one of them is replaced below,
 # or models "on meta" would take real memory.
@@ -84,6 +88,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     else:
         with torch.device(name):
             yield name
+
+
+@pytest.fixture(autouse=True)
+def shapes(request: pytest.FixtureRequest) -> None:
+    """Of the usual suite only tests of operators and layers check shapes: the others would take a
+    sixth longer. The slow and the exhaustive suites check them everywhere."""
+    rare = any(request.node.get_closest_marker(name) for name in ("slow", "exhaustive"))
+    room = request.path.relative_to(TESTS).parts[0]
+    shape_checks.update("jaxtyping_disable", not (rare or room in ("ops", "nn")))
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 from heedful.ops import (
     Visibility,
@@ -13,6 +14,7 @@ from heedful.ops import (
     multi_token_attention,
     selective_attention,
 )
+from heedful.ops.common.precision import product
 
 OPERATORS = {
     "multi_token_attention": multi_token_attention,
@@ -342,3 +344,8 @@ def test_parameters_may_be_wider_than_the_input():
     for name in ("reference", "tiled"):
         out = multi_token_attention(q, q, q, conv=kernel, mix=torch.eye(2)[None], impl=name)
         assert out.dtype == torch.bfloat16
+
+
+def test_shapes_inside_the_operators_are_checked_in_these_tests():
+    with pytest.raises(TypeCheckError, match="product"):
+        product(torch.zeros(2, 3), torch.zeros(4, 5))
