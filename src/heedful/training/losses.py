@@ -108,8 +108,8 @@ class _Reports:
         if self._trains and not torch.is_grad_enabled():
             raise ValueError(
                 f"this {self.what} would have no gradient: the layers run without grad inside a "
-                "forward pass with it, as under reentrant gradient checkpointing; take "
-                "activation_checkpointing_kwargs={'use_reentrant': False}"
+                "forward pass with it, as under reentrant checkpointing; give its kwargs "
+                "{'use_reentrant': False}"
             )
         report = self._read(args, kwargs, output)
         if report is not None:
