@@ -126,15 +126,15 @@ class _Rows:
 
     def keys(self, block: slice) -> int:
         """How many of the first keys the block may see."""
-        seen = self.visibility
-        ordered = seen.causal and seen.mutual is None and seen.in_place
+        view = self.visibility
+        ordered = view.causal and view.mutual is None and view.in_place
         return self.total - self.queries + block.stop if ordered else self.total
 
     def visible(self, block: slice, device: torch.device) -> Bool[Tensor, "#B R K"]:
         """Which of these keys each row of the block sees."""
         if self.places is not None:
-            seen, rows = self.visibility, range(block.start, block.stop)
-            return see_placed(self.places, self.queries, seen.causal, seen.window, rows)
+            rows, view = range(block.start, block.stop), self.visibility
+            return see_placed(self.places, self.queries, view.causal, view.window, rows)
         token = torch.arange(self.total, device=device)
         rows = token[self.total - self.queries :][block]
         return self.visibility.at(rows, token[: self.keys(block)])

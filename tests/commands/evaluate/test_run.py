@@ -59,7 +59,7 @@ class Oracle:
 def test_an_oracle_is_right_everywhere(tmp_path):
     evaluation = evaluation_of(
         tmp_path, tasks=("needles", "babilong", "lambada", "perplexity"), lengths=(0, 900),
-        needles=(1, 3), asked=2, kinds=(1,), tokenizer="bytes", length=64,
+        needles=(1, 3), queries=2, kinds=(1,), tokenizer="bytes", length=64,
     )  # fmt: skip
     (plan,) = prepare(evaluation)
     oracle = Oracle()

@@ -93,7 +93,7 @@ def texts(options: Evaluation, count: Count) -> Texts:
 
 def _needles(options: Evaluation) -> list[Needles]:
     return [
-        Needles(length, n, depth, min(options.asked, n))
+        Needles(length, n, depth, min(options.queries, n))
         for length in options.lengths if length
         for n in options.needles
         for depth in options.depths

@@ -51,7 +51,7 @@ class Evaluation:
     """How many needles there are."""
     depths: tuple[float, ...] = (0.0, 0.5, 1.0)
     """Where the queried needle stands, as a share of the text."""
-    asked: int = 1
+    queries: int = 1
     """How many needles are queried; where there are fewer, all of them."""
     haystack: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text around needles and stories: files, folders, hf:NAME. Default: the documentation in the
@@ -102,7 +102,7 @@ class Evaluation:
                 check_choice("tasks", name, (*WRITTEN, *READ, *ROWS, f"{LM_EVAL}NAME"))
             if name in (LM_EVAL, f"{LM_EVAL}NAME"):
                 raise ValueError(f"tasks: {name!r} names no task; write lm-eval:hellaswag,arc_easy")
-        for name, least in (("samples", 1), ("asked", 1), ("batch", 1), ("seed", 0), ("length", 2)):
+        for name, least in (("samples", 1), ("queries", 1), ("batch", 1), ("seed", 0), ("length", 2)):
             check_whole(name, getattr(self, name), least)
         if self.stride is not None:
             check_whole("stride", self.stride, 1, self.length - 1)
