@@ -164,14 +164,17 @@ def pretrained() -> Figure:
         "tova": ("TOVA, no training", "#0072b2", "^"),
         "most-hidden": ("selectors, one budget", "#e69f00", "o"),
         "by-layer": ("selectors, budgets by layer", "#d55e00", "D"),
+        "evict-0": ("the same, trained under the budgets", "#009e73", "*"),
     }
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
     loss, recall = figure.subplots(1, 2)
     for policy, (label, colour, mark) in series.items():
         points = [x for x in records if x["policy"] == policy and "runs/" not in x["model"]]
+        points += [x for x in records if x["model"] == f"runs/{policy}" and x["policy"] != "whole"]
         points.sort(key=lambda x: x["peak_nbytes"])
         sizes = [x["peak_nbytes"] / 1e6 for x in points]
-        style = {"color": colour, "marker": mark, "markersize": 5, "linewidth": 1.4}
+        size = 10 if mark == "*" else 5
+        style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
         recall.plot(sizes, [100 * _mean(list(x["needles"].values())) for x in points], **style)
@@ -187,9 +190,9 @@ def pretrained() -> Figure:
         axes.set_title(title, fontsize=9)
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    loss.set_ylim(0, None)
+    loss.set_ylim(0, 16)  # room for the legend
     recall.set_ylim(0, 104)
-    loss.legend(fontsize=8, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
+    loss.legend(fontsize=7, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
     return figure
 
 

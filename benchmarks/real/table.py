@@ -11,6 +11,7 @@ MODELS = {
     STOCK: "stock",
     "adapters/smollm2-135m-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
+    "runs/evict-0": "trained under the budgets too",
 }
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
 NAMES = {
@@ -25,7 +26,13 @@ NAMES = {
     "by-layer": "MostHidden, budgets by layer",
     "tova-by-layer": "TOVA, the same budgets",
 }
-SHORT = (("streaming-llm", 128), ("tova", 128), ("most-hidden", 128), ("by-layer", 120))
+SHORT = (
+    (STOCK, "streaming-llm", 128),
+    (STOCK, "tova", 128),
+    ("adapters/smollm2-135m-hide", "most-hidden", 128),
+    ("adapters/smollm2-135m-hide", "by-layer", 120),
+    ("runs/evict-0", "by-layer", 120),
+)
 
 
 def _line(record: dict, whole: dict) -> list[str]:
@@ -80,7 +87,7 @@ def real_short() -> str:
     """The whole cache, and policies with about an eighth of its bytes."""
     records = read(RESULTS / "cache-1024-cpu.jsonl")
     whole = _whole(records)
-    settings = {(r["policy"], r["tokens"]): r for r in reversed(records)}
+    settings = {(r["model"], r["policy"], r["tokens"]): r for r in records}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
     return markdown(HEAD, lines)
 
