@@ -102,8 +102,10 @@ class Evaluation:
                 check_choice("tasks", name, (*WRITTEN, *READ, *ROWS, f"{LM_EVAL}NAME"))
             if name in (LM_EVAL, f"{LM_EVAL}NAME"):
                 raise ValueError(f"tasks: {name!r} names no task; write lm-eval:hellaswag,arc_easy")
-        for name, least in (("samples", 1), ("queries", 1), ("batch", 1), ("seed", 0), ("length", 2)):
-            check_whole(name, getattr(self, name), least)
+        for name in ("samples", "queries", "batch"):
+            check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
+        check_whole("length", self.length, 2)
         if self.stride is not None:
             check_whole("stride", self.stride, 1, self.length - 1)
         for name, least in (("lengths", 0), ("needles", 1), ("kinds", 1)):
