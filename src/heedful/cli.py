@@ -369,10 +369,12 @@ def _bench(command: BenchCommand) -> int:
     if out is not None:
         bench.check_new(out)  # before minutes of measuring
     config = _as(Bench, command)
-    left_out = bench.cases_here(config)[1]
+    cases, left_out = bench.cases_here(config)
     for reason in dict.fromkeys(left_out.values()):
-        cases = [" ".join(case) for case, why in left_out.items() if why == reason]
-        print(f"left out: {', '.join(cases)}: {reason}", file=sys.stderr)
+        names = [" ".join(case) for case, why in left_out.items() if why == reason]
+        print(f"left out: {', '.join(names)}: {reason}", file=sys.stderr)
+    count, way = len(cases) * len(config.lengths), "--mechanisms, --impls, --passes or --lengths"
+    print(f"{count} cases of a few seconds each; {way} choose others", file=sys.stderr)
     records = bench.bench(config)
     print(bench.format_table(records))
     if out is not None:

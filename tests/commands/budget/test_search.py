@@ -358,7 +358,7 @@ def test_as_a_command(searched, capsys):
     assert printed[4].split() == ["sum", str(sum(tokens)), f"{sum(tokens) / 144:.1%}"]
     assert "MostHidden: perplexity " in captured.out and "written: " in captured.out
     progress = r"perplexity [\d.]+ \(limit [\d.]+\) with [\d.]+% of the tokens "
-    left = r"\[\d+ of at most 120 trials, [\d:]+, at most [\d:?]+ left\]"
+    left = r"\[\d+ of at most 120 --trials, [\d:]+, at most [\d:?]+ left\]"
     assert re.search(progress + left, captured.err)
 
 

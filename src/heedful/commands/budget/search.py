@@ -46,7 +46,7 @@ LOG = "budgets.search.jsonl"
 FORMAT = 1
 
 _OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
-_BAR = "{desc} [{n} of at most {total} trials, {elapsed}, at most {remaining} left]"
+_BAR = "{desc} [{n} of at most {total} --trials, {elapsed}, at most {remaining} left]"
 _PIECES = 64  # of a sequence, while searching
 
 

@@ -8,6 +8,7 @@ checkpoints.
 import json
 import math
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -238,7 +239,7 @@ def _train(
     )
     callback, display = (
         RunCallback(schedule, run.checkpoints, should_stop),
-        _Display(recipe.steps, out, show=show),
+        _Display(recipe, out, show=show),
     )
     sequences = recipe.steps * recipe.batch
     together = arguments.world_size * arguments.per_device_eval_batch_size
@@ -337,9 +338,13 @@ def _take_budgets(start: Start, out: Path, name: str) -> None:
 class _Display(TrainerCallback):
     """A bar on the terminal, and the log of the run in its folder."""
 
-    def __init__(self, steps: int, out: Path, *, show: bool) -> None:
+    def __init__(self, recipe: TrainingRecipe, out: Path, *, show: bool) -> None:
         self.out, self._newest = out, {}
-        self.bar = tqdm(total=steps, unit="step", disable=not show, dynamic_ncols=True)
+        if show:
+            sequences = f"{recipe.batch} x {recipe.length:,} tokens"
+            words = f"{recipe.steps:,} steps of {sequences}; --steps N changes how many"
+            tqdm.write(words, file=sys.stderr)
+        self.bar = tqdm(total=recipe.steps, unit="step", disable=not show, dynamic_ncols=True)
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.bar.update(state.global_step)
