@@ -85,9 +85,10 @@ def test_what_is_evicted_matters_no_more(short_chunks):
     layers = [x for x in model.modules() if isinstance(x, heedful.nn.Layer)]
     q, k, v = torch.randn(3, 1, 4, 51, 8, dtype=torch.float64)
     inputs = heedful.nn.LayerInputs(input=torch.randn(1, 51, 32, dtype=torch.float64))
-    with EvictionInTraining(model, POLICY).evicting():
+    owner = EvictionInTraining(model, POLICY)
+    with owner.evicting():
         layer = layers[0].train()
-        bias = layer.forward._bias(q, k, heedful.Visibility(), 0.3, inputs)
+        bias = owner.bias(layer, q, k, heedful.Visibility(), 0.3, inputs)
         gone = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
         assert len(gone) == 51 - 51 % CHUNK - 14
         before = layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
@@ -122,7 +123,7 @@ def options(tmp_path, monkeypatch) -> Training:
 def test_an_adapter_learns_to_do_without_what_is_evicted(options):
     with pytest.raises(ValueError, match=r"recipe='evict' trains under the budgets of an adapter"):
         train_text(options, show=False)
-    assert not Path("evict").exists() or not any(Path("evict").iterdir())
+    assert not Path("evict").exists()
     model = heedful.load("base", adapter="hide")
     write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
     with warnings.catch_warnings():
@@ -136,8 +137,9 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
         torch.testing.assert_close(own[name], p)  # the order of eviction stays
     weight = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(trained.get_parameter(weight), model.get_parameter(weight))
-    losses = [json.loads(x).get("loss") for x in Path("evict/log.jsonl").read_text().splitlines()]
-    assert all(x > 0 for x in losses if x is not None)
+    log = map(json.loads, Path("evict/log.jsonl").read_text().splitlines())
+    losses = [x["loss"] for x in log if "loss" in x]
+    assert len(losses) == 3 and min(losses) > 1e-7  # the base with its whole context is the target
     with pytest.raises(ValueError, match="trains low-rank matrices, got train='mechanism'"):
         train_text(replace(options, train="mechanism", out="other"), show=False)
 

@@ -5,7 +5,7 @@ be read off the model without a mechanism: later queries attend to them. So the 
 layer learn from that layer alone, beside a frozen base, without a gradient through the model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -82,7 +82,7 @@ class EvictionOrderLoss:
         """Within it the layers compute standard attention in training mode, and report."""
         try:
             for layer in self._layers:
-                layer.forward = _Observed(layer, self._report)
+                layer.forward = StandardInTraining(layer, self._report)
             yield self
         finally:
             for layer in self._layers:
@@ -164,7 +164,7 @@ class EvictionOrderLoss:
         visibility: Visibility,
         scale: float,
         inputs: LayerInputs,
-    ) -> None:
+    ) -> LayerInputs:
         if self._queries is None:
             raise ValueError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
@@ -176,6 +176,7 @@ class EvictionOrderLoss:
         with torch.no_grad():
             maps = self._maps(q, k, dense, scale, inputs)
         self._reports.append(_Report(f, visible, maps.to(f.dtype), v.detach().to(f.dtype)))
+        return inputs
 
     def _maps(self, q, k, dense, scale, inputs: LayerInputs) -> Float[Tensor, "B H R T"]:
         """The standard attention of the drawn queries."""
@@ -195,11 +196,16 @@ class EvictionOrderLoss:
         return masked_softmax(logits, visible, sinks)
 
 
-class _Observed:
-    """In place of a layer's forward: standard attention in training, and a report of the layer."""
+class StandardInTraining:
+    """In place of a layer's forward: in training mode standard attention, and before it `prepare`.
 
-    def __init__(self, layer: Layer, report) -> None:
-        self._layer, self._report = layer, report
+    Arguments:
+        layer: whose forward it stands in for; in evaluation mode that runs.
+        prepare: is given the layer and its call, and returns the inputs of standard attention.
+    """
+
+    def __init__(self, layer: Layer, prepare: Callable[..., LayerInputs]) -> None:
+        self._layer, self._prepare = layer, prepare
         self._standard = Standard().build(layer.shape)
 
     def __call__(
@@ -218,7 +224,7 @@ class _Observed:
             return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
         view = Visibility() if visibility is None else visibility
         factor = q.shape[-1] ** -0.5 if scale is None else scale
-        self._report(layer, q, k, v, view, factor, inputs)
+        inputs = self._prepare(layer, q, k, v, view, factor, inputs)
         return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
 

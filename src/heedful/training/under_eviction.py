@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
-from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
-from heedful.nn.layer import NO_INPUTS
+from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
-from heedful.training.eviction_order import CHUNK, after_chunks
+from heedful.training.eviction_order import CHUNK, StandardInTraining, after_chunks
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
 _EVICTED = -1e9  # finite in every precision that is trained in
@@ -70,61 +69,52 @@ class EvictionInTraining:
     def evicting(self) -> Iterator[None]:
         """Within it layers in training mode attend to what their caches would have."""
         try:
-            for layer, tokens in self._layers.items():
-                layer.forward = _Evicted(layer, tokens, self)
+            for layer in self._layers:
+                layer.forward = StandardInTraining(layer, self._evict)
             yield
         finally:
             for layer in self._layers:
                 vars(layer).pop("forward", None)
 
-    def budget(self, layer: Layer, tokens: int) -> tuple[int, int, int]:
-        """How many tokens are left after a chunk, and of these the first and newest that stay."""
-        sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
-        return max(sinks + recent + 1, round(tokens * self.factor)) - 1, sinks, recent
-
-
-class _Evicted:
-    """In place of a layer's forward."""
-
-    def __init__(self, layer: Layer, tokens: int, owner: EvictionInTraining) -> None:
-        self._layer, self._tokens, self._owner = layer, tokens, owner
-        self._standard = Standard().build(layer.shape)
-
-    def __call__(
+    def _evict(
         self,
+        layer: Layer,
         q: Float[Tensor, "B H T D"],
         k: Float[Tensor, "B Hk T D"],
         v: Float[Tensor, "B Hk T D"],
-        *,
-        visibility: Visibility | None = None,
-        scale: float | None = None,
-        inputs: LayerInputs = NO_INPUTS,
-    ) -> LayerOutput:
-        layer = self._layer
-        if not layer.training:
-            forward = type(layer).forward
-            return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
-        view = Visibility() if visibility is None else visibility
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        bias = self._bias(q, k, view, factor, inputs).to(q.dtype)
-        bias = bias if inputs.bias is None else bias + inputs.bias
-        inputs = inputs._replace(bias=bias)
-        return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+        view: Visibility,
+        scale: float,
+        inputs: LayerInputs,
+    ) -> LayerInputs:
+        """With what is added to the logits: `-F`, and far below them where a token is evicted."""
+        bias = self.bias(layer, q, k, view, scale, inputs).to(q.dtype)
+        return inputs._replace(bias=bias if inputs.bias is None else bias + inputs.bias)
 
     @torch.no_grad()
-    def _bias(
-        self, q: Tensor, k: Tensor, view: Visibility, scale: float, inputs: LayerInputs
+    def bias(
+        self,
+        layer: Layer,
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B Hk T D"],
+        view: Visibility,
+        scale: float,
+        inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
-        """`-F`, and far below every logit where a token has been evicted."""
-        selectors = self._layer.selectors(q, k, inputs)
-        hiding = selection(*selectors, self._layer.config.protect_first, view, scale)
+        """`-F`, and far below every logit where the layer's cache has evicted a token."""
+        selectors = layer.selectors(q, k, inputs)
+        hiding = selection(*selectors, layer.config.protect_first, view, scale)
         tokens = hiding.shape[3]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        budget = self._owner.budget(self._layer, self._tokens)
-        cached = cached_tokens(*after_chunks(hiding, dense), *budget)
+        cached = cached_tokens(*after_chunks(hiding, dense), *self._budget(layer))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
         kept = before | (place >= (chunk * CHUNK)[:, None])
         f = hiding.cumsum(2) - hiding
         return (-f).masked_fill(~kept[:, None], _EVICTED)
+
+    def _budget(self, layer: Layer) -> tuple[int, int, int]:
+        """How many tokens are left after a chunk, and of these the first and newest that stay."""
+        sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
+        tokens = round(self._layers[layer] * self.factor)
+        return max(sinks + recent + 1, tokens) - 1, sinks, recent
