@@ -11,21 +11,7 @@ import heedful
 from heedful import eviction
 from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
-from heedful.nn import (
-    Canon,
-    Dex,
-    Differential,
-    DifferentialV2,
-    Exclusive,
-    Forgetting,
-    Grouped,
-    KnockingHeads,
-    MultiToken,
-    Parallax,
-    Selective,
-    Standard,
-    TalkingHeads,
-)
+from heedful.nn import Grouped, KnockingHeads, MultiToken, Selective, Standard, mechanism
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
@@ -33,21 +19,15 @@ from helpers.families import VOCABULARY, checkpoint_layers, ragged_mask, stir, t
 
 every = pytest.mark.parametrize("family", ENCODER_DECODERS)
 MTA = MultiToken(conv=(3, 5), post_conv=(2, 3), conv_every=1)
-MECHANISMS = {
-    "standard": Standard(),
+BY_NAME = (
+    "standard", "talking-heads", "selective", "differential", "canon", "differential-v2",
+    "exclusive", "forgetting", "parallax", "dex",
+)  # fmt: skip
+MECHANISMS = {name: mechanism(name) for name in BY_NAME} | {
     "mta": MTA,
-    "talking-heads": TalkingHeads(),
-    "selective": Selective(),
-    "differential": Differential(),
     "grouped": Grouped(size=2, window=1),  # two groups fit in T5Gemma's window of 4
     "grouped-cif": Grouped("cif", size=2, longest=3, window=1, share=2, refine="attention"),
-    "canon": Canon(),
     "knocking-heads": KnockingHeads(("q", "k", "v")),
-    "differential-v2": DifferentialV2(),
-    "exclusive": Exclusive(),
-    "forgetting": Forgetting(),
-    "parallax": Parallax(),
-    "dex": Dex(),
 }
 each = pytest.mark.parametrize("name", MECHANISMS)
 UNCHANGING = {

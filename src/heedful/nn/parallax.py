@@ -79,13 +79,13 @@ class ParallaxAttention(StandardAttention):
     ) -> LayerOutput:
         """Softmax attention, less the covariance of s' and the values."""
         result = super().forward(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
-        r, rows = self._second_queries(q, inputs), _Rows(visibility, q, k, scale, inputs)
+        r, rows = self._second_queries(q, inputs), _RowBlocks(visibility, q, k, scale, inputs)
         less = _Covariance.apply(rows, q, r, k, v, inputs.bias, inputs.sinks)
         return result._replace(output=(result.output - less).to(q.dtype))
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """What multiplies the values: p (1 + E_p[s'] - s'), below zero in places."""
-        rows, block = _Rows(visibility, q, k, scale, inputs), slice(0, q.shape[2])
+        rows, block = _RowBlocks(visibility, q, k, scale, inputs), slice(0, q.shape[2])
         k = k[:, :, : rows.keys(block)]
         r, terms = self._second_queries(q, inputs), (inputs.bias, inputs.sinks)
         x = rows.maps(block, q, r, k, *terms)
@@ -103,7 +103,7 @@ class ParallaxAttention(StandardAttention):
         return inputs.rotation(r, inputs.positions[:, -q.shape[2] :])
 
 
-class _Rows:
+class _RowBlocks:
     """What blocks of query rows see, and with which weights."""
 
     def __init__(
@@ -180,7 +180,7 @@ class _Covariance(torch.autograd.Function):
     """E_p[s' v] - E_p[s'] O, in fp32 at least; the maps of one block of rows at a time."""
 
     @staticmethod
-    def forward(ctx, rows: _Rows, q, r, k, v, bias, sinks) -> Float[Tensor, "B H Tq D"]:
+    def forward(ctx, rows: _RowBlocks, q, r, k, v, bias, sinks) -> Float[Tensor, "B H Tq D"]:
         ctx.rows = rows
         ctx.save_for_backward(q, r, k, v, bias, sinks)
         parts = []

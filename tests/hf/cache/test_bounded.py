@@ -11,7 +11,7 @@ from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.hf.family.norms import logit_bound
+from heedful.hf.family.modules import logit_bound
 from heedful.nn import Forgetting, HeadShape, LayerInputs, Selective
 from heedful.ops import Visibility
 from helpers.cached import converted, greedy, in_steps
@@ -60,25 +60,25 @@ def hostile_inputs(tokens: int, old: int, largest: float):
 def stepped(layer, inputs, policy, step: int = 1):
     """Outputs through a cache, and which tokens each query had."""
     q, k, v, x = inputs
-    cache, outputs, seen = LayerCache(layer, None, Budget(policy, None)), [], []
+    cache, outputs, cached = LayerCache(layer, None, Budget(policy, None)), [], []
     for start in range(0, q.shape[2], step):
         new = slice(start, start + step)
         keys, values = cache.update(k[:, :, new], v[:, :, new])
-        seen.append(cache.positions())
+        cached.append(cache.positions())
         out = cache.attend(
             layer, q[:, :, new], keys, values, visibility=Visibility(), scale=None,
             inputs=LayerInputs(input=x[:, new]),
         )  # fmt: skip
         outputs.append(out)
-    return torch.cat(outputs, 2), seen, cache
+    return torch.cat(outputs, 2), cached, cache
 
 
-def lost(layer, inputs, seen, step: int = 1) -> torch.Tensor:
+def evicted_weight(layer, inputs, cached, step: int = 1) -> torch.Tensor:
     """The weight of all evicted tokens together, by the whole maps, `[B, H, T]`."""
     q, k, _, x = inputs
     weights = layer.maps(q, k, inputs=LayerInputs(input=x)).weights.detach()
     gone = torch.ones_like(weights, dtype=torch.bool)
-    for number, positions in enumerate(seen):
+    for number, positions in enumerate(cached):
         for row, at in enumerate(positions):
             gone[row, :, number * step : (number + 1) * step, at] = False
     return (weights * gone).sum(-1)
@@ -90,9 +90,9 @@ def test_evicted_tokens_never_have_more_than_epsilon(name, epsilon):
     layer, inputs = layer_of(name), random_inputs(130, 2.0)
     whole = layer(*inputs[:3], inputs=LayerInputs(input=inputs[3])).output
     for step, policy in ((3, Bounded(epsilon, 2.0)), (7, Bounded(epsilon))):
-        output, seen, cache = stepped(layer, inputs, policy, step)
+        output, cached, cache = stepped(layer, inputs, policy, step)
         assert cache.length < 130, "it evicts"
-        assert lost(layer, inputs, seen, step).max() <= epsilon
+        assert evicted_weight(layer, inputs, cached, step).max() <= epsilon
         error = (output - whole).abs().max()
         assert error <= 2 * epsilon * inputs[2].norm(dim=-1).max()
         assert len({tuple(at.shape) for at in cache.positions()}) == 1
@@ -109,9 +109,9 @@ def test_the_bound_holds_where_logits_are_the_worst_and_is_tight(largest, old):
         layer.forget.bias.fill_(60)  # gates of one
     decay = 2 * largest + math.log(old * (old + 1) / epsilon) + 1e-9
     inputs[3][:, old, 0] = -60 - math.log(math.expm1(decay))
-    output, seen, cache = stepped(layer, inputs, Bounded(epsilon, largest))
+    output, cached, cache = stepped(layer, inputs, Bounded(epsilon, largest))
     assert cache.positions()[0].tolist() == list(range(old, 60))
-    share = lost(layer, inputs, seen)
+    share = evicted_weight(layer, inputs, cached)
     assert share.max() <= epsilon
     if old == 1:  # which has half of its share, and then a quarter beside two keys
         assert share.max() > 0.24 * epsilon
@@ -152,7 +152,7 @@ def test_norms_per_head_bound_the_logits():
         cache = heedful.new_cache(model, Bounded(0.1))
         in_steps(model, tokens(2, 20), [16, 1, 1, 1, 1], cache)
         for part in cache.layers:
-            # What was seen of the logits stays below; so the family's bound counts.
+            # The logits so far stay below it, so that the family's bound counts.
             assert part._step.norms.prod(1).max() * module.scaling <= part.budget.logits * 1.0001
             dim, scale = part.keys.shape[3], module.scaling
             assert part._step.logits(dim, scale, None).max() == pytest.approx(part.budget.logits)

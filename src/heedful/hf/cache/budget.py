@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.eviction.gather import Moves, Protection
-from heedful.hf.family.norms import logit_bound
+from heedful.hf.family.modules import logit_bound
 
 
 @dataclass(frozen=True)
