@@ -136,8 +136,12 @@ def test_what_the_harness_has_graded_is_kept(tmp_path, exported, monkeypatch):
 
 def test_the_harness_reads_under_a_budget_as_we_do(tmp_path, ended, exported):
     options = {"lm_eval_tasks": (str(exported),), "samples": 3, "budget": ("13",)}
-    tasks = ("lambada", "lm-eval:heedful_lambada")
-    result = evaluate(evaluation_of(tmp_path, str(ended), tasks=tasks, **options))
+    tasks, words = ("lambada", "lm-eval:heedful_lambada"), []
+    result = evaluate(evaluation_of(tmp_path, str(ended), tasks=tasks, **options), words.append)
+    assert words == [
+        "6 samples: 3 of lambada and at most 3 of lm-evaluation-harness's heedful_lambada, for 1 "
+        "model with 2 caches; --samples N changes how many"
+    ]  # and no time, as a batch holds all
     nats = {}
     for x in result.samples:
         nats.setdefault((x.task, x.cache), []).append(x.values["nats"])

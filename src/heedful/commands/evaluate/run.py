@@ -79,8 +79,7 @@ def evaluate(
         store = AnswerStore(out, options)
         samples: list[Sample] = []
         total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
-        if total:
-            announce(_amount(plans, options, total))
+        announce(_amount(plans, options, total))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
                 own = OWN in options.budget
@@ -91,7 +90,7 @@ def evaluate(
                     for cache, eviction in _caches(options, plan.name, model).items()
                 }
                 if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
-                    announce(_duration(seconds, len(plans)))
+                    announce(_duration(seconds, len(plans), bool(harness_names(options))))
                 for cache, answers in caches.items():
                     bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
                     samples += ask(answers, plan, cache, store, options.batch, bar)
@@ -110,10 +109,14 @@ def evaluate(
 
 def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str:
     tasks = Counter(item.task for item in plans[0].items)
-    parts = ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
+    parts = [f"{total:,} samples"] if total else []
+    if total:
+        parts[0] += ": " + ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
+    if names := harness_names(options):
+        parts.append(f"at most {options.samples:,} of lm-evaluation-harness's {', '.join(names)}")
     models, caches = len(plans), 1 + len(options.budget)
     return (
-        f"{total:,} samples: {parts}, for {models} model{'s' * (models > 1)} with "
+        f"{' and '.join(parts)}, for {models} model{'s' * (models > 1)} with "
         f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
     )
 
@@ -137,11 +140,12 @@ def _seconds(
     return seconds
 
 
-def _duration(seconds: float, models: int) -> str:
+def _duration(seconds: float, models: int, harness: bool) -> str:
     seconds *= models
     length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    what = "Those that are not lm-evaluation-harness's" if harness else "They"
     like = " if all models are as fast as the first" if models > 1 else ""
-    return f"They take about {length} from now on{like}"
+    return f"{what} take about {length} from now on{like}"
 
 
 def _tokens(item: Item) -> int:
