@@ -92,11 +92,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def shapes(request: pytest.FixtureRequest) -> None:
-    """Of the usual suite only tests of operators and layers check shapes: the others would take a
+    """Of the usual suite the tests of commands and pages do not check shapes: they would take a
     sixth longer. The slow and the exhaustive suites check them everywhere."""
     rare = any(request.node.get_closest_marker(name) for name in ("slow", "exhaustive"))
     room = request.path.relative_to(TESTS).parts[0]
-    shape_checks.update("jaxtyping_disable", not (rare or room in ("ops", "nn")))
+    shape_checks.update("jaxtyping_disable", not (rare or room in ("ops", "nn", "hf", "training")))
 
 
 @pytest.fixture(autouse=True)
