@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchmarks.real.run import rows
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.eviction import MostHidden
-from heedful.hf.look import held_over_time
+from heedful.hf.look import cached_over_time
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 
@@ -52,9 +52,9 @@ def main() -> None:
     for ids in tqdm(list(rows(tokenizer, options)), desc="books"):
         spelled = [tokenizer.decode([token]) for token in ids[0].tolist()]
         labels = labels_of(spelled, surprise(model, ids))
-        cached = held_over_time(model, ids, MostHidden(tokens=options.tokens))
-        for layer, held in cached.items():
-            kept = held[-1].tolist()
+        cached = cached_over_time(model, ids, MostHidden(tokens=options.tokens))
+        for layer, states in cached.items():
+            kept = states[-1].tolist()
             for token in range(FIRST, len(labels) - NEWEST):
                 for group, label in labels[token].items():
                     pair = counts.setdefault((layer, group, label), [0, 0])

@@ -13,6 +13,16 @@ MODELS = {
     "runs/hide-s1": "selectors of seed 1",
     "runs/evict-0": "trained under the budgets too",
 }
+LABELS = {
+    "below 32": "9 to 32 tokens",
+    "below 128": "33 to 128",
+    "below 512": "129 to 512",
+    "512 and more": "more",
+    "least": "least",
+    "less": "less",
+    "more": "more",
+    "most": "most",
+}
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
 NAMES = {
     "whole": "all tokens",
@@ -67,7 +77,10 @@ def kept_kinds() -> str:
     records = read(RESULTS / "kept-cpu.jsonl")
     layers = 1 + max(r["layer"] for r in records)
     thirds = [range(layers), *(range(n * layers // 3, (n + 1) * layers // 3) for n in range(3))]
-    groups = list(dict.fromkeys((r["group"], r["label"]) for r in records))
+    groups = sorted(
+        dict.fromkeys((r["group"], r["label"]) for r in records),
+        key=lambda pair: (pair[0], list(LABELS).index(pair[1]) if pair[1] in LABELS else 0),
+    )
     lines = []
     for group, label in groups:
         cells = []
@@ -78,7 +91,7 @@ def kept_kinds() -> str:
             mean = sum(r["kept"] for r in inside) / sum(r["total"] for r in inside)
             cells.append(f"{share / mean:.2f} ×")
         total = sum(r["total"] for r in records if (r["group"], r["label"]) == (group, label))
-        lines.append([f"{group}: {label}", f"{total // layers:,}", *cells])
+        lines.append([f"{group}: {LABELS.get(label, label)}", f"{total // layers:,}", *cells])
     head = ["tokens", "of them", "all layers", "first third", "middle", "last third"]
     return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
 
