@@ -16,7 +16,8 @@ RECALL = "recall"
 def check_eviction(eviction: EvictionName, budget: str | None) -> None:
     """Raise unless a policy is named with its budget."""
     if eviction not in ("auto", "none") and budget is None:
-        raise ValueError(f"eviction={eviction!r} needs a budget: add --budget N")
+        example = "1e-4" if eviction == "bounded" else "N"
+        raise ValueError(f"eviction={eviction!r} needs a budget: add --budget {example}")
     if eviction == "bounded" and not is_share(budget):
         raise ValueError(
             "budget must be a number between 0 and 1 with eviction='bounded', the share of "

@@ -152,7 +152,7 @@ def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
 
 
 @torch.no_grad()
-def held_over_time(
+def cached_over_time(
     model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], eviction: Eviction
 ) -> dict[int, Bool[Tensor, "T T"]]:
     """Which tokens each layer's cache holds after every token of one row, read one by one.
@@ -163,7 +163,7 @@ def held_over_time(
         eviction: the policy and its budget.
 
     Returns:
-        By layer index, `[T, T]`: `True` at `[t, j]` where token j is still held after token t.
+        By layer index, `[T, T]`: `True` at `[t, j]` where token j is still cached after token t.
     """
     cache = new_cache(model, eviction)
     length = input_ids.shape[1]

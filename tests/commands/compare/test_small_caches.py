@@ -26,7 +26,7 @@ from heedful.commands.compare.small_cache_tables import (
 )
 from heedful.commands.compare.small_caches import plans, under_budget
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.hf.look import held_over_time
+from heedful.hf.look import cached_over_time
 from heedful.nn import HeadShape, Selective, Standard
 from heedful.records import read_records
 from heedful.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
@@ -179,7 +179,7 @@ def test_recall_is_scored_by_kind_of_question():
 
 def test_what_is_held_is_drawn_over_time():
     model = from_scratch(Text(length=64), Selective(), Size(16, 2, 2), 0)
-    maps = held_over_time(model, torch.randint(0, 256, (1, 40)), MostHidden(tokens=14))
+    maps = cached_over_time(model, torch.randint(0, 256, (1, 40)), MostHidden(tokens=14))
     assert list(maps) == [0, 1]
     for shown in maps.values():
         assert not shown.triu(1).any()

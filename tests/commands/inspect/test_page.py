@@ -16,7 +16,7 @@ from heedful.commands.compare.page import write_report
 from heedful.commands.inspect.arrays import NOBODY, PageData, page_data
 from heedful.commands.inspect.page import write_inspection
 from heedful.eviction import MostHidden
-from heedful.hf.look import held_over_time, look_into
+from heedful.hf.look import cached_over_time, look_into
 from heedful.nn import MultiToken
 from helpers.browser import CHROMIUM, Browser
 from helpers.invented_runs import exhibits, runs
@@ -40,7 +40,7 @@ def data_of(mechanism, **more) -> PageData:
     model, ids = converted(mechanism), ids_of(COUNT)
     tokens = (TOKENS * COUNT)[:COUNT]
     if more:
-        more["cached"] = held_over_time(model, ids, more["policy"])
+        more["cached"] = cached_over_time(model, ids, more["policy"])
         more["policy"] = str(more["policy"])
     return page_data("small", {"M": (0, 1)}, tokens, look_into(model, ids), **more)
 

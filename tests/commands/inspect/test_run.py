@@ -37,7 +37,7 @@ from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.new import new_cache
-from heedful.hf.look import held_over_time, look, look_into
+from heedful.hf.look import cached_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
@@ -202,7 +202,7 @@ def test_every_selector_has_its_own_since():
 @pytest.mark.parametrize("policy", [MostHidden(tokens=14), StreamingLLM(tokens=(13, 16))])
 def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
     model, ids = converted("selective"), ids_of(30)
-    cached = held_over_time(model, ids, policy)
+    cached = cached_over_time(model, ids, policy)
     data = data_of(model, ids, cached=cached, policy=str(policy))
     cache = new_cache(model, policy)
     for t in range(30):

@@ -22,7 +22,7 @@ from heedful.commands.compare.setups import Setup, chosen_setups
 from heedful.commands.compare.small_caches import named, plans, scored_as, under_budget
 from heedful.eviction import MostHidden
 from heedful.hf import load
-from heedful.hf.look import LayerLook, held_over_time, look
+from heedful.hf.look import LayerLook, cached_over_time, look
 from heedful.records import Record, append_record, read_numbered
 from heedful.records.budgeted import UnderBudget, append_budgeted, read_budgeted
 from heedful.records.environment import environment
@@ -346,7 +346,7 @@ def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterato
             continue
         eviction = MostHidden(tokens=min(x.tokens for x in those))
         ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
-        layers = held_over_time(load(job.model(out)), ids[:, :_PICTURED], eviction)
+        layers = cached_over_time(load(job.model(out)), ids[:, :_PICTURED], eviction)
         yield CacheHistory(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 

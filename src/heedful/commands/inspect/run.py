@@ -16,7 +16,7 @@ from heedful.commands.policies import policy_of, reads_budgets
 from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
-from heedful.hf.look import LayerLook, held_over_time, look_into
+from heedful.hf.look import LayerLook, cached_over_time, look_into
 from heedful.nn import Mechanism
 
 
@@ -66,7 +66,7 @@ def inside(options: Inspection) -> InspectionResult:
     causal = bool(attention_modules(model))
     policy = _policy(options, model, causal)
     torch.manual_seed(options.seed)
-    cached = {} if policy is None else held_over_time(model, ids, policy)
+    cached = {} if policy is None else cached_over_time(model, ids, policy)
     shown = options.layers or tuple(cached)
     return InspectionResult(
         model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,

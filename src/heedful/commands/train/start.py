@@ -119,6 +119,8 @@ def _beside_frozen(
     model: PreTrainedModel, tokenizer, options: Training, recipe: TrainingRecipe
 ) -> Start:
     """The mechanism, with low-rank matrices or without, beside a base that stays what it is."""
+    if options.recipe == EVICT:
+        _check_budgets(options.model)
     if isinstance(model, ConvertedModel):
         raise ValueError(
             f"model {options.model!r} is converted, and --train {recipe.train} goes beside a model "
@@ -145,7 +147,9 @@ def _beside_frozen(
             f"train={recipe.train!r} needs a mechanism with parameters; name one, such as "
             "--mechanism selective:selector=extra or --mechanism mta"
         )
-    eviction = _eviction(model, options.model) if options.recipe == EVICT else None
+    # In the order of these budgets nothing changes any more.
+    path = Path(options.model) / NAME
+    eviction = read_budgets(path, model) if options.recipe == EVICT else None
     for parameter in own:
         parameter.data = parameter.data.float()
         parameter.requires_grad_()
@@ -157,15 +161,13 @@ def _beside_frozen(
     return Start(model.train(), tokenizer, teacher, base_of(options.model), eviction)
 
 
-def _eviction(model: PreTrainedModel, name: str) -> Eviction:
-    """By the budgets beside an adapter, in whose order nothing changes any more."""
-    path = Path(name) / NAME
-    if not is_adapter(name) or not path.is_file():
+def _check_budgets(name: str) -> None:
+    """Raise unless a name is that of an adapter with budgets."""
+    if not is_adapter(name) or not (Path(name) / NAME).is_file():
         raise ValueError(
-            f"recipe='evict' trains under the budgets of an adapter, and {name!r} has no {NAME}; "
-            "make an adapter with --recipe hide and its budgets with heedful budget"
+            f"recipe='evict' trains under the budgets of an adapter, and {name!r} is none with a "
+            f"{NAME}; make an adapter with --recipe hide and its budgets with heedful budget"
         )
-    return read_budgets(path, model)
 
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
