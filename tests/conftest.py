@@ -49,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="cuda: run only the laws of the operators, on a GPU with the real kernels",
     )
     parser.addoption(
+        "--shapes", action="store_true", help="check shapes inside the operators in every test"
+    )
+    parser.addoption(
         "--share", metavar="K/N", help="run the K-th of N shares of the tests that are chosen"
     )
 
@@ -92,11 +95,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def shapes(request: pytest.FixtureRequest) -> None:
-    """Of the usual suite the tests of commands and pages do not check shapes: they would take a
-    sixth longer. The slow and the exhaustive suites check them everywhere."""
+    """Of the usual suite only tests of operators and layers check shapes: the others would take a
+    sixth longer. The slow and the exhaustive suites and `--shapes` check them everywhere."""
     rare = any(request.node.get_closest_marker(name) for name in ("slow", "exhaustive"))
+    everywhere = rare or request.config.getoption("--shapes")
     room = request.path.relative_to(TESTS).parts[0]
-    shape_checks.update("jaxtyping_disable", not (rare or room in ("ops", "nn", "hf", "training")))
+    shape_checks.update("jaxtyping_disable", not (everywhere or room in ("ops", "nn")))
 
 
 @pytest.fixture(autouse=True)
