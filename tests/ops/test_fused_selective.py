@@ -238,7 +238,7 @@ def strong(queries: int, keys: int, state: bool) -> dict[str, Tensor]:
     return cast(tensors, torch.float32)
 
 
-@pytest.mark.parametrize(("queries", "state"), [(80, False), exhausting(60, True)])
+@pytest.mark.parametrize(("queries", "state"), [(80, False), exhausting(70, True)])
 def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
     x = strong(queries, 80, state)
     options = {"tile": SMALL, "tau": 200.0}
