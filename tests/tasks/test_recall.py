@@ -33,7 +33,7 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
                 answers.append(
                     {"name": name, "at": at, "answer": [*value, tokens[end]],
                      "expected": values[name] + [mark], "told": len(facts[name]),
-                     "asked": questions.get(name, 0)}
+                     "queries": questions.get(name, 0)}
                 )  # fmt: skip
                 questions[name] = questions.get(name, 0) + 1
             at = end
@@ -43,8 +43,8 @@ def read(text: str) -> tuple[list[dict], dict[str, int]]:
 
 TASKS = [
     Recall(),
-    Recall(asked="dormant"),
-    Recall(asked="recent"),
+    Recall(queries="dormant"),
+    Recall(queries="recent"),
     Recall(length=150, names=5, pool=5, retold=2, references=3, questions=2, instructions=1),
     Recall(length=84, names=2, pool=26, references=1, questions=1, instructions=2),
     Recall(length=600, instructions=9, taught=False),
@@ -69,9 +69,9 @@ def test_answers_follow_from_the_text(task):
         retold = {answer["name"]: answer["told"] for answer in last}
         for answer in last:
             kinds = {1: "dormant", 1 + task.retold: "recent"}
-            assert task.asked in ("any", kinds[answer["told"]])
+            assert task.queries in ("any", kinds[answer["told"]])
             if kinds[answer["told"]] == "dormant":
-                assert answer["name"] in dormant and answer["asked"] == 0
+                assert answer["name"] in dormant and answer["queries"] == 0
         assert len([n for n in retold if retold[n] == 1]) <= task.names // 2
         values = re.findall(r"[a-z]=([A-Z0-9]+);", text)
         assert len(set("".join(values))) == len("".join(values)), "a symbol is in two values"
@@ -79,7 +79,7 @@ def test_answers_follow_from_the_text(task):
 
 def test_dormant_facts_lie_beyond_the_distance_and_after_the_lead():
     """So a window of `distance` tokens, sinks beside it, sees none of them from any question."""
-    task, nearest, first = Recall(asked="dormant"), 10**6, 10**6
+    task, nearest, first = Recall(queries="dormant"), 10**6, 10**6
     assert task.distance == 151 > task.length // 2
     for ids in task.sample(400, seed=3).input_ids:
         answers, facts = read(task.decode(ids))
@@ -163,7 +163,7 @@ def test_evaluations():
     assert {split.vocab_size for split in splits.values()} == {task.vocab_size}
     assert not any(split.taught for split in splits.values())
     assert splits["2x-length"].length == 512
-    assert [splits[name].asked for name in ("dormant", "recent")] == ["dormant", "recent"]
+    assert [splits[name].queries for name in ("dormant", "recent")] == ["dormant", "recent"]
 
 
 def test_a_row_to_be_read_is_short_and_whole():
@@ -180,7 +180,7 @@ def test_a_row_to_be_read_is_short_and_whole():
         ({"pool": 27}, "pool must be a whole number from 2 to 26, got 27; names are single"),
         ({"questions": 5}, r"questions must be at most names // 2 = 4, .* got 5"),
         ({"references": 0}, "references must be a whole number of at least 1, got 0"),
-        ({"asked": "recnt"}, "asked must be one of .* did you mean 'recent'"),
+        ({"queries": "recnt"}, "queries must be one of .* did you mean 'recent'"),
         ({"retold": 2}, "names and retold must make at most 12 values, .*, got 16"),
         ({"length": 100}, r"length must be at least \d+ for 8 names"),
         ({"length": 0}, "length must be a whole number of at least 1, got 0"),

@@ -17,7 +17,7 @@ class Sample:
         cache: what its cache may hold, such as `"streaming-llm 256"`; `""` is everything.
         task: such as `"needles"`.
         key: names the sample within its task.
-        digest: of the exact question; `"asked"` in JSON.
+        digest: of the exact question.
         cell: what the sample is one of several of, such as `{"length": 1024}`.
         values: numbers by name: `right` (0 or 1), `error`, or `nats` with `tokens` and `bytes`.
         reply: what was written, where something was.
@@ -52,15 +52,13 @@ class Sample:
         return self.model, self.cache
 
     def to_json(self) -> str:
-        fields = asdict(self).items()
-        return json.dumps({"asked" if name == "digest" else name: x for name, x in fields})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> "Sample":
         """The sample that `to_json` wrote; anything else raises a `ValueError`."""
         try:
-            fields = json.loads(line)
-            return cls(digest=fields.pop("asked"), **fields)
+            return cls(**json.loads(line))
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"not the fields of a sample: {error}") from error
 

@@ -76,7 +76,7 @@ class Recall(Task):
         references: questions in the middle part, of names that are not dormant.
         instructions: how many there are.
         questions: questions at the end, at most `names // 2`.
-        asked: what they query: `"dormant"` names, `"recent"` ones (stated anew in the middle
+        queries: what they ask for: `"dormant"` names, `"recent"` ones (stated anew in the middle
             part), or `"any"`, all names alike.
         taught: whether references and filler carry loss as well.
 
@@ -93,7 +93,7 @@ class Recall(Task):
     references: int = 16
     instructions: int = 3
     questions: int = 4
-    asked: Literal["any", "dormant", "recent"] = "any"
+    queries: Literal["any", "dormant", "recent"] = "any"
     taught: bool = True
 
     metric: ClassVar[str] = "answer_error"
@@ -107,7 +107,7 @@ class Recall(Task):
         check_whole("names", self.names, 2, self.pool, way_out="names are drawn from the pool")
         for name in ("retold", "references", "instructions", "questions"):
             check_whole(name, getattr(self, name), 1)
-        check_choice("asked", self.asked, ("any", "dormant", "recent"))
+        check_choice("queries", self.queries, ("any", "dormant", "recent"))
         check_whole("length", self.length, 1)
         if self.questions > self.names // 2:
             raise ValueError(
@@ -196,7 +196,7 @@ class Recall(Task):
                 middle.append(_Piece([_INSTRUCTION + mark]))
             else:
                 middle.append(ask(rng.choice(active)) if turn == "question" else tell(turn))
-        choice = {"dormant": dormant, "recent": active, "any": names}[self.asked]
+        choice = {"dormant": dormant, "recent": active, "any": names}[self.queries]
         question_names = _shuffled(rng, choice)[: self.questions]
         return self._laid(rng, early, middle, [ask(name) for name in question_names])
 
@@ -261,8 +261,8 @@ class Recall(Task):
         plain = replace(self, taught=False)
         return {
             "in-distribution": plain,
-            "dormant": replace(plain, asked="dormant"),
-            "recent": replace(plain, asked="recent"),
+            "dormant": replace(plain, queries="dormant"),
+            "recent": replace(plain, queries="recent"),
             "2x-length": replace(plain, length=2 * self.length),
         }
 

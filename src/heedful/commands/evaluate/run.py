@@ -341,13 +341,13 @@ class AnswerStore:
     def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""
         entry = self.about["lm_eval"].get(model, {}).get(_with_cache(name, cache))
-        if entry is None or entry["asked"] != self._harness_identity() or "samples" not in entry:
+        if entry is None or entry["identity"] != self._harness_identity() or "samples" not in entry:
             return None
         return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
 
     def keep_harness(self, model: str, name: str, result: HarnessResult, cache: str) -> None:
         """Keep the results of lm-evaluation-harness for a name."""
-        entry = {"asked": self._harness_identity(), "results": result.results}
+        entry = {"identity": self._harness_identity(), "results": result.results}
         entry["samples"] = [sample.to_json() for sample in result.samples]
         self.about["lm_eval"].setdefault(model, {})[_with_cache(name, cache)] = entry
         self._write_about()

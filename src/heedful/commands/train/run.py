@@ -139,7 +139,7 @@ def _finished(out: Path, options: Training) -> TrainingResult | None:
         about = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
-    if changed := differences(about["asked"], json.loads(json.dumps(run_identity(options)))):
+    if changed := differences(about["options"], json.loads(json.dumps(run_identity(options)))):
         raise ValueError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
@@ -193,7 +193,7 @@ def _begin(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    identity = {"asked": run_identity(options), "recipe": recipe._asdict()}
+    identity = {"options": run_identity(options), "recipe": recipe._asdict()}
     identity |= {"parameters": sum(p.numel() for p in start.model.parameters())}
     checkpoints = Checkpoints(folder / "state", identity)
     if arguments.process_index == 0:
@@ -206,7 +206,7 @@ def _write_about(
 ) -> None:
     conversion = conversion_of(converted_inside(model))
     about = {
-        "asked": run_identity(options),
+        "options": run_identity(options),
         "harmless": _harmless(options),
         "recipe": recipe._asdict(),
         "mechanisms": [
