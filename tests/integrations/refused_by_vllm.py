@@ -16,14 +16,14 @@ from vllm.plugins import load_general_plugins
 def main(requests: str, answers: str, version: str = vllm.__version__) -> None:
     vllm.__version__ = version
     load_general_plugins()
-    said = []
+    messages = []
     for folder, options in json.loads(Path(requests).read_text()):
         try:
             EngineArgs(folder, skip_tokenizer_init=True, **options).create_engine_config()
-            said.append("nothing")
+            messages.append("nothing")
         except Exception as error:
-            said.append(str(error))
-    Path(answers).write_text(json.dumps(said))
+            messages.append(str(error))
+    Path(answers).write_text(json.dumps(messages))
 
 
 if __name__ == "__main__":

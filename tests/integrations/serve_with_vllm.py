@@ -14,14 +14,14 @@ from vllm.exceptions import VLLMValidationError
 
 
 def main(folder: str, requests: str, answers: str) -> None:
-    asked = json.loads(Path(requests).read_text())
-    llm = LLM(folder, enforce_eager=True, skip_tokenizer_init=True, **asked["options"])
+    calls = json.loads(Path(requests).read_text())
+    llm = LLM(folder, enforce_eager=True, skip_tokenizer_init=True, **calls["options"])
     try:
-        llm.generate({"prompt_token_ids": asked["too long"]}, use_tqdm=False)
+        llm.generate({"prompt_token_ids": calls["too long"]}, use_tqdm=False)
         done = ["nothing"]
     except VLLMValidationError as error:
         done = [str(error)]
-    for turn in asked["turns"]:
+    for turn in calls["turns"]:
         options = [
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
             for n in turn["tokens"]

@@ -110,12 +110,12 @@ def run(script: str, *arguments: object) -> None:
 
 def served(folder: Path, turns: list[dict], **options) -> list[list[list[int]]]:
     requests, answers = folder.parent / "requests.json", folder.parent / "answers.json"
-    asked = {"options": OPTIONS | options, "too long": ids_of(257), "turns": turns}
-    requests.write_text(json.dumps(asked))
+    calls = {"options": OPTIONS | options, "too long": ids_of(257), "turns": turns}
+    requests.write_text(json.dumps(calls))
     run("serve_with_vllm.py", folder, requests, answers)
-    refusal, *said = json.loads(answers.read_text())
+    refusal, *replies = json.loads(answers.read_text())
     assert "maximum context length is 256 tokens" in refusal and "at least 257 input" in refusal
-    return said
+    return replies
 
 
 def check_served(model, folder: Path, **options) -> None:
@@ -180,10 +180,10 @@ def save(folder: Path, mechanism: object = None, family: str = "llama", **change
     return str(folder)
 
 
-def refusals(folder: Path, asked: list, *version: str) -> list[str]:
+def refusals(folder: Path, models: list, *version: str) -> list[str]:
     """What vLLM says to folders with options before anything is loaded."""
-    (folder / "asked.json").write_text(json.dumps(asked))
-    run("refused_by_vllm.py", folder / "asked.json", folder / "answers.json", *version)
+    (folder / "models.json").write_text(json.dumps(models))
+    run("refused_by_vllm.py", folder / "models.json", folder / "answers.json", *version)
     return json.loads((folder / "answers.json").read_text())
 
 
@@ -210,8 +210,8 @@ def test_what_is_not_served_is_refused_by_name_before_it_is_loaded(tmp_path):
             "num_attention_heads = 8 in a Qwen2",
         ),
     ]
-    said = refusals(tmp_path, [(folder, SERVED | options) for folder, options, _ in cases])
-    for (*_, message), answer in zip(cases, said, strict=True):
+    messages = refusals(tmp_path, [(folder, SERVED | options) for folder, options, _ in cases])
+    for (*_, message), answer in zip(cases, messages, strict=True):
         assert "heedful-vllm" in answer and message in answer
 
 
@@ -229,25 +229,25 @@ def test_folders_without_a_served_mechanism(tmp_path):
             "mechanism kind must be one of Standard",
         ),
     }
-    asked = [(plain, SERVED | {"enforce_eager": False, "enable_prefix_caching": True})]
-    asked.append((selective, SERVED | {"max_model_len": 1024}))
+    models = [(plain, SERVED | {"enforce_eager": False, "enable_prefix_caching": True})]
+    models.append((selective, SERVED | {"max_model_len": 1024}))
     config = json.loads((tmp_path / "selective" / "config.json").read_text())
     for name, (change, _) in damaged.items():
         changed = config | {"heedful": config["heedful"] | change}
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(changed))
-        asked.append((str(tmp_path / name), SERVED))
+        models.append((str(tmp_path / name), SERVED))
     expected = ["nothing", "max_model_len (1024) is greater than the derived max_model_len"]
     expected += [message for _, message in damaged.values()]
-    for message, answer in zip(expected, refusals(tmp_path, asked), strict=True):
+    for message, answer in zip(expected, refusals(tmp_path, models), strict=True):
         assert message in answer
 
 
 def test_another_vllm_refuses_converted_folders_and_them_alone(tmp_path):
-    asked = [(save(tmp_path / "plain"), SERVED), (save(tmp_path / "mta", "mta"), SERVED)]
-    said = refusals(tmp_path, asked, "0.33.1")
-    assert said[0] == "nothing"
-    assert "heedful-vllm is made for vLLM 0.32, got 0.33.1; pip install 'vllm==0.32.*'" in said[1]
+    models = [(save(tmp_path / "plain"), SERVED), (save(tmp_path / "mta", "mta"), SERVED)]
+    messages = refusals(tmp_path, models, "0.33.1")
+    assert messages[0] == "nothing"
+    assert "heedful-vllm is made for vLLM 0.32, got 0.33.1; pip install 'vllm==0.32.*'" in messages[1]
 
 
 def test_rows_are_kept_for_those_who_run_and_never_guessed():

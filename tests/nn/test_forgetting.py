@@ -59,8 +59,8 @@ def defined(built, q: Tensor, k: Tensor, v: Tensor, x: Tensor, visible: Tensor |
         for j in range(i):
             bias[:, :, i, j] = logs[:, :, j + 1 : i + 1].sum(2)
     logits = q @ k.repeat_interleave(2, 1).mT / 6**0.5 + bias
-    seen = torch.ones(length, length).bool().tril() if visible is None else visible
-    return logits.masked_fill(~seen, -math.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    visible = torch.ones(length, length).bool().tril() if visible is None else visible
+    return logits.masked_fill(~visible, -math.inf).softmax(-1) @ v.repeat_interleave(2, 1)
 
 
 @STARTS

@@ -102,10 +102,10 @@ def test_cap_bias_and_sinks_of_a_family():
 
 def test_second_queries_are_rotated_to_their_positions():
     built, (q, k, v, x) = stirred(Parallax()), qkvx(5)
-    seen = []
+    turns = []
 
     def rotation(r: Tensor, positions: Tensor) -> Tensor:
-        seen.append(positions)
+        turns.append(positions)
         return r.flip(-1)
 
     inputs = LayerInputs(input=x, positions=torch.arange(3, 8)[None], rotation=rotation)
@@ -114,7 +114,7 @@ def test_second_queries_are_rotated_to_their_positions():
     built.second.weight.data.copy_(rows)
     expected = built(q, k, v, inputs=LayerInputs(input=x)).output
     torch.testing.assert_close(actual, expected[:, :, 2:], **EXACT)
-    assert seen[0].tolist() == [[5, 6, 7]]
+    assert turns[0].tolist() == [[5, 6, 7]]
 
 
 @pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)

@@ -119,11 +119,11 @@ def test_while_it_is_observed_a_model_in_training_is_the_base():
     order = EvictionOrderLoss(model)
     with order.observing():
         order.draw(ids, 0)
-        seen = model.train()(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(seen, base(input_ids=ids, use_cache=False).logits)
+        in_training = model.train()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(in_training, base(input_ids=ids, use_cache=False).logits)
         assert torch.equal(model.eval()(input_ids=ids, use_cache=False).logits, plain)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, plain)
-    assert not torch.allclose(plain, seen, atol=1e-3)
+    assert not torch.allclose(plain, in_training, atol=1e-3)
 
 
 def test_answers_are_read_where_only_answers_are_learned():
@@ -173,14 +173,14 @@ def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
 
 
 def test_each_step_draws_a_cache_the_same_for_the_same_seed(tmp_path, monkeypatch):
-    drawn = []
+    budgets = []
     monkeypatch.setattr(
         EvictionOrderLoss, "__call__",
-        lambda self, n: drawn.append(n) or sum(x.f.sum() for x in self._reports) * 0,
+        lambda self, n: budgets.append(n) or sum(x.f.sum() for x in self._reports) * 0,
     )  # fmt: skip
     for _ in range(2):
         trainer_of(hiding(), tmp_path, steps=40, soft_budgets=(2, 9)).train()
-    assert drawn[:40] == drawn[40:] and min(drawn) == 2 and max(drawn) == 9
+    assert budgets[:40] == budgets[40:] and min(budgets) == 2 and max(budgets) == 9
 
 
 def test_models_that_cannot_learn_it_are_refused(tmp_path):
@@ -198,10 +198,10 @@ def test_those_of_a_recipe_grow_with_the_length():
     for length, budgets in ((1024, (64, 256)), (2048, (128, 512)), (32, (2, 8)), (8, (1, 2))):
         options = Training("base", recipe="hide", length=length)
         assert options.filled(has_weights=True).soft_budgets == budgets
-    given = Training("base", recipe="hide", length=32, soft_budgets=(5, 40))
-    assert given.filled(has_weights=True).soft_budgets == (5, 40)
+    options = Training("base", recipe="hide", length=32, soft_budgets=(5, 40))
+    assert options.filled(has_weights=True).soft_budgets == (5, 40)
     with pytest.raises(ValueError, match="must begin below the length of 32 tokens, got 32"):
-        replace(given, soft_budgets=(32, 40)).filled(has_weights=True)
+        replace(options, soft_budgets=(32, 40)).filled(has_weights=True)
 
 
 @pytest.mark.parametrize(
