@@ -33,6 +33,10 @@ CASES = {
         "64 grouped": {"dim": 64, "key_heads": 1, "everything": False},
         "96": {"dim": 96, "key_heads": 4, "everything": True},
         "128": {"dim": 128, "key_heads": 4, "everything": False},
+        "256": {"dim": 256, "key_heads": 4, "everything": False},
+        "fp32 64": {"dim": 64, "key_heads": 4, "dtype": torch.float32},
+        "fp32 128": {"dim": 128, "key_heads": 4, "dtype": torch.float32},
+        "fp32 256": {"dim": 256, "key_heads": 4, "dtype": torch.float32},
     },
 }
 
@@ -143,11 +147,13 @@ def blocks(
     torch.ops.heedful.multi_token_attention_fused_backward(out, *call)
 
 
-def selective(dim: int, key_heads: int, everything: bool) -> None:
+def selective(
+    dim: int, key_heads: int, everything: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Forward and backward of 4 heads, 128 tokens; documents, state and memory too."""
     from heedful.ops.selective.fused.flash import _fused, _fused_backward
 
-    q = torch.zeros(2, 4, 128, dim, dtype=torch.bfloat16)
+    q = torch.zeros(2, 4, 128, dim, dtype=dtype)
     k = v = q[:, :key_heads]
     segments = torch.zeros(2, 128, dtype=torch.int64) if everything else None
     first = torch.zeros(2 if everything else 1, 128, dtype=torch.bool)

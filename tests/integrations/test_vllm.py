@@ -247,7 +247,8 @@ def test_another_vllm_refuses_converted_folders_and_them_alone(tmp_path):
     models = [(save(tmp_path / "plain"), SERVED), (save(tmp_path / "mta", "mta"), SERVED)]
     messages = refusals(tmp_path, models, "0.33.1")
     assert messages[0] == "nothing"
-    assert "heedful-vllm is made for vLLM 0.32, got 0.33.1; pip install 'vllm==0.32.*'" in messages[1]
+    expected = "heedful-vllm is made for vLLM 0.32, got 0.33.1; pip install 'vllm==0.32.*'"
+    assert expected in messages[1]
 
 
 def test_rows_are_kept_for_those_who_run_and_never_guessed():

@@ -49,7 +49,7 @@ class _Limits(NamedTuple):
 
 
 # By element size and widest head dim, in the order of `Plan`. Chosen for two programs on each
-# multiprocessor of sm_90 and few spilled registers, by what the compiler reports.
+# multiprocessor of sm_90, one everywhere, and few spilled registers, by what the compiler reports.
 _LIMITS = {
     (2, 64): [
         _Limits(4, 2, 64, 64, 4, 2),
@@ -64,10 +64,10 @@ _LIMITS = {
         _Limits(1, 1, 64, 64, 4, 2),
     ],
     (2, 256): [
-        _Limits(1, 1, 64, 32, 8, 2),
-        _Limits(1, 1, 64, 32, 8, 1),
         _Limits(1, 1, 32, 64, 8, 1),
-        _Limits(1, 1, 64, 32, 8, 2),
+        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 64, 4, 2),
     ],
     # fp32 never sees a tensor core here: for checks, not for speed.
     (4, 64): [
@@ -78,8 +78,8 @@ _LIMITS = {
     ],
     (4, 128): [
         _Limits(1, 1, 32, 32, 8, 1),
-        _Limits(1, 1, 32, 32, 8, 1),
-        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 32, 16, 8, 1),
+        _Limits(1, 1, 16, 32, 8, 1),
         _Limits(1, 1, 32, 32, 4, 1),
     ],
     (4, 256): [_Limits(1, 1, 16, 16, 8, 1)] * 4,
