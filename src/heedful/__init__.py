@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MultiToken,
         Parallax,
         Selective,
+        Simplicial,
         Standard,
         TalkingHeads,
     )
@@ -48,6 +49,7 @@ _ROOMS = {
     "heedful.ops": (
         "Groups",
         "SelectiveOutput",
+    "Simplicial",
         "Summaries",
         "Visibility",
         "differential_attention",
@@ -70,6 +72,7 @@ _ROOMS = {
         "MultiToken",
         "Parallax",
         "Selective",
+        "Simplicial",
         "Standard",
         "TalkingHeads",
     ),
@@ -106,6 +109,7 @@ __all__ = [
     "Parallax",
     "Selective",
     "SelectiveOutput",
+    "Simplicial",
     "Standard",
     "Summaries",
     "TalkingHeads",
