@@ -49,7 +49,6 @@ _ROOMS = {
     "heedful.ops": (
         "Groups",
         "SelectiveOutput",
-    "Simplicial",
         "Summaries",
         "Visibility",
         "differential_attention",

@@ -294,7 +294,7 @@ def test_refused():
     built, (q, k, v, x) = layer(4, 2), qkvx(5)
     with pytest.raises(ValueError, match="SimplicialAttention needs input beside q, k and v"):
         built(q, k, v)
-    with pytest.raises(ValueError, match="inputs.input must hold all 5 tokens .* got 3"):
+    with pytest.raises(ValueError, match=r"inputs.input must hold all 5 tokens .* got 3"):
         built(q, k, v, inputs=LayerInputs(input=x[:, :3]))
     terms = {"bias": draw(1, 4, 5, 5), "softcap": 3.0, "sinks": draw(4)}
     for name, value in terms.items():
@@ -312,7 +312,9 @@ def test_refused():
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name} must be its default"):
             built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
-    with pytest.raises(ValueError, match="StreamingLLM cannot serve SimplicialAttention.* 4 newest"):
+    with pytest.raises(
+        ValueError, match=r"StreamingLLM cannot serve SimplicialAttention.* 4 newest"
+    ):
         check_policy(StreamingLLM(tokens=16), built, 16)
     with pytest.raises(ValueError, match="MostHidden cannot serve SimplicialAttention"):
         check_policy(MostHidden(tokens=16), built, 16)

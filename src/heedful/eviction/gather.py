@@ -32,9 +32,9 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
         )
     if layer.keeps_order:
         raise ValueError(
-            f"eviction: {name} cannot serve {type(layer).__name__}, which counts its windows along "
-            f"the cached tokens; give this layer None tokens (it keeps its {layer.window} newest), "
-            "or at least as many"
+            f"eviction: {name} cannot serve {type(layer).__name__}, which counts windows along the "
+            f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
+            "as many"
         )
     if policy.reads_hidden and not layer.hides:
         raise ValueError(

@@ -215,9 +215,7 @@ class _PairBlocks:
         before = self.total - self.queries
         return slice(max(0, before + block.start - window + 1), before + block.stop)
 
-    def spread(
-        self, block: slice, x: Float[Tensor, "*lead Tk D"]
-    ) -> Float[Tensor, "*lead R w D"]:
+    def spread(self, block: slice, x: Float[Tensor, "*lead Tk D"]) -> Float[Tensor, "*lead R w D"]:
         """The rows of the second window of each query, oldest first; zeros before the sequence."""
         tokens, size = self.tokens(block, self.second), block.stop - block.start
         missing = size + self.second - 1 - (tokens.stop - tokens.start)
@@ -225,7 +223,10 @@ class _PairBlocks:
         return rows.unfold(-2, self.second, 1).mT
 
     def gather(
-        self, block: slice, gradient: Float[Tensor, "*lead R w D"], total: Float[Tensor, "*lead T D"]
+        self,
+        block: slice,
+        gradient: Float[Tensor, "*lead R w D"],
+        total: Float[Tensor, "*lead T D"],
     ) -> None:
         """The reverse of `spread`: add the gradient of every window to its tokens' in `total`."""
         tokens, (size, width) = self.tokens(block, self.second), gradient.shape[-3:-1]
@@ -318,6 +319,6 @@ class _PairAttention(torch.autograd.Function):
 def _times(
     x: Float[Tensor, "B H R #w D"], of_keys: Float[Tensor, "B Hk R w D"]
 ) -> Float[Tensor, "B H R w D"]:
-    """Vectors of query heads times those of their key heads, channel by channel, in fp32 at least."""
+    """Vectors of query heads times those of their key heads, by channel, in fp32 at least."""
     grouped = widen(x).unflatten(1, (of_keys.shape[1], -1))
     return (grouped * widen(of_keys)[:, :, None]).flatten(1, 2)
