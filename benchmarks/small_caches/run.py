@@ -65,7 +65,7 @@ def main() -> None:
             line = scored_as(key[:3], task, eviction, scored(model, task, eviction, args))
             note(args.out, line)
         done = {(x[1], x[5]) for x in known(args.out) if x[3].startswith("searched")}
-        hides = all(m.heedful.keeps for m in attention_modules(model))
+        hides = all(m.heedful.hides for m in attention_modules(model))
         if args.by_layer is not None and hides and (name, task.length) not in done:
             searched(model, task, name, args)
 

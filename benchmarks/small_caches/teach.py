@@ -83,7 +83,7 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
 
 
 def hides(model: PreTrainedModel) -> bool:
-    return any(m.heedful.keeps for m in model.modules() if hasattr(m, "heedful"))
+    return any(m.heedful.hides for m in model.modules() if hasattr(m, "heedful"))
 
 
 def teach(model: PreTrainedModel, task: Task, args: argparse.Namespace) -> float:

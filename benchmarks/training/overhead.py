@@ -37,7 +37,12 @@ from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.training.sequences import TrainingSequences, encode
 
-MECHANISMS = COMPARED | {"grouped": ("grouped",)}
+MECHANISMS = COMPARED | {
+    name: (name,)
+    for name in (
+        "grouped", "exclusive", "forgetting", "gated", "parallax", "dex", "simplicial",
+    )
+}  # fmt: skip
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688,
     "num_hidden_layers": 4, "num_attention_heads": 4,

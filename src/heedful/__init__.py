@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MultiToken,
         Parallax,
         Selective,
+        Simplicial,
         Standard,
         TalkingHeads,
     )
@@ -70,6 +71,7 @@ _ROOMS = {
         "MultiToken",
         "Parallax",
         "Selective",
+        "Simplicial",
         "Standard",
         "TalkingHeads",
     ),
@@ -106,6 +108,7 @@ __all__ = [
     "Parallax",
     "Selective",
     "SelectiveOutput",
+    "Simplicial",
     "Standard",
     "Summaries",
     "TalkingHeads",

@@ -17,6 +17,7 @@ from heedful.nn import (
     MultiToken,
     Parallax,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
     mechanism,
@@ -80,6 +81,11 @@ _DEX = (
     "Understanding Differential Transformer Unchains Pretrained Self-Attentions",
     "Kong, Chaerin and Jang, Jiho and Kwak, Nojun", "arXiv:2505.16333", 2025,
 )  # fmt: skip
+_SIMPLICIAL = (
+    "roy2025simplex", "Fast and Simplex: 2-Simplicial Attention in Triton",
+    "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
+    "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -97,6 +103,7 @@ _PAPERS = {
     Forgetting: (_FORGETTING,),
     Parallax: (_PARALLAX,),
     Dex: (_DEX,),
+    Simplicial: (_SIMPLICIAL,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

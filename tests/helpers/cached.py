@@ -13,6 +13,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Selective,
+    Simplicial,
     Standard,
     mechanism,
 )
@@ -25,6 +26,8 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     "selective-per-head": Selective(selector="per-head"),
     "local": Standard(window=4),
     "local-global": LocalGlobal(window=5, every=2),
+    "simplicial": Simplicial(window=5, second_window=3, every=2),
+    "simplicial-everywhere": Simplicial(window=3, second_window=4, every=1),
     "knocking-heads": KnockingHeads(("q", "k", "v")),
     "knocking-heads-mlp": KnockingHeads(form="mlp"),
     "canon-a": Canon("A", kernel=3),

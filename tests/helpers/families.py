@@ -88,7 +88,7 @@ FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and v
 
 def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
-    if name.startswith(("grouped", "forgetting")):
+    if name.startswith(("grouped", "forgetting", "simplicial")):
         return family not in EAGER
     return name != "differential-v2" or family not in (*FUSED, "olmo2")
 

@@ -21,6 +21,7 @@ from heedful.nn import (
     MultiToken,
     Parallax,
     Selective,
+    Simplicial,
 )
 from helpers.families import logits, stir, tiny, tokens, varied
 
@@ -37,6 +38,7 @@ CONFIGS = {
     "forgetting": Forgetting("identity"),
     "parallax": Parallax(),
     "dex": Dex(),
+    "simplicial": Simplicial(6, 4, every=1),
 }
 MERGED = 1e-12  # in fp64, which a merge rounds to
 every = pytest.mark.parametrize("name", CONFIGS)

@@ -40,6 +40,7 @@ from heedful.nn import (
     MultiToken,
     Parallax,
     Selective,
+    Simplicial,
     TalkingHeads,
 )
 from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin, varied
@@ -61,10 +62,11 @@ EVERYWHERE = {
     "forgetting": Forgetting(),
     "parallax": Parallax(),
     "dex": Dex((0, 3)),
+    "simplicial": Simplicial(6, 4, every=1),
 }
 # Torch's own attention, whatever `impl` says.
 SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
-SDPA += ("forgetting", "parallax", "dex")
+SDPA += ("forgetting", "parallax", "dex", "simplicial")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 

@@ -11,7 +11,15 @@ import heedful
 from heedful import eviction
 from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
-from heedful.nn import Grouped, KnockingHeads, MultiToken, Selective, Standard, mechanism
+from heedful.nn import (
+    Grouped,
+    KnockingHeads,
+    MultiToken,
+    Selective,
+    Simplicial,
+    Standard,
+    mechanism,
+)
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
@@ -129,6 +137,19 @@ def test_cached_generation_is_the_uncached_one(family, name):
         assert torch.equal(*actual), mode
         written |= set(actual[0].flatten().tolist())
     assert len(written) > 8, written
+
+
+def test_pairs_of_a_decoders_tokens():
+    """In BART; T5 adds position biases, which pairs of keys do not have."""
+    config = Simplicial(window=3, second_window=2, every=1)
+    model, source, mask = converted("bart", config), tokens(3, 11), ragged_mask(3, left=False)
+    options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    actual, expected = (model.generate(source, use_cache=x, **options) for x in (True, False))
+    assert torch.equal(actual, expected)
+    assert_causal(lambda ids: logits(model, source, ids), tokens(3, 9), dim=1)
+    assert heedful.convert(tiny("bart"), config).where == {config: ("decoder",)}
+    with pytest.raises(ValueError, match=r"where='decoder': .* a position bias that it does not"):
+        heedful.convert(tiny("t5"), config, where="decoder")
 
 
 @pytest.mark.crossed

@@ -22,6 +22,7 @@ from heedful.nn import (
     MultiToken,
     Parallax,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -53,6 +54,7 @@ LEARNT = {
     "exclusive": Exclusive(),
     "parallax": Parallax(),
     "dex": Dex((1,)),
+    "simplicial": Simplicial(every=1),
     "selective": Selective(),
     "differential": "differential",
     "differential-v2": "differential-v2",

@@ -28,6 +28,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -69,6 +70,7 @@ OTHERS = {
     KnockingHeads(form="mlp"): [4],
     Standard(window=9): [5],
     Dex((0, 1)): [6],
+    Simplicial(9, 4, every=1): [7],
 }
 LENGTHS = (3, 40, 1, 17, 90, 130, 9, 64)
 NEW = (30, 5, 40, 12, 25, 8, 33, 20)

@@ -22,6 +22,7 @@ from heedful.nn import (
     MultiToken,
     Parallax,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
     Tokens,
@@ -83,6 +84,7 @@ def test_identity_at_initialisation(name):
 ALL = {name: mechanism(name) for name in NAMES} | {
     name: config for name, config in ablations().items()
 }
+ALL["simplicial"] = Simplicial(5, 3, every=1)
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
 ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
@@ -160,6 +162,8 @@ def test_what_layers_declare():
         Forgetting(): (0, ("F",), inputs),
         Parallax(): (0, (), inputs | {"rotation"}),
         Dex(): (0, (), nothing),
+        Simplicial(): (0, (), nothing),  # every fourth layer
+        Simplicial(every=1): (0, ("second keys", "second values"), inputs),
     }.items():
         built = config.build(SHAPE)
         assert isinstance(built, Layer)
@@ -191,6 +195,10 @@ def test_maps_are_what_multiplies_the_values(name):
     else:
         built.gate = None
     q, k, v = opened(built, *qkv(), inputs)
+    if name == "simplicial":  # whose second values act behind the map: all one
+        kept = built.beside(inputs)
+        kept[..., SHAPE.dim :] = 1
+        inputs = inputs._replace(beside=kept)
     maps = built.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
     out = built(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":

@@ -62,7 +62,7 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
         options: for the policy.
     """
     if name == "auto":
-        hides = all(module.heedful.keeps for module in attention_modules(model))
+        hides = all(module.heedful.hides for module in attention_modules(model))
         name = "most-hidden" if hides else "streaming-llm"
     kind = {spelled(policy.__name__): policy for policy in POLICIES}[name]
     return kind(tokens=tokens, **options)

@@ -30,7 +30,13 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
-    if policy.reads_hidden and not layer.keeps:
+    if layer.keeps_order:
+        raise ValueError(
+            f"eviction: {name} cannot serve {type(layer).__name__}, which counts windows along the "
+            f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
+            "as many"
+        )
+    if policy.reads_hidden and not layer.hides:
         raise ValueError(
             f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
             f"attention), and this layer is {type(layer).__name__}; take another policy"
@@ -204,7 +210,7 @@ def attention_received(
     new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
     # A state runs through all rows: the newest need what those before them have masked.
-    for start, stop in _blocks(0 if layer.keeps else new - queries, new):
+    for start, stop in _blocks(0 if layer.hides else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)

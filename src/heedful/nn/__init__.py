@@ -27,6 +27,7 @@ from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads
 from heedful.nn.parallax import Parallax, ParallaxAttention
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape, Role
+from heedful.nn.simplicial import Simplicial, SimplicialAttention
 from heedful.nn.standard import LocalGlobal, Standard, StandardAttention
 
 __all__ = [
@@ -65,6 +66,8 @@ __all__ = [
     "Role",
     "Selective",
     "SelectiveAttention",
+    "Simplicial",
+    "SimplicialAttention",
     "Standard",
     "StandardAttention",
     "TalkingHeads",

@@ -232,6 +232,7 @@ class Layer(nn.Module):
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
         `LayerOutput`, and what `beside` gives.
     keeps_first: whether the first token of a sequence must never leave a cache.
+    keeps_order: whether it counts back along the keys, so that no policy may evict any of them.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     any_shape: whether other heads than those of `shape` will do as well.
@@ -257,6 +258,7 @@ class Layer(nn.Module):
     past_queries: int = 0
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
+    keeps_order: bool = False
     window: int | None = None
     input_factor: float = 1.0
     any_shape: bool = False
@@ -277,6 +279,11 @@ class Layer(nn.Module):
         """Whether keys and values are all that the next token needs."""
         rows = self.past_queries + self.past_inputs
         return rows == 0 and not self.keeps and not self.summarises
+
+    @property
+    def hides(self) -> bool:
+        """Whether tokens hide earlier ones, by what the state of `LayerOutput` adds up for them."""
+        return "F" in self.keeps
 
     def standard_form(self) -> StandardForm | None:
         """How standard attention computes the same with the parameters as they are now.

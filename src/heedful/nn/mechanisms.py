@@ -20,6 +20,7 @@ from heedful.nn.knocking import KnockingHeads
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.parallax import Parallax
 from heedful.nn.selective import Selective
+from heedful.nn.simplicial import Simplicial
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
     differential_attention,
@@ -44,6 +45,7 @@ Mechanism = (
     | Forgetting
     | Parallax
     | Dex
+    | Simplicial
 )
 
 Leaves = dict[str, Tensor]
@@ -201,6 +203,12 @@ TABLE = (
         "a first-order correction of each head's output along a second query",
     ),
     MechanismRow("dex", Dex(), True, "each head's output less a learned linear function of it"),
+    MechanismRow(
+        "simplicial",
+        Simplicial(),
+        False,
+        "in every fourth layer attention to pairs of tokens, one from each of two windows",
+    ),
     MechanismRow(
         "local-global",
         LocalGlobal(),

@@ -19,7 +19,7 @@ from heedful.nn.layer import (
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
-from heedful.ops.common.few import few_outputs, few_scores
+from heedful.ops.common.few import by_keys, few_outputs, few_scores
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import see_placed
 
@@ -211,9 +211,9 @@ class _Covariance(torch.autograd.Function):
             d_scores = d_logits * x.slope
             d_q.append(few_outputs(d_scores, near))
             d_r.append(few_outputs(d_other, near))
-            d_k[:, :, :keys] += _by_keys(d_scores, q[:, :, block], k.shape[1])
-            d_k[:, :, :keys] += _by_keys(d_other, r[:, :, block], k.shape[1])
-            d_v[:, :, :keys] += _by_keys(x.weights * centred, own, k.shape[1])
+            d_k[:, :, :keys] += by_keys(d_scores, q[:, :, block], k.shape[1])
+            d_k[:, :, :keys] += by_keys(d_other, r[:, :, block], k.shape[1])
+            d_v[:, :, :keys] += by_keys(x.weights * centred, own, k.shape[1])
             if bias is not None:
                 shared = [dim for dim in (0, 1) if bias.shape[dim] == 1]
                 part = d_logits.sum(shared, keepdim=True) if shared else d_logits
@@ -223,11 +223,3 @@ class _Covariance(torch.autograd.Function):
                 d_sinks -= (left * mean).sum((0, 2, 3)).to(sinks.dtype)
         queries = [torch.cat(parts, dim=2).to(q.dtype) for parts in (d_q, d_r)]
         return None, *queries, d_k.to(k.dtype), d_v.to(v.dtype), d_bias, d_sinks
-
-
-def _by_keys(
-    maps: Float[Tensor, "B H R K"], rows: Float[Tensor, "B H R D"], key_heads: int
-) -> Float[Tensor, "B Hk K D"]:
-    """What the rows give every key, summed over the query heads of its group."""
-    maps, rows = (x.unflatten(1, (key_heads, -1)).flatten(2, 3) for x in (maps, rows))
-    return maps.mT @ rows.to(maps.dtype)

@@ -124,7 +124,7 @@ def one_seed(parity, tmp_path):
 def test_rivals_are_compared_as_the_others_are(tmp_path):
     names = (
         "standard", "knocking-heads", "canon", "gated", "exclusive", "forgetting",
-        "parallax", "dex", "differential-v2", "local-global",
+        "parallax", "dex", "simplicial", "differential-v2", "local-global",
     )  # fmt: skip
     comparison = replace(PARITY, mechanisms=names)
     records = {r.mechanism: r for r in paged(comparison, tmp_path / "out")}
@@ -140,6 +140,7 @@ def test_rivals_are_compared_as_the_others_are(tmp_path):
         "forgetting": width * heads + heads,
         "parallax": width * width,
         "dex": (width // heads) ** 2 + 1,
+        "simplicial": 2 * width * width / min(4, layers),  # in one layer of these
         "local-global": 0,
     }
     for name, each in added.items():

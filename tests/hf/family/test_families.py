@@ -14,6 +14,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
 )
@@ -47,6 +48,7 @@ MECHANISMS = {
     "canon": Canon(),
     "differential-v2": DifferentialV2(),
     "local-global": LocalGlobal(window=3, every=2),
+    "simplicial": Simplicial(window=4, second_window=2, every=2),
 }
 pairs = pytest.mark.parametrize(
     ("name", "family"), [(x, y) for x in MECHANISMS for y in FAMILIES if fits(x, y)]

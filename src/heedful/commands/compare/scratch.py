@@ -18,7 +18,7 @@ from transformers import (
 
 from heedful.checks import check_whole
 from heedful.hf import convert, load, revert
-from heedful.nn import LocalGlobal, Mechanism, to_json
+from heedful.nn import LocalGlobal, Mechanism, Simplicial, to_json
 from heedful.tasks import Task
 
 
@@ -83,6 +83,11 @@ def local_global(layers: int, length: int) -> LocalGlobal:
     last one sees everything.
     """
     return LocalGlobal(window=max(13, length // 16), every=min(4, layers))
+
+
+def simplicial(layers: int) -> Simplicial:
+    """Every fourth layer, or of fewer the last one, attends to pairs in windows that are small."""
+    return Simplicial(window=64, second_window=8, every=min(4, layers))
 
 
 def described(attention: Attention) -> dict:

@@ -12,9 +12,10 @@ from heedful.commands.compare.scratch import (
     Size,
     from_scratch,
     local_global,
+    simplicial,
 )
 from heedful.commands.compare.small_caches import evictable
-from heedful.nn import Layer, LocalGlobal, mechanism
+from heedful.nn import Layer, LocalGlobal, Simplicial, mechanism
 from heedful.tasks import TASKS, Task
 
 
@@ -35,6 +36,8 @@ class Setup(NamedTuple):
         config = mechanism(name)
         if isinstance(config, LocalGlobal):  # the published window is longer than these sequences
             return local_global(self.size.layers, self.task.length)
+        if isinstance(config, Simplicial):  # so are these, and cost 16,384 pairs per query
+            return simplicial(self.size.layers)
         return replace(config, **self.task.recipe.changes.get(name, {}))
 
     def memory_factor(self, name: str) -> float:

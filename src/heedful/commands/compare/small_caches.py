@@ -30,7 +30,7 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
     if not evictable(model):
         return
     yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
-    hides = all(module.heedful.keeps for module in attention_modules(model))
+    hides = all(module.heedful.hides for module in attention_modules(model))
     sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
     for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:
@@ -41,10 +41,11 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
 def evictable(model: PreTrainedModel) -> bool:
     """Whether tokens can be evicted from the model's caches.
 
-    A convolution over keys would see others, and summaries stand for evicted tokens.
+    A convolution over keys or a window of pairs would see others, and summaries stand for evicted
+    tokens.
     """
     layers = [module.heedful for module in attention_modules(model)]
-    bound = (x.past_queries or x.summarises for x in layers)
+    bound = (x.past_queries or x.summarises or x.keeps_order for x in layers)
     return not any(bound)
 
 

@@ -76,6 +76,14 @@ def few_outputs(
     return out.unflatten(2, (-1, queries)).reshape(v.shape[0], heads, queries, v.shape[3])
 
 
+def by_keys(
+    maps: Float[Tensor, "B H R K"], rows: Float[Tensor, "B H R D"], key_heads: int
+) -> Float[Tensor, "B Hk K D"]:
+    """What the rows give every key, summed over the query heads of its group."""
+    maps, rows = (x.unflatten(1, (key_heads, -1)).flatten(2, 3) for x in (maps, rows))
+    return maps.mT @ rows.to(maps.dtype)
+
+
 def _operand(x: Tensor) -> Tensor:
     """In its own precision where the device has units for it, else wide; in place either way."""
     narrow = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,320 @@
+"""2-simplicial attention: its formula, gradients, order, windows and memory."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from heedful.eviction import MostHidden, StreamingLLM
+from heedful.eviction.gather import check_policy
+from heedful.nn import (
+    HeadShape,
+    LayerInputs,
+    Simplicial,
+    SimplicialAttention,
+    Standard,
+    StandardAttention,
+    from_json,
+    to_json,
+)
+from heedful.ops import Queries, Visibility
+from heedful.testing import assert_causal, peak_memory_mib
+
+SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=0)
+EXACT = {"rtol": 0, "atol": 1e-12}
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
+    """Queries, keys and values, and the input of the module."""
+    heads = draw(batch, 4, tokens, 6), draw(batch, 2, tokens, 6), draw(batch, 2, tokens, 6)
+    return *heads, draw(batch, tokens, 20)
+
+
+def layer(first: int, second: int, **options) -> SimplicialAttention:
+    return Simplicial(first, second, every=1, **options).build(SHAPE).double()
+
+
+def stirred(first: int, second: int, **options) -> SimplicialAttention:
+    built = layer(first, second, **options)
+    with torch.no_grad():
+        for p in built.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return built
+
+
+def second(built: SimplicialAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Second keys and values, a head after another."""
+    offset = 1.0 if built.config.start == "identity" else 0.0
+    return tuple(
+        torch.stack([x @ w.mT for w in projection.weight.split(6)], dim=1) + offset
+        for projection in (built.second_key, built.second_value)
+    )
+
+
+def by_loops(built, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
+    """The definition, for the last queries of all keys."""
+    (more_k, more_v), config = (y.detach() for y in second(built, x)), built.config
+    before = k.shape[2] - q.shape[2]
+    out = torch.zeros_like(q)
+    for b, h, row in itertools.product(*map(range, q.shape[:3])):
+        i, g, weights = row + before, h // 2, {}
+        for j in range(max(0, i - config.window + 1), i + 1):
+            for m in range(max(0, i - config.second_window + 1), i + 1):
+                if sees(b, i, j) and sees(b, i, m):
+                    terms = zip(q[b, h, row], k[b, g, j], more_k[b, g, m], strict=True)
+                    logit = sum(float(a) * float(c) * float(d) for a, c, d in terms)
+                    weights[j, m] = math.exp(logit / 6**0.5)
+        total = sum(weights.values())
+        for (j, m), weight in weights.items():
+            out[b, h, row] += weight / total * v[b, g, j] * more_v[b, g, m]
+    return out
+
+
+def dense(built, q, k, v, x, visible: Tensor) -> Tensor:
+    """All pairs at once, of keys that each query sees, `[1 or B, T, T]`, apart from windows."""
+    wide = [y.repeat_interleave(2, 1) for y in (k, v, *second(built, x))]
+    back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
+    near = [
+        visible & (back >= 0) & (back < size)
+        for size in (built.config.window, built.config.second_window)
+    ]
+    pairs = near[0][:, None, :, :, None] & near[1][:, None, :, None, :]
+    logits = torch.einsum("bhid,bhjd,bhmd->bhijm", q, wide[0], wide[2]) / 6**0.5
+    weights = logits.masked_fill(~pairs, -math.inf).flatten(3).softmax(-1).nan_to_num(0)
+    weights = weights.view_as(logits)
+    return torch.einsum("bhijm,bhjd,bhmd->bhid", weights, wide[1], wide[3])
+
+
+@pytest.mark.parametrize("start", ["random", "identity"])
+@pytest.mark.parametrize("windows", [(4, 2), (2, 3), (1, 1), (9, 9), (100, 3), (3, 100)], ids=str)
+def test_by_loops(windows, start):
+    built, (q, k, v, x) = stirred(*windows, start=start), qkvx(6)
+    expected, inputs = by_loops(built, q, k, v, x), LayerInputs(input=x)
+    torch.testing.assert_close(built(q, k, v, inputs=inputs).output, expected, **EXACT)
+    last = built(q[:, :, 4:], k, v, inputs=inputs).output
+    torch.testing.assert_close(last, expected[:, :, 4:], **EXACT)
+
+
+def test_documents_and_padding_by_loops():
+    built, (q, k, v, x) = stirred(4, 3), qkvx(7)
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [-1, 0, 0, 0, 0, 1, 1]])
+    padding = torch.tensor([[True] * 7, [True] * 3 + [False] + [True] * 3])
+    visibility = Visibility(documents=documents, padding=padding)
+    place = documents.where(padding, -1)
+
+    def sees(b: int, i: int, j: int) -> bool:
+        return bool(place[b, i] == place[b, j]) and bool(place[b, i] >= 0)
+
+    actual = built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
+    torch.testing.assert_close(actual, by_loops(built, q, k, v, x, sees), **EXACT)
+    assert bool((actual[0, :, 6] == 0).all()) and bool((actual[1, :, 3] == 0).all())
+
+
+VISIBILITIES = {
+    "causal": Visibility(),
+    "documents": Visibility(documents=torch.tensor([[0] * 7 + [1] * 50 + [-1] * 3 + [2] * 10])),
+    "a narrower window": Visibility(window=9),
+    "padding": Visibility(padding=(torch.arange(70) > 4)[None]),
+}
+
+
+@pytest.mark.parametrize("windows", [(12, 8), (8, 12), (100, 30)], ids=str)
+@pytest.mark.parametrize("name", VISIBILITIES)
+def test_blocks_and_their_gradients(name, windows):
+    """Where the rows are several blocks, and the last one is shorter."""
+    built, visibility = stirred(*windows), VISIBILITIES[name]
+    q, k, v, x = (y.requires_grad_() for y in qkvx(70))
+    out = built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
+    expected = dense(built, q, k, v, x, visibility.dense(70, 70, q.device))
+    torch.testing.assert_close(out, expected, **EXACT)
+    leaves, factor = (q, k, v, x, *built.parameters()), draw(*q.shape)
+    slopes = (torch.autograd.grad((y * factor).sum(), leaves) for y in (out, expected))
+    for a, b in zip(*slopes, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("windows", [(2, 2), (3, 1), (1, 3)], ids=str)
+def test_gradients(windows):
+    small = HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)
+    built = Simplicial(*windows, every=1).build(small).double()
+    sizes = ((2, 3, 2), (1, 4, 2), (1, 4, 2), (4, 3))
+    q, k, v, x = (draw(1, *size).requires_grad_() for size in sizes)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        *heads, x = tensors[:4]
+        names = [name for name, _ in built.named_parameters()]
+        own = dict(zip(names, tensors[4:], strict=True))
+        options = {"inputs": LayerInputs(input=x)}
+        return torch.func.functional_call(built, own, tuple(heads), options).output
+
+    parameters = [draw(*p.shape).requires_grad_() for p in built.parameters()]
+    assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
+
+
+@pytest.mark.parametrize("windows", [(20, 6), (6, 20)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_later_token_changes_a_bit(dtype, windows):
+    built = stirred(*windows).to(torch.float32)
+
+    def attend(tokens: Tensor) -> Tensor:
+        q, k, v, x = tokens.split([24, 12, 12, 20], dim=2)
+        q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
+        return built(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
+
+    q, k, v, x = qkvx(70, batch=1)
+    parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
+    assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_precisions(dtype):
+    """Errors are those of rounding the inputs and the products of queries and second keys."""
+    built, (q, k, v, x) = stirred(30, 8).float(), qkvx(70)
+    rounded = [y.to(dtype) for y in (q, k, v, x)]
+    out = built(*rounded[:3], inputs=LayerInputs(input=rounded[3])).output
+    assert out.dtype == dtype
+    q, k, v, x = (y.double() for y in rounded)
+    exact = built.double()(q, k, v, inputs=LayerInputs(input=x)).output
+    error = (out - exact).abs().max() / exact.abs().max()
+    assert error < 8 * torch.finfo(dtype).eps
+
+
+def test_autocast_takes_its_own_precision():
+    built, (q, k, v, x) = stirred(30, 8).float(), (y.float() for y in qkvx(40))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = built(q, k, v, inputs=LayerInputs(input=x)).output
+    assert out.dtype == torch.bfloat16
+    plain = built(q, k, v, inputs=LayerInputs(input=x)).output
+    assert (out - plain).abs().max() < 0.1 * plain.abs().max()
+
+
+def test_only_the_windows_are_read():
+    """The newest output depends on as many tokens as the wider window has."""
+    for windows in ((9, 4), (4, 9)):
+        built, (q, k, v, x) = stirred(*windows), qkvx(30)
+        whole = built(q[:, :, -1:], k, v, inputs=LayerInputs(input=x)).output
+        assert built.window == 9
+        q, k, v, x = q[:, :, -1:], k[:, :, -9:], v[:, :, -9:], x[:, -9:]
+        out = built(q, k, v, inputs=LayerInputs(input=x)).output
+        torch.testing.assert_close(out, whole, **EXACT)
+        fewer = built(q, k[:, :, 1:], v[:, :, 1:], inputs=LayerInputs(input=x[:, 1:])).output
+        assert (fewer - whole).abs().max() > 1e-6
+
+
+def test_kept_second_keys_and_values_are_those_of_the_input():
+    built, (q, k, v, x) = stirred(9, 4), qkvx(30)
+    kept = built.beside(LayerInputs(input=x))
+    assert kept.shape == (2, 2, 30, 12) and built.keeps == ("second keys", "second values")
+    for actual, expected in zip(kept.chunk(2, dim=3), second(built, x), strict=True):
+        torch.testing.assert_close(actual, expected, **EXACT)
+    whole = built(q, k, v, inputs=LayerInputs(input=x)).output
+    inputs = LayerInputs(input=x[:, -5:], beside=kept)
+    out = built(q[:, :, -5:], k, v, inputs=inputs).output
+    torch.testing.assert_close(out, whole[:, :, -5:], **EXACT)
+
+
+def test_identity_start_is_standard_attention_with_the_first_window():
+    (q, k, v, x), built = qkvx(40), layer(7, 5, start="identity")
+    inputs = LayerInputs(input=x)
+    out = built(q, k, v, inputs=inputs).output
+    torch.testing.assert_close(out, Standard(7).build(SHAPE)(q, k, v).output, **EXACT)
+    assert built.standard_form().window == 7
+    (out * draw(*q.shape)).sum().backward()
+    assert all(bool((p.grad != 0).any()) for p in built.parameters()), "it learns from there"
+    whole = layer(40, 40, start="identity")(q, k, v, inputs=inputs).output
+    torch.testing.assert_close(whole, Standard().build(SHAPE)(q, k, v).output, **EXACT)
+    assert stirred(7, 5, start="identity").standard_form() is None
+    assert layer(7, 5).standard_form() is None
+
+
+def test_random_projections_have_the_size_of_the_inputs():
+    wide = Simplicial(every=1).build(HeadShape(8, 8, 64, 400, 0))
+    for projection in (wide.second_key, wide.second_value):
+        assert projection.weight.std().item() == pytest.approx(400**-0.5, rel=0.02)
+
+
+def test_layers():
+    simplicial = [
+        isinstance(Simplicial().build(HeadShape(4, 2, 6, 20, i)), SimplicialAttention)
+        for i in range(9)
+    ]
+    assert [i for i, kind in enumerate(simplicial) if kind] == [3, 7]
+    other = Simplicial().build(HeadShape(4, 2, 6, 20, 0))
+    assert type(other) is StandardAttention and other.window is None
+    assert other.roles == {"decoder"}
+
+
+def test_maps_are_the_weights_of_keys_over_all_pairs():
+    built, (q, k, v, x) = stirred(30, 8), qkvx(70)
+    inputs = LayerInputs(input=x)
+    maps = built.maps(q[:, :, 20:], k, inputs=inputs).weights
+    assert maps.shape == (2, 4, 50, 70)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 50).double(), **EXACT)
+    kept = built.beside(inputs)
+    kept[..., 6:] = 1
+    out = built(q, k, v, inputs=LayerInputs(input=x, beside=kept)).output
+    torch.testing.assert_close(maps @ v.repeat_interleave(2, 1), out[:, :, 20:], **EXACT)
+
+
+def test_memory_grows_linearly():
+    """Four times the tokens take less than five times what is beside the same process's rest."""
+    code = """
+import torch
+from heedful.nn import HeadShape, LayerInputs, Simplicial
+torch.set_num_threads(1)
+built = Simplicial(64, 8, every=1).build(HeadShape(4, 2, 16, 64, 0))
+tokens = {tokens}
+q, k, v = (torch.randn(1, heads, tokens, 16, requires_grad=True) for heads in (4, 2, 2))
+x = torch.randn(1, tokens, 64)
+def run():
+    built(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+"""
+    short, long = (peak_memory_mib(code.replace("{tokens}", str(n))) for n in (2048, 8192))
+    assert long < 5 * short and long < 60, "a map of 8,192 tokens and four heads has 1,024 MiB"
+
+
+@pytest.mark.parametrize("config", [Simplicial(), Simplicial(64, 8, 1, "identity")], ids=str)
+def test_json_gives_the_same_configuration_back(config):
+    assert from_json(to_json(config)) == config
+
+
+def test_refused():
+    for name in ("window", "second_window", "every"):
+        for value in (0, -1, 1.5, True, None):
+            with pytest.raises(ValueError, match=f"{name} must be a whole number of at least 1"):
+                Simplicial(**{name: value})
+    with pytest.raises(ValueError, match="start must be one of 'random', 'identity', got 'zero'"):
+        Simplicial(start="zero")
+    built, (q, k, v, x) = layer(4, 2), qkvx(5)
+    with pytest.raises(ValueError, match="SimplicialAttention needs input beside q, k and v"):
+        built(q, k, v)
+    with pytest.raises(ValueError, match=r"inputs.input must hold all 5 tokens .* got 3"):
+        built(q, k, v, inputs=LayerInputs(input=x[:, :3]))
+    terms = {"bias": draw(1, 4, 5, 5), "softcap": 3.0, "sinks": draw(4)}
+    for name, value in terms.items():
+        for call in (lambda inputs: built(q, k, v, inputs=inputs),
+                     lambda inputs: built.maps(q, k, inputs=inputs)):  # fmt: skip
+            with pytest.raises(ValueError, match=f"{name} must be None for simplicial attention"):
+                call(LayerInputs(input=x, **{name: value}))
+    with pytest.raises(ValueError, match=r"dropout must be 0 for simplicial attention.* got 0.1"):
+        built(q, k, v, inputs=LayerInputs(input=x, dropout=0.1))
+    for name, visibility in {
+        "causal": Visibility(causal=False),
+        "mutual": Visibility(mutual=torch.zeros(1, 5).long()),
+        "positions": Visibility(positions=torch.arange(5)[None]),
+        "queries": Visibility(queries=Queries(positions=torch.arange(5)[None])),
+    }.items():
+        with pytest.raises(ValueError, match=f"visibility.{name} must be its default"):
+            built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
+    with pytest.raises(
+        ValueError, match=r"StreamingLLM cannot serve SimplicialAttention.* 4 newest"
+    ):
+        check_policy(StreamingLLM(tokens=16), built, 16)
+    with pytest.raises(ValueError, match="MostHidden cannot serve SimplicialAttention"):
+        check_policy(MostHidden(tokens=16), built, 16)
