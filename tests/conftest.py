@@ -11,27 +11,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores
 
 import pytest
 import torch
-from jaxtyping import config as shape_checks
-from jaxtyping import install_import_hook
+from jaxtyping import config as jaxtyping_config
 
+from helpers import shapes
 from helpers.crosses import in_share, leave_covers
 
-# Shapes inside the operators are checked at every call. The public functions are left out, as they
-# answer a wrong shape themselves; the hook also breaks torch.compile, whose tests run in their own
-# process without it. Checked everywhere, tests of commands take 2.7 times as long.
-CHECKED = [
-    "heedful.ops.common.precision",
-    "heedful.ops.common.standard",
-    "heedful.ops.common.tiles",
-    "heedful.ops.mta.convolution",
-    "heedful.ops.mta.wide",
-    *(
-        f"heedful.ops.{mechanism}.{part}"
-        for mechanism in ("mta", "selective", "differential")
-        for part in ("reference", "tiled")
-    ),
-]
-install_import_hook(CHECKED, "beartype.beartype")
+shapes.install()
 
 TESTS = Path(__file__).parent
 
@@ -94,13 +79,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(autouse=True)
-def shapes(request: pytest.FixtureRequest) -> None:
+def shape_checks(request: pytest.FixtureRequest) -> None:
     """Of the usual suite only tests of operators and layers check shapes: the others would take a
     sixth longer. The slow and the exhaustive suites and `--shapes` check them everywhere."""
     rare = any(request.node.get_closest_marker(name) for name in ("slow", "exhaustive"))
     everywhere = rare or request.config.getoption("--shapes")
     room = request.path.relative_to(TESTS).parts[0]
-    shape_checks.update("jaxtyping_disable", not (everywhere or room in ("ops", "nn")))
+    jaxtyping_config.update("jaxtyping_disable", not (everywhere or room in ("ops", "nn")))
 
 
 @pytest.fixture(autouse=True)

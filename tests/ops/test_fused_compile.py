@@ -12,7 +12,12 @@ HEADS = ["attend_kernel", "query_gradients_kernel", "key_gradients_kernel"]
 SHARED_TOTAL = 233_472  # bytes on a multiprocessor of compute capability 9.0
 RESERVED = 1_024  # of them, for each block
 # Spilled bytes per thread. With documents the masks take registers at the edges of visibility.
-SPILLED = {"64": 400, "64 grouped": 400, "96": 500, "128": 460}
+SPILLED = {
+    "64": 400, "64 grouped": 400, "96": 500, "128": 460, "256": 0,
+    "fp32 64": 180, "fp32 128": 530, "fp32 256": 370,
+}  # fmt: skip
+
+TWICE = ("64", "64 grouped", "96", "128")  # two programs fit a multiprocessor
 
 
 def check(name: str, kernel: dict, spilled: int) -> None:
@@ -44,28 +49,42 @@ def test_selective(case):
     assert {name.split()[0] for name in actual} == {*SELECTOR, *HEADS, *memory}
     for name, kernel in actual.items():
         check(name, kernel, SPILLED[case])
-        if name.split()[0] in HEADS:  # two programs fit a multiprocessor
+        if name.split()[0] in HEADS and case in TWICE:
             assert 2 * (kernel["shared"] + RESERVED) <= SHARED_TOTAL
             assert 2 * 32 * kernel["num_warps"] * kernel["registers"] <= 65_536
 
 
-# Of the other targets: spilled bytes per thread of selective attention's kernels, at most. The
-# assembler differs by release of Triton: with 3.9 some kernels spill 8 bytes that 3.7 keeps.
-SPILLED_ELSEWHERE = {"sm_80": 3700, "sm_89": 800, "sm_100": 50, "sm_120": 800, "gfx942": 500}
+# Spilled bytes per thread at most, on 8.0, 8.9, 10.0, 12.0 and gfx942. The assembler differs by
+# release of Triton: on 8.0 the backward of heads of 64 spills 648 bytes with 3.9, 3,680 with 3.7.
+ELSEWHERE = ("sm_80", "sm_89", "sm_100", "sm_120", "gfx942")
+SPILLED_ELSEWHERE = {
+    ("blocks", "6x11"): (16, 16, 0, 0, 0),
+    ("blocks", "8x15"): (0, 0, 0, 0, 0),
+    ("blocks", "fp32"): (16, 0, 0, 0, 0),
+    ("selective", "64"): (3700, 720, 50, 660, 160),
+    ("selective", "64 grouped"): (980, 920, 430, 780, 440),
+    ("selective", "96"): (2900, 890, 50, 870, 520),
+    ("selective", "128"): (2750, 760, 0, 800, 500),
+    ("selective", "256"): (0, 0, 0, 0, 1120),
+    ("selective", "fp32 64"): (160, 130, 240, 290, 1100),
+    ("selective", "fp32 128"): (520, 510, 570, 550, 320),
+    ("selective", "fp32 256"): (370, 320, 360, 370, 860),
+}
 REGISTERS = {"gfx942": 512}  # of the others 255
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["blocks 6x11", "selective 64", "selective 128"])
-@pytest.mark.parametrize("target", SPILLED_ELSEWHERE)
-def test_for_other_gpus(target, case):
-    operator, case = case.split()
+@pytest.mark.parametrize("operator, case", SPILLED_ELSEWHERE)
+@pytest.mark.parametrize("target", ELSEWHERE)
+def test_for_other_gpus(target, operator, case):
     actual = compile_case(operator, case, target)
-    spilled = SPILLED_ELSEWHERE[target] if operator == "selective" else 16
     assert {"convolve_kernel", *HEADS} & actual.keys()
     for name, kernel in actual.items():
         assert kernel["shared"] <= SHARED_LIMITS[target], (name, kernel)
         assert kernel["registers"] <= REGISTERS.get(target, 255), (name, kernel)
+        spilled = SPILLED_ELSEWHERE[operator, case][ELSEWHERE.index(target)]
         assert kernel["spilled"] <= spilled, (name, kernel)
-        pointwise = name.split()[0].startswith(("blank", "softmax", "survey"))
-        assert kernel["tensor_cores"] != pointwise, (name, kernel)
+        # On 10.0 Triton 3.7 multiplies tiles of 32 rows without them, here and there.
+        if not case.startswith("fp32") and target != "sm_100":
+            pointwise = name.split()[0].startswith(("blank", "softmax", "survey"))
+            assert kernel["tensor_cores"] != pointwise, (name, kernel)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
 from heedful.ops.common.checks import check_dense, check_flag, shown
@@ -29,7 +29,7 @@ class Queries(NamedTuple):
     positions: of every query, `[B or 1, Tq]`; causal order and a window need them.
     """
 
-    documents: Int[Tensor, "#B Tq"] | None = None
+    documents: Integer[Tensor, "#B Tq"] | None = None
     padding: Bool[Tensor, "#B Tq"] | None = None
     positions: Int[Tensor, "#B Tq"] | None = None
 
@@ -66,7 +66,7 @@ class Visibility:
 
     causal: bool = True
     window: int | None = None
-    documents: Int[Tensor, "#B Tk"] | None = None
+    documents: Integer[Tensor, "#B Tk"] | None = None
     padding: Bool[Tensor, "#B Tk"] | None = None
     mutual: Int[Tensor, "#B Tk"] | None = None
     positions: Int[Tensor, "#B Tk"] | None = None
@@ -307,7 +307,7 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
 
 
 def _segments(
-    documents: Int[Tensor, "#B T"] | None, padding: Bool[Tensor, "#B T"] | None
+    documents: Integer[Tensor, "#B T"] | None, padding: Bool[Tensor, "#B T"] | None
 ) -> Int[Tensor, "#B T"] | None:
     # In a narrow or unsigned type -1 would be some document's number.
     documents = None if documents is None else documents.to(torch.int64)

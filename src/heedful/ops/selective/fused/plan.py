@@ -66,7 +66,7 @@ _LIMITS = {
     (2, 256): [
         _Limits(1, 1, 32, 64, 8, 1),
         _Limits(1, 1, 32, 32, 8, 1),
-        _Limits(1, 1, 32, 32, 8, 1),
+        _Limits(1, 1, 16, 32, 8, 1),
         _Limits(1, 1, 32, 64, 4, 2),
     ],
     # fp32 never sees a tensor core here: for checks, not for speed.
