@@ -114,7 +114,7 @@ class SimplicialAttention(Layer):
         learnt = any(bool(p.any()) for p in self.parameters())
         return None if learnt or self.config.start == "random" else StandardForm(self.config.window)
 
-    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B Hk T 2*D"]:
+    def beside(self, inputs: LayerInputs) -> Float[Tensor, "B Hk T D2"]:
         """Second keys and second values of these tokens, side by side."""
         check_inputs(self, inputs)
         both = [
