@@ -12,6 +12,7 @@ from heedful.eviction.policies import (
     Window,
 )
 from heedful.eviction.policy import CachedTokens, Eviction
+from heedful.eviction.triattention import Calibration, TriAttention
 
 __all__ = [
     "H2O",
@@ -19,10 +20,12 @@ __all__ = [
     "TOVA",
     "Bounded",
     "CachedTokens",
+    "Calibration",
     "Eviction",
     "MostHidden",
     "Random",
     "SnapKV",
     "StreamingLLM",
+    "TriAttention",
     "Window",
 ]

@@ -9,8 +9,10 @@
 | `SnapKV` | what the last queries of the prompt attend to least | attention of 32 queries |
 | `Window` | the oldest | positions |
 | `Random` | random tokens | positions |
+| `TriAttention` | what later queries are expected to attend to least | keys, a calibration |
 
-`Bounded` has no budget: it evicts what F proves to be negligible.
+`Bounded` has no budget: it evicts what F proves to be negligible. `TriAttention` is in
+`triattention.py`.
 """
 
 import math
@@ -219,4 +221,4 @@ def _is_number(x: object) -> bool:
 
 
 POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random)
-"""Those that have a budget of tokens."""
+"""Those that need a budget of tokens and nothing else."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heedful.checks import is_whole
@@ -23,6 +23,11 @@ class CachedTokens(NamedTuple):
         `None` at the first call.
     logits: what no logit exceeds in size before F is subtracted, `[B]`; as far as is known
         (`Bounded`), and `None` unless the policy reads it.
+    keys: every token's key, after the rotary embedding, `[B, Hk, n, D]`; `None` unless the policy
+        reads keys, as are the next three.
+    layer: the number of the attention layer.
+    next: the position of the next token as the rotary embedding counts, `[B]`.
+    real: `True` for a token that is no padding, `[B, n]`; `None` also where all are real.
     """
 
     positions: Int[Tensor, "B n"]
@@ -32,6 +37,10 @@ class CachedTokens(NamedTuple):
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
     logits: Float[Tensor, " B"] | None = None
+    keys: Float[Tensor, "B Hk n D"] | None = None
+    layer: int | None = None
+    next: Int[Tensor, " B"] | None = None
+    real: Bool[Tensor, "B n"] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Eviction:
     reads_hidden: ClassVar[bool] = False
     # Whether `score` reads how large logits are.
     reads_logits: ClassVar[bool] = False
+    # Whether `score` reads keys, and is calibrated for one model.
+    reads_keys: ClassVar[bool] = False
     # Evict the tokens whose score is below it, however many these are, and no others; `None` evicts
     # down to the budget. A policy that has it has no `tokens`.
     evicts_below: ClassVar[float | None] = None

@@ -24,8 +24,9 @@ from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
 from heedful.commands.policies import policy_named, spelled
 from heedful.eviction import Bounded, Eviction
-from heedful.hf.budgets import NAME, fingerprint
+from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
+from heedful.hf.fingerprints import fingerprint
 from heedful.hf.stock import stock_class
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole

@@ -1,4 +1,4 @@
-"""A family's rotary embedding, to be used at positions between tokens.
+"""A family's rotary embedding, to be used at positions of one's own.
 
 A family is asked, not known: its attention is run on one vector at two positions, and what its own
 functions make of the first must be the second. A family that rotates in another way is refused.
@@ -59,22 +59,32 @@ class _Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+SUMMARIES = "summaries of groups, which stand between tokens"
+
+
 @torch.no_grad()
-def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | None:
+def rotation_of(
+    model: PreTrainedModel, module: nn.Module, purpose: str = SUMMARIES
+) -> FamilyRotation | None:
     """The rotary embedding of an attention module; `None` where it has none.
 
+    Arguments:
+        model: that the module is in.
+        module: the attention module.
+        purpose: what it is for, as a refusal says it.
+
     Raises:
-        ValueError: the family rotates in a way that cannot be followed between tokens.
+        ValueError: the family rotates in a way that cannot be followed.
     """
     source = inspect.getmodule(type(module))
     takes = inspect.signature(type(module).forward).parameters
     if "position_embeddings" not in takes:
         if "rotary" in inspect.getsource(type(module).forward):
-            raise _refused(module, "it makes its rotary embedding inside its attention")
+            raise _refused(module, purpose, "it makes its rotary embedding inside its attention")
         return None
     apply = getattr(source, "apply_rotary_pos_emb", None)
     if apply is None:
-        raise _refused(module, "it rotates by a function of its own")
+        raise _refused(module, purpose, "it rotates by a function of its own")
     candidates = [
         each
         for each in model.modules()
@@ -96,7 +106,7 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
             reason = "its keys at one position are not what its own functions make of another's"
             continue
         return rotation if rotates else None
-    raise _refused(module, reason)
+    raise _refused(module, purpose, reason)
 
 
 def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | None:
@@ -141,8 +151,5 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
     return True if error < 16 * torch.finfo(second.dtype).eps else None
 
 
-def _refused(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"model: {type(module).__name__} cannot be given summaries of groups, "
-        f"which stand between tokens, because {reason}"
-    )
+def _refused(module: nn.Module, purpose: str, reason: str) -> ValueError:
+    return ValueError(f"model: {type(module).__name__} cannot be given {purpose}, because {reason}")
