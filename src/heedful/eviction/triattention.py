@@ -170,7 +170,9 @@ def _later_queries(
 
 def _standardised(scores: Float[Tensor, "B H n"], cached: CachedTokens) -> Float[Tensor, "B H n"]:
     """Less the mean and by the standard deviation of the real tokens, so that heads compare."""
-    real = torch.ones_like(scores[:, :1]) if cached.real is None else cached.real[:, None]
+    real = scores.new_ones(1, 1, scores.shape[2])
+    if cached.real is not None:
+        real = cached.real[:, None].to(scores.dtype)
     share = real / real.sum(2, keepdim=True).clamp(min=1)
     scores = scores - (scores * share).sum(2, keepdim=True)
     deviation = (scores.square() * share).sum(2, keepdim=True).sqrt()

@@ -23,7 +23,15 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         eviction: the policy.
         model: the converted model that the budgets are for.
         about: how they were found, for people.
+
+    Raises:
+        ValueError: the policy is calibrated.
     """
+    if eviction.reads_keys:
+        raise ValueError(
+            f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
+            "hold; write budgets of another policy"
+        )
     policy = {"kind": type(eviction).__name__}
     policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
     data = {"format": FORMAT, "eviction": policy, "about": about, "model": fingerprint(model)}

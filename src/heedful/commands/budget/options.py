@@ -74,6 +74,11 @@ class BudgetSearch:
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
         if self.eviction == "bounded":
             raise ValueError("eviction='bounded' has no budget of tokens: there is none to search")
+        if self.eviction == "triattention":
+            raise ValueError(
+                "eviction='triattention' has a calibration, which budgets.json does not hold: "
+                "search with another policy"
+            )
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:
