@@ -16,6 +16,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Standard,
     TalkingHeads,
@@ -80,6 +81,11 @@ _DEX = (
     "Understanding Differential Transformer Unchains Pretrained Self-Attentions",
     "Kong, Chaerin and Jang, Jiho and Kwak, Nojun", "arXiv:2505.16333", 2025,
 )  # fmt: skip
+_PRUNED = (
+    "faysse2026pruned",
+    "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
+    "Faysse, Manuel and Lomeli, Maria and others", "arXiv:2605.14037", 2026,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -97,6 +103,7 @@ _PAPERS = {
     Forgetting: (_FORGETTING,),
     Parallax: (_PARALLAX,),
     Dex: (_DEX,),
+    RetentionGate: (_PRUNED,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

@@ -39,6 +39,7 @@ from heedful.nn import (
     KnockingHeads,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     TalkingHeads,
 )
@@ -61,10 +62,11 @@ EVERYWHERE = {
     "forgetting": Forgetting(),
     "parallax": Parallax(),
     "dex": Dex((0, 3)),
+    "retention-gate": RetentionGate(),
 }
 # Torch's own attention, whatever `impl` says.
 SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
-SDPA += ("forgetting", "parallax", "dex")
+SDPA += ("forgetting", "parallax", "dex", "retention-gate")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 

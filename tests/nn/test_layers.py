@@ -21,6 +21,7 @@ from heedful.nn import (
     LayerInputs,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Standard,
     TalkingHeads,
@@ -69,6 +70,7 @@ IDENTITIES = {
     "forgetting": Forgetting("identity"),
     "parallax": Parallax(),
     "dex": Dex(),
+    "retention-gate": RetentionGate(),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -107,7 +109,10 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     perturb(built)
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    built(*opened(built, q, k, v, inputs), inputs=inputs).output.square().sum().backward()
+    out = built(*opened(built, q, k, v, inputs), inputs=inputs)
+    # Gates are in no output: what learns them reads the state.
+    gates = out.state.square().sum() if name == "retention-gate" else 0
+    (out.output.square().sum() + gates).backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *built.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -160,6 +165,7 @@ def test_what_layers_declare():
         Forgetting(): (0, ("F",), inputs),
         Parallax(): (0, (), inputs | {"rotation"}),
         Dex(): (0, (), nothing),
+        RetentionGate(): (0, ("gate",), inputs),
     }.items():
         built = config.build(SHAPE)
         assert isinstance(built, Layer)

@@ -4,8 +4,8 @@ import math
 from typing import Literal
 
 EvictionName = Literal[
-    "auto", "most-hidden", "streaming-llm", "h2o", "tova", "snap-kv", "window", "random",
-    "triattention", "bounded", "none",
+    "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
+    "random", "triattention", "bounded", "none",
 ]  # fmt: skip
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]

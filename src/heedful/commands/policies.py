@@ -74,10 +74,18 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
         options: for the policy.
     """
     if name == "auto":
-        hides = all(module.heedful.keeps for module in attention_modules(model))
-        name = "most-hidden" if hides else "streaming-llm"
+        name = _suited(model)
     kind = {spelled(policy.__name__): policy for policy in (*POLICIES, TriAttention)}[name]
     return kind(tokens=tokens, **options)
+
+
+def _suited(model: nn.Module) -> str:
+    """The policy that suits the mechanism of all layers."""
+    kept = [module.heedful.keeps for module in attention_modules(model)]
+    for part, name in (("F", "most-hidden"), ("gate", "lowest-gate")):
+        if all(part in parts for parts in kept):
+            return name
+    return "streaming-llm"
 
 
 def spelled(name: str) -> str:

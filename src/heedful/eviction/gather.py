@@ -30,10 +30,15 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
-    if policy.reads_hidden and not layer.keeps:
+    if policy.reads_hidden and "F" not in layer.keeps:
         raise ValueError(
             f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
             f"attention), and this layer is {type(layer).__name__}; take another policy"
+        )
+    if policy.reads_gate and "gate" not in layer.keeps:
+        raise ValueError(
+            f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
+            f"{type(layer).__name__}; take another policy"
         )
     if policy.reads_keys:
         _check_calibration(policy, layer)

@@ -16,6 +16,7 @@ class CachedTokens(NamedTuple):
     total: how many tokens of each sequence have come, evicted ones included.
     hidden: F of the next query, how strongly each token is masked (the least of several selectors),
         `[B, n]`; `None` where the mechanism masks nothing.
+    gate: the retention gate of each token, `[B, n]`; `None` where the mechanism has none.
     attention: the weights of the newest queries on each token, summed over these queries, mean of
         the heads' absolute values, `[B, n]`; `None` unless the policy observes queries.
     queries: how many queries `attention` sums over.
@@ -33,6 +34,7 @@ class CachedTokens(NamedTuple):
     positions: Int[Tensor, "B n"]
     total: int
     hidden: Float[Tensor, "B n"] | None = None
+    gate: Float[Tensor, "B n"] | None = None
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
@@ -68,6 +70,8 @@ class Eviction:
     observes: ClassVar[int | None] = 0
     # Whether `score` reads F, how strongly tokens are masked.
     reads_hidden: ClassVar[bool] = False
+    # Whether `score` reads retention gates.
+    reads_gate: ClassVar[bool] = False
     # Whether `score` reads how large logits are.
     reads_logits: ClassVar[bool] = False
     # Whether `score` reads keys, and is calibrated for one model.

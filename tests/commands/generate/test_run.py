@@ -76,7 +76,7 @@ def test_no_eviction_is_the_default_without_a_budget(folders):
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention"})
+    "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention", "lowest-gate"})
 )
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(

@@ -30,7 +30,7 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
     if not evictable(model):
         return
     yield StreamingLLM(tokens=max(task.length, LEAST_TOKENS))
-    hides = all(module.heedful.keeps for module in attention_modules(model))
+    hides = all("F" in module.heedful.keeps for module in attention_modules(model))
     sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
     for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:

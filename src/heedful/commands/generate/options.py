@@ -33,8 +33,9 @@ class Generation:
     the model, if anything. With --eviction bounded: the share of attention that may be lost, such
     as 1e-4."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted under --budget. auto: what selective attention has hidden most; for
-    other mechanisms all but the first and the newest (streaming-llm). none keeps everything."""
+    """Which tokens are evicted under --budget. auto: what selective attention has hidden most, or
+    the lowest retention gate; for other mechanisms all but the first and the newest
+    (streaming-llm). none keeps everything."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     chunk: int | None = None

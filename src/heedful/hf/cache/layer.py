@@ -292,6 +292,8 @@ class LayerCache(AttentionCache):
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
         if policy.reads_hidden:
             cached = cached._replace(hidden=self._state.amin(1))
+        if policy.reads_gate:
+            cached = cached._replace(gate=self._state[:, 0])
         if policy.reads_logits:
             dim, softcap = self.keys.shape[3], call.inputs.softcap
             cached = cached._replace(logits=self._step.logits(dim, call.scale, softcap))
