@@ -47,6 +47,7 @@ def test_the_commands_are_these():
         "export",
         "generate",
         "budget",
+        "calibrate",
         "eval",
         "inspect",
         "bench",

@@ -32,7 +32,7 @@ def calibrated(name: str = "standard", family: str = "llama", **options):
 
 def by_hand(layer: QueryStatistics, keys: Tensor, position: int, heads: str) -> list[float]:
     """Each key's score, term by term; a key is un-rotated where the definition has it so."""
-    centre, lengths, (partners, frequencies) = layer
+    centre, lengths, (partners, frequencies, _) = layer
     group = len(centre) // len(keys)
     of_heads = []
     for head in range(len(centre)):
@@ -66,7 +66,7 @@ def test_the_score_is_its_definition(heads):
     """One channel of nine is not rotated; each query head's key is shared by two."""
     partners = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3, 8])
     w = torch.tensor([1.0, 0.2, 0.03, 1e-4], dtype=torch.float64)
-    bands = Bands(partners, torch.cat([w, -w, w.new_zeros(1)]))
+    bands = Bands.of(partners, torch.cat([w, -w, w.new_zeros(1)]))
     centre = torch.randn(4, 9, dtype=torch.float64)
     lengths = bands.lengths(centre) * (1 + torch.rand(4, 5, dtype=torch.float64))
     layers = tuple(QueryStatistics(c * centre, c * lengths, bands) for c in (1.0, 3.0, 2.0))
@@ -310,7 +310,7 @@ def test_the_policy_needs_its_calibration(tmp_path):
 
 def test_heads_that_stay_near_their_centre_prefer_what_the_centre_likes():
     """With queries that never vary the score is the expected logit alone: it finds the key."""
-    bands = Bands(torch.arange(4), torch.zeros(4, dtype=torch.float64))
+    bands = Bands.of(torch.arange(4), torch.zeros(4, dtype=torch.float64))
     centre = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     layer = QueryStatistics(centre, bands.lengths(centre), bands)
     keys = torch.eye(4)[None, None]

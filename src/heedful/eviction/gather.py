@@ -225,7 +225,7 @@ def attention_received(
     new, state = q.shape[2], inputs.state
     received = torch.zeros(len(k), k.shape[2], dtype=torch.float32, device=k.device)
     # A state runs through all rows: the newest need what those before them have masked.
-    for start, stop in _blocks(0 if layer.keeps else new - queries, new):
+    for start, stop in _blocks(0 if "F" in layer.keeps else new - queries, new):
         later = new - stop
         cut = k.shape[2] - later
         block = inputs.before(later, stop - start)._replace(state=state)

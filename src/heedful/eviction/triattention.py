@@ -33,16 +33,18 @@ class Bands(NamedTuple):
 
     partners: of each channel, `[D]`.
     frequencies: of each channel, in fp64, `[D]`.
+    first: the first channel of each band, `[F]`.
     """
 
     partners: Int[Tensor, " D"]
     frequencies: Float[Tensor, " D"]
+    first: Int[Tensor, " F"]
 
-    @property
-    def first(self) -> Int[Tensor, " F"]:
-        """The first channel of each band."""
-        channel = torch.arange(len(self.partners), device=self.partners.device)
-        return channel[channel <= self.partners]
+    @classmethod
+    def of(cls, partners: Int[Tensor, " D"], frequencies: Float[Tensor, " D"]) -> "Bands":
+        """From what each channel has."""
+        channel = torch.arange(len(partners), device=partners.device)
+        return cls(partners, frequencies, channel[channel <= partners])
 
     def rotated(
         self, x: Float[Tensor, "... D"], cos: Float[Tensor, "... D"], sin: Float[Tensor, "... D"]

@@ -126,7 +126,7 @@ def bands_of(rotation: FamilyRotation, dim: int) -> Bands:
             "model: its rotary embedding does not rotate channels two by two, which a calibration "
             "needs; take another policy"
         )
-    return Bands(partners, torch.atan2(sin, cos))
+    return Bands.of(partners, torch.atan2(sin, cos))
 
 
 def write_calibration(path: Path, calibration: Calibration, about: dict) -> None:
@@ -139,7 +139,7 @@ def write_calibration(path: Path, calibration: Calibration, about: dict) -> None
     """
     tensors = {}
     for index, layer in enumerate(calibration.layers):
-        parts = (layer.centre, layer.lengths, *layer.bands)
+        parts = (layer.centre, layer.lengths, layer.bands.partners, layer.bands.frequencies)
         tensors |= {f"{index}.{x}": t.contiguous() for x, t in zip(_PARTS, parts, strict=True)}
     about = {"format": FORMAT, "model": calibration.model, "about": about}
     write_whole(path, save(tensors, {"heedful.calibration": json.dumps(about)}))
@@ -179,5 +179,5 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
         parts = [tensors.get(f"{index}.{name}") for name in _PARTS]
         if any(x is None or not bool(x.isfinite().all()) for x in parts):
             raise ValueError(f"calibration {path} lacks layer {index}, or holds NaN there; {way}")
-        layers.append(QueryStatistics(*parts[:2], Bands(*parts[2:])))
+        layers.append(QueryStatistics(*parts[:2], Bands.of(*parts[2:])))
     return Calibration(tuple(layers), about["model"])
