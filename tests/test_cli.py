@@ -28,7 +28,7 @@ from heedful.commands.compare import one_model as train
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare import setups
 from heedful.commands.policies import spelled
-from heedful.eviction import POLICIES, Bounded
+from heedful.eviction import POLICIES, Bounded, TriAttention
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 from helpers.command_line import status_of
@@ -47,6 +47,7 @@ def test_the_commands_are_these():
         "export",
         "generate",
         "budget",
+        "calibrate",
         "eval",
         "inspect",
         "bench",
@@ -216,7 +217,7 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
-    named = {spelled(policy.__name__) for policy in (*POLICIES, Bounded)}
+    named = {spelled(policy.__name__) for policy in (*POLICIES, Bounded, TriAttention)}
     lists[decoding.EvictionName] = {"auto", "none"} | named
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):

@@ -58,6 +58,7 @@ COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 ROOMS = (
     "bench",
     "budget",
+    "calibrate",
     "compare",
     "convert",
     "evaluate",
@@ -153,6 +154,7 @@ COMMAND_MAP = {
     "policies": {"options"},
     "bench": set(),
     "budget": {"train"},  # texts with facts
+    "calibrate": {"budget"},  # its sequences of a text
     "generate": set(),
     "inspect": set(),
     "convert": set(),

@@ -30,19 +30,20 @@ from benchmarks.parts import read_partial
 from heedful.commands.evaluate.answers import LanguageModel
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.commands.policies import policy_named
-from heedful.eviction import Eviction
+from heedful.eviction import Calibration, Eviction
 from heedful.hf.adapter_folders import is_adapter
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import new_cache
 from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.tasks.background import Background, background_sentences
 from heedful.tasks.needles import UNWANTED, Needles, all_found
 
-POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window")
+POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window", "triattention")
 HIDING = ("by-layer", "most-hidden", "tova", "streaming-llm")
 DEPTHS = (0.1, 0.5, 0.9)
 ROOM = 12  # tokens of an answer
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 128, 64])
     parser.add_argument("--chunk", type=int, default=32, help="tokens that are read at a time")
     parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
+    parser.add_argument("--calibration", type=Path, help="of heedful calibrate, for triattention")
     parser.add_argument("--rows", type=int, default=5, help="books for perplexity")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
     parser.add_argument("--out", type=Path, required=True)
@@ -70,6 +72,14 @@ def measure(name: str, options: argparse.Namespace) -> None:
     model = open_model(name, budgets=False)
     tokenizer = open_tokenizer(None, name, model)
     policies = options.policies or (HIDING if is_adapter(name) else POLICIES)
+    calibration = None
+    if any(policy.startswith("triattention") for policy in policies):
+        if options.calibration is None:
+            raise SystemExit(
+                f"triattention needs --calibration FILE (heedful calibrate {name}), or leave it "
+                "out of --policies"
+            )
+        calibration = read_calibration(options.calibration, model)
     settings = [("whole", options.length), *product(policies, options.tokens)]
     fields = ("model", "policy", "tokens", "length", "chunk")
     done = {tuple(x[field] for field in fields) for x in read_partial(options.out)}
@@ -77,7 +87,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
         setting = (name, policy, tokens, options.length, options.chunk)
         if setting in done:
             continue
-        eviction = eviction_of(policy, model, name, tokens)
+        eviction = eviction_of(policy, model, name, tokens, calibration)
         line = dict(zip(fields, setting, strict=True))
         line |= perplexity(model, eviction, rows(tokenizer, options), options.chunk)
         if options.needles:
@@ -86,18 +96,21 @@ def measure(name: str, options: argparse.Namespace) -> None:
         append_line(options.out, json.dumps(line | {"environment": environment()}))
 
 
-def eviction_of(policy: str, model: PreTrainedModel, name: str, tokens: int) -> Eviction | None:
+def eviction_of(
+    policy: str, model: PreTrainedModel, name: str, tokens: int, calibration: Calibration | None
+) -> Eviction | None:
     """A policy with so many tokens per layer, of all of them or on average."""
     if policy == "whole":
         return None
+    more = {"calibration": calibration} if policy.startswith("triattention") else {}
     if not policy.endswith("by-layer"):
-        return policy_named(policy, model, tokens)
+        return policy_named(policy, model, tokens, **more)
     eviction = read_budgets(Path(name) / BUDGETS, model)
     scale = tokens * len(eviction.tokens) / sum(eviction.tokens)
     least = eviction.sinks + eviction.recent + 1
     budgets = tuple(max(least, int(scale * n)) for n in eviction.tokens)
     if policy != "by-layer":
-        eviction = policy_named(policy.removesuffix("-by-layer"), model, tokens)
+        eviction = policy_named(policy.removesuffix("-by-layer"), model, tokens, **more)
     return replace(eviction, tokens=budgets)
 
 

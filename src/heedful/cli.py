@@ -15,6 +15,7 @@ import tyro
 from heedful import __version__
 from heedful.commands.bench.options import Bench
 from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.calibrate.options import CalibrationRun
 from heedful.commands.compare.options import Comparison
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.evaluate.options import Evaluation
@@ -85,6 +86,14 @@ class BudgetCommand(BudgetSearch):
 
 
 @dataclass(frozen=True)
+class CalibrateCommand(CalibrationRun):
+    __doc__ = CalibrationRun.__doc__
+
+    def __post_init__(self) -> None:
+        """Checked by `_as`, as above."""
+
+
+@dataclass(frozen=True)
 class EvalCommand(Evaluation):
     __doc__ = Evaluation.__doc__
 
@@ -137,6 +146,7 @@ _Command = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
+    | Annotated[CalibrateCommand, tyro.conf.subcommand("calibrate")]
     | Annotated[EvalCommand, tyro.conf.subcommand("eval")]
     | Annotated[InspectCommand, tyro.conf.subcommand("inspect")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
@@ -226,6 +236,8 @@ def _run(command: _Command) -> int:
             return _generate(command)
         case BudgetCommand():
             return _budget(command)
+        case CalibrateCommand():
+            return _calibrate(command)
         case EvalCommand():
             return _eval(command)
         case InspectCommand():
@@ -311,6 +323,15 @@ def _budget(command: BudgetCommand) -> int:
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None
+    return 0
+
+
+def _calibrate(command: CalibrateCommand) -> int:
+    options = _as(CalibrationRun, command)
+    from heedful.commands.calibrate.run import calibrate_model
+
+    _quiet()
+    print(calibrate_model(options))
     return 0
 
 

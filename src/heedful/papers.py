@@ -16,6 +16,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Simplicial,
     Standard,
@@ -86,6 +87,11 @@ _SIMPLICIAL = (
     "Roy, Aurko and Chou, Timothy and Duvvuri, Sai Surya and Chen, Sijia and Yu, Jiecao and "
     "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
 )  # fmt: skip
+_PRUNED = (
+    "faysse2026pruned",
+    "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
+    "Faysse, Manuel and Lomeli, Maria and others", "arXiv:2605.14037", 2026,
+)  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",
     "arXiv:2210.09461", 2023,
@@ -104,6 +110,7 @@ _PAPERS = {
     Parallax: (_PARALLAX,),
     Dex: (_DEX,),
     Simplicial: (_SIMPLICIAL,),
+    RetentionGate: (_PRUNED,),
     Grouped: (_MERGING,),
     KnockingHeads: (_KNOCKING,),
     Canon: (_CANON,),

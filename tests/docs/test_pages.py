@@ -32,6 +32,7 @@ from heedful.commands.train import start as trained_models
 from heedful.commands.train.options import SIZES, Shape
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
+from heedful.hf.calibration import calibrate, write_calibration
 from heedful.nn import ablations
 from heedful.records.environment import TESTED
 from helpers import ROOT
@@ -157,8 +158,12 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     length = 512 if any(x.startswith("recall:") for x in arguments) else 48
     written = {"train": {"runs/selective-30m"}, "convert": {"runs/whole"}}
     for folder in folders - written.get(arguments[0], set()):
-        if arguments[0] in ("budget", "generate", "eval", "inspect"):
+        if arguments[0] in ("budget", "calibrate", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
+        if "--calibration" in arguments:
+            model = heedful.load(tmp_path / folder)
+            calibration = calibrate(model, [torch.arange(3, 40)[None]])
+            write_calibration(Path("calibration.safetensors"), calibration, {})
         if arguments[0] in ("train", "convert", "doctor"):
             small(positions=length + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)

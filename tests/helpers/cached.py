@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from heedful.eviction import LowestGate, MostHidden
 from heedful.hf.versions import cache_of
 from heedful.nn import (
     NAMES,
@@ -43,6 +44,18 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
     ),
     "grouped-slots": Grouped("slots", size=2, stride=2, window=2, share=2, queries="groups"),
 }
+
+
+def serves(policy: type | None, name: str) -> bool:
+    """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
+    needs = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
+                          "forgetting-identity"), LowestGate: ("retention-gate",)}  # fmt: skip
+    return name in needs.get(policy, (name,))
+
+
+def served_by(policy: type) -> str:
+    """A mechanism that the policy serves."""
+    return "retention-gate" if policy is LowestGate else "selective"
 
 
 def converted(name: str, family: str = "llama", **options):

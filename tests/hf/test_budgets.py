@@ -7,7 +7,8 @@ import torch
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
-from heedful.hf.budgets import NAME, fingerprint, is_of, read_budgets, write_budgets
+from heedful.hf.budgets import NAME, read_budgets, write_budgets
+from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.versions import cache_of
 from heedful.nn import Differential
 from helpers.cached import greedy

@@ -21,6 +21,7 @@ from heedful.nn import (
     LocalGlobal,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Simplicial,
     Standard,
@@ -41,6 +42,7 @@ UNLEARNT = {
     "forgetting": Forgetting("identity"),
     "parallax": Parallax(),
     "dex": Dex(),
+    "retention-gate": RetentionGate(),
 }
 LEARNT = {
     "mta": MultiToken(conv_every=1),

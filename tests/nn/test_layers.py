@@ -21,6 +21,7 @@ from heedful.nn import (
     LayerInputs,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Simplicial,
     Standard,
@@ -70,6 +71,7 @@ IDENTITIES = {
     "forgetting": Forgetting("identity"),
     "parallax": Parallax(),
     "dex": Dex(),
+    "retention-gate": RetentionGate(),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -109,7 +111,10 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     perturb(built)
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    built(*opened(built, q, k, v, inputs), inputs=inputs).output.square().sum().backward()
+    out = built(*opened(built, q, k, v, inputs), inputs=inputs)
+    # Gates are in no output: what learns them reads the state.
+    gates = out.state.square().sum() if name == "retention-gate" else 0
+    (out.output.square().sum() + gates).backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *built.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
@@ -164,6 +169,7 @@ def test_what_layers_declare():
         Dex(): (0, (), nothing),
         Simplicial(): (0, (), nothing),  # every fourth layer
         Simplicial(every=1): (0, ("second keys", "second values"), inputs),
+        RetentionGate(): (0, ("gate",), inputs),
     }.items():
         built = config.build(SHAPE)
         assert isinstance(built, Layer)

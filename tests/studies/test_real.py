@@ -11,6 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import heedful
+from heedful.commands.models import open_model
+from heedful.hf.calibration import calibrate, write_calibration
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
 
@@ -35,6 +37,18 @@ def study(tmp_path, monkeypatch):
         return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
 
     return call
+
+
+def test_a_calibrated_policy_needs_its_calibration(study):
+    options = ("--tokens", "64", "--needles", "0")
+    with pytest.raises(SystemExit, match="triattention needs --calibration FILE"):
+        study("base", *options)
+    model = open_model("base")
+    write_calibration(Path("c"), calibrate(model, [torch.randint(256, (2, 64))]), {})
+    lines = study("base", "--policies", "triattention", "--calibration", "c", *options)
+    whole, small = lines
+    assert small["policy"] == "triattention" and small["peak_nbytes"] < whole["peak_nbytes"] / 2
+    assert small["nats"] != whole["nats"]
 
 
 def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):

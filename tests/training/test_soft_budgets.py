@@ -10,9 +10,11 @@ import torch
 from transformers import TrainingArguments
 
 import heedful
+from heedful.commands.policies import policy_named
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
-from heedful.nn import Selective
+from heedful.eviction import LowestGate
+from heedful.nn import RetentionGate, Selective
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_shares
 from heedful.training.eviction_order import LEVEL, EvictionOrderLoss
@@ -159,6 +161,45 @@ def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
     assert not any("forward" in vars(layer) for layer in layers_of(model))
 
 
+def gated(strength: float = 0.5):
+    torch.manual_seed(0)
+    return varied(tiny("llama"), RetentionGate(), strength)
+
+
+def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
+    """Chunk by chunk, with shares of one or none where the gates are far apart."""
+    monkeypatch.setattr("heedful.training.eviction_order.CHUNK", 8)
+    model, ids = gated(), tokens(2, LENGTH)
+    order, reports = EvictionOrderLoss(model), []
+    with order.observing():
+        order.draw(ids, 0)
+        model.train()(input_ids=ids, use_cache=False)
+        reports += order._reports
+        assert order(20).item() > 0.01 and len(reports) == 3
+        assert order.levels(model, {"input_ids": ids, "labels": ids}).shape == (0,)
+        order.settle(torch.empty(0))
+    inputs = model.get_input_embeddings()(ids)
+    first = model.model.layers[0]
+    gates = first.self_attn.heedful.retention(first.input_layernorm(inputs))[..., 0]
+    for chunk in range(9):
+        torch.testing.assert_close(reports[0].f[:, chunk], -gates)
+        assert reports[0].visible[:, chunk].sum(-1).tolist() == [min(LENGTH, 8 * chunk + 8)] * 2
+
+
+def test_training_gates_lowers_what_a_cache_loses(tmp_path):
+    model = gated(0.0)
+    before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".heedful." in name)
+    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
+    ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
+    first = loss_of(model, ids, ids, 24).item()
+    trainer.train()
+    assert loss_of(model, ids, ids, 24).item() < 0.95 * first
+    assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+
+
 def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
     """The loss of a model whose F is a thousand times as large is the same to the last digits."""
     losses = []
@@ -186,7 +227,7 @@ def test_each_step_draws_a_cache_the_same_for_the_same_seed(tmp_path, monkeypatc
 def test_models_that_cannot_learn_it_are_refused(tmp_path):
     model = tiny("llama")
     heedful.convert(model, "mta")
-    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM masks"):
+    with pytest.raises(ValueError, match="no layer of this HeedfulLlamaForCausalLM masks or has"):
         trainer_of(model, tmp_path, soft_budgets=(2, 9))
     with pytest.raises(ValueError, match="selectors of their own"):
         trainer_of(hiding(selector="head"), tmp_path, soft_budgets=(2, 9))
@@ -225,7 +266,7 @@ def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_p
         "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=96,
         device="cpu",
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"no layer of this .* masks; take --mechanism selective"):
+    with pytest.raises(ValueError, match=r"no layer of this .* masks or has a gate; take --mech"):
         train_text(options, show=False)
     assert not Path("run").exists()
 
@@ -271,3 +312,29 @@ def test_the_command_trains_with_them(tmp_path, monkeypatch):
         for run in ("run", "other")
     )
     assert first.any() and not torch.equal(first, other)
+
+
+def test_the_command_trains_gates_and_nothing_else_does(tmp_path, monkeypatch):
+    """The adapter evicts by them, as `auto` has it; text alone would not train them."""
+    monkeypatch.chdir(tmp_path)
+    save_base_of_bytes(Path("base"), 512)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    options = Training(
+        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
+        device="cpu", soft_budgets=(20, 30), mechanism=("retention-gate",),
+    )  # fmt: skip
+    train_text(options, show=False)
+    model = heedful.load("base", adapter="run")
+    assert all(bool(x.retention.weight.any()) for x in layers_of(model))
+    assert isinstance(policy_named("auto", model, 20), LowestGate)
+    ids = torch.tensor([list(b"the quick brown fox" * 3)])
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits
+        base = heedful.load("base", adapter="run")
+        heedful.revert(base)
+        torch.testing.assert_close(logits, base(ids, use_cache=False).logits)
+    for changed in ({"recipe": "adapt"}, {"recipe": "adapt", "train": "lora"}):
+        text = replace(options, out="other", soft_budgets=None, **changed)
+        with pytest.raises(ValueError, match="retention gates change no prediction, so only atten"):
+            train_text(text, show=False)
+        assert not Path("other").exists()

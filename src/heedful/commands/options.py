@@ -4,8 +4,8 @@ import math
 from typing import Literal
 
 EvictionName = Literal[
-    "auto", "most-hidden", "streaming-llm", "h2o", "tova", "snap-kv", "window", "random", "bounded",
-    "none",
+    "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
+    "random", "triattention", "bounded", "none",
 ]  # fmt: skip
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -13,8 +13,11 @@ RECALL = "recall"
 """In place of a file of --data: generated facts in its texts, and questions about them."""
 
 
-def check_eviction(eviction: EvictionName, budget: str | None) -> None:
-    """Raise unless a policy is named with its budget."""
+def check_eviction(
+    eviction: EvictionName, budget: str | None, calibration: str | None = None
+) -> None:
+    """Raise unless a policy is named with its budget, and its calibration where it needs one."""
+    check_calibration(eviction, calibration)
     if eviction not in ("auto", "none") and budget is None:
         example = "1e-4" if eviction == "bounded" else "N"
         raise ValueError(f"eviction={eviction!r} needs a budget: add --budget {example}")
@@ -25,6 +28,19 @@ def check_eviction(eviction: EvictionName, budget: str | None) -> None:
         )
     if eviction == "none" and budget is not None:
         raise ValueError("eviction='none' keeps everything: leave the budget out")
+
+
+def check_calibration(eviction: EvictionName, calibration: str | None) -> None:
+    """Raise unless there is a calibration for the policy that needs one, and for no other."""
+    if eviction == "triattention" and calibration is None:
+        raise ValueError(
+            "eviction='triattention' needs a calibration: add --calibration FILE, which heedful "
+            "calibrate MODEL writes"
+        )
+    if eviction != "triattention" and calibration is not None:
+        raise ValueError(
+            f"calibration is for eviction='triattention', got eviction={eviction!r}; leave one out"
+        )
 
 
 def is_share(word: str) -> bool:

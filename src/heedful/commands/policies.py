@@ -7,9 +7,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.commands.options import EvictionName
-from heedful.eviction import POLICIES, Bounded, Eviction
+from heedful.eviction import POLICIES, Bounded, Eviction, TriAttention
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
+from heedful.hf.calibration import read_calibration
 
 
 @runtime_checkable
@@ -18,6 +19,7 @@ class CacheOptions(Protocol):
 
     budget: str | None
     eviction: EvictionName
+    calibration: str | None
     seed: int
 
 
@@ -35,8 +37,9 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
     if options.eviction == "bounded":
         return Bounded(float(options.budget))
     if options.budget.isdecimal():
-        seed = {"seed": options.seed} if options.eviction == "random" else {}
-        return policy_named(options.eviction, model, int(options.budget), **seed)
+        return policy_named(
+            options.eviction, model, int(options.budget), **arguments_of(options, model)
+        )
     path = Path(options.budget)
     if not path.is_file():
         raise ValueError(
@@ -52,6 +55,15 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
     return policy
 
 
+def arguments_of(options: CacheOptions, model: PreTrainedModel) -> dict:
+    """What a command says of its policy beside the budget."""
+    if options.eviction == "random":
+        return {"seed": options.seed}
+    if options.calibration is not None:
+        return {"calibration": read_calibration(Path(options.calibration), model)}
+    return {}
+
+
 def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:
     """The eviction policy of a name on the command line; `auto` is what suits the mechanism.
 
@@ -62,14 +74,23 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
         options: for the policy.
     """
     if name == "auto":
-        hides = all(module.heedful.hides for module in attention_modules(model))
-        name = "most-hidden" if hides else "streaming-llm"
-    kind = {spelled(policy.__name__): policy for policy in POLICIES}[name]
+        name = _suited(model)
+    kind = {spelled(policy.__name__): policy for policy in (*POLICIES, TriAttention)}[name]
     return kind(tokens=tokens, **options)
+
+
+def _suited(model: nn.Module) -> str:
+    """The policy that suits the mechanism of all layers."""
+    kept = [module.heedful.keeps for module in attention_modules(model)]
+    for part, name in (("F", "most-hidden"), ("gate", "lowest-gate")):
+        if all(part in parts for parts in kept):
+            return name
+    return "streaming-llm"
 
 
 def spelled(name: str) -> str:
     """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
     known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
+    known |= {"TriAttention": "triattention"}
     words = "".join("-" + c.lower() if c.isupper() else c for c in name)
     return known.get(name, words.lstrip("-"))

@@ -5,6 +5,7 @@ from heedful.eviction.policies import (
     POLICIES,
     TOVA,
     Bounded,
+    LowestGate,
     MostHidden,
     Random,
     SnapKV,
@@ -12,6 +13,7 @@ from heedful.eviction.policies import (
     Window,
 )
 from heedful.eviction.policy import CachedTokens, Eviction
+from heedful.eviction.triattention import Calibration, TriAttention
 
 __all__ = [
     "H2O",
@@ -19,10 +21,13 @@ __all__ = [
     "TOVA",
     "Bounded",
     "CachedTokens",
+    "Calibration",
     "Eviction",
+    "LowestGate",
     "MostHidden",
     "Random",
     "SnapKV",
     "StreamingLLM",
+    "TriAttention",
     "Window",
 ]

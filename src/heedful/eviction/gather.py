@@ -41,10 +41,31 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
             f"attention), and this layer is {type(layer).__name__}; take another policy"
         )
+    if policy.reads_gate and "gate" not in layer.keeps:
+        raise ValueError(
+            f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
+            f"{type(layer).__name__}; take another policy"
+        )
+    if policy.reads_keys:
+        _check_calibration(policy, layer)
     if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
         raise ValueError(
             f"tokens must be at least {policy.recent + 2} here: the mechanism's first token, "
             f"{policy.recent} recent ones and the next one, got {tokens}"
+        )
+
+
+def _check_calibration(policy: Eviction, layer: Layer) -> None:
+    """Raise unless the policy's calibration has a layer of this one's heads."""
+    layers, shape = policy.calibration.layers, layer.shape
+    own = (shape.heads * layer.queries_per_head, shape.dim)
+    known = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
+    if known != own:
+        what = "no such layer" if known is None else f"{known[0]} query heads of {known[1]}"
+        raise ValueError(
+            f"eviction: {type(policy).__name__} has the calibration of another model: layer "
+            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {what} there; calibrate "
+            "this one with heedful calibrate"
         )
 
 

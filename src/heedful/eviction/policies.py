@@ -3,14 +3,17 @@
 | method | evicts first | reads |
 |---|---|---|
 | `MostHidden` | what selective attention has masked most | F |
+| `LowestGate` | what retention gates predict to be of least use | gates |
 | `StreamingLLM` | the oldest, but for the first tokens | positions |
 | `H2O` | what all queries together attend to least | attention of every query |
 | `TOVA` | what the newest query attends to least | attention of the newest query |
 | `SnapKV` | what the last queries of the prompt attend to least | attention of 32 queries |
 | `Window` | the oldest | positions |
 | `Random` | random tokens | positions |
+| `TriAttention` | what later queries are expected to attend to least | keys, a calibration |
 
-`Bounded` has no budget: it evicts what F proves to be negligible.
+`Bounded` has no budget: it evicts what F proves to be negligible. `TriAttention` is in
+`triattention.py`.
 """
 
 import math
@@ -44,6 +47,23 @@ class MostHidden(Eviction):
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """`-F`, and so little of the position that it decides between equals."""
         return AGE * cached.positions - cached.hidden
+
+
+@dataclass(frozen=True)
+class LowestGate(Eviction):
+    """Evicts the token with the lowest retention gate; of equal ones the oldest.
+
+    It needs `heedful.RetentionGate`. A gate is set when its token comes and never changes, so a
+    token that is evicted under one budget would be under every smaller one.
+
+    Source: see `heedful.RetentionGate`.
+    """
+
+    reads_gate = True
+
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """The gate."""
+        return cached.gate
 
 
 @dataclass(frozen=True)
@@ -218,5 +238,5 @@ def _is_number(x: object) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
-POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random)
-"""Those that have a budget of tokens."""
+POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random, LowestGate)
+"""Those that need a budget of tokens and nothing else."""

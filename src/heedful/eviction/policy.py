@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heedful.checks import is_whole
@@ -16,6 +16,7 @@ class CachedTokens(NamedTuple):
     total: how many tokens of each sequence have come, evicted ones included.
     hidden: F of the next query, how strongly each token is masked (the least of several selectors),
         `[B, n]`; `None` where the mechanism masks nothing.
+    gate: the retention gate of each token, `[B, n]`; `None` where the mechanism has none.
     attention: the weights of the newest queries on each token, summed over these queries, mean of
         the heads' absolute values, `[B, n]`; `None` unless the policy observes queries.
     queries: how many queries `attention` sums over.
@@ -23,15 +24,25 @@ class CachedTokens(NamedTuple):
         `None` at the first call.
     logits: what no logit exceeds in size before F is subtracted, `[B]`; as far as is known
         (`Bounded`), and `None` unless the policy reads it.
+    keys: every token's key, after the rotary embedding, `[B, Hk, n, D]`; `None` unless the policy
+        reads keys, as are the next three.
+    layer: the number of the attention layer.
+    next: the position of the next token as the rotary embedding counts, `[B]`.
+    real: `True` for a token that is no padding, `[B, n]`; `None` also where all are real.
     """
 
     positions: Int[Tensor, "B n"]
     total: int
     hidden: Float[Tensor, "B n"] | None = None
+    gate: Float[Tensor, "B n"] | None = None
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
     logits: Float[Tensor, " B"] | None = None
+    keys: Float[Tensor, "B Hk n D"] | None = None
+    layer: int | None = None
+    next: Int[Tensor, " B"] | None = None
+    real: Bool[Tensor, "B n"] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,12 @@ class Eviction:
     observes: ClassVar[int | None] = 0
     # Whether `score` reads F, how strongly tokens are masked.
     reads_hidden: ClassVar[bool] = False
+    # Whether `score` reads retention gates.
+    reads_gate: ClassVar[bool] = False
     # Whether `score` reads how large logits are.
     reads_logits: ClassVar[bool] = False
+    # Whether `score` reads keys, and is calibrated for one model.
+    reads_keys: ClassVar[bool] = False
     # Evict the tokens whose score is below it, however many these are, and no others; `None` evicts
     # down to the budget. A policy that has it has no `tokens`.
     evicts_below: ClassVar[float | None] = None

@@ -21,6 +21,7 @@ from heedful.hf.adapters import converted_inside, holds_adapter
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.fingerprints import fingerprint_of, same_weights
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
@@ -136,7 +137,7 @@ def load_adapter(
         raise ValueError(
             "base must be a model without a mechanism, and this one is converted; heedful.revert it"
         )
-    if not beside.same_weights(about["base"], fingerprint_of_base(model)):
+    if not same_weights(about["base"], fingerprint_of_base(model)):
         raise ValueError(
             f"adapter {folder} belongs to another base: it was trained on "
             f"{about['base']['name']!r}, a model of other shapes or other weights; open it on that "
@@ -179,7 +180,7 @@ def fingerprint_of_base(model: nn.Module) -> dict:
         for mark in (".base_layer", ".original_module"):
             name = name.replace(mark, "")
         named[name.removeprefix("base_model.model.")] = parameter
-    return beside.fingerprint_of(named)
+    return fingerprint_of(named)
 
 
 def read_about(folder: Path) -> dict:

@@ -207,7 +207,7 @@ def _layer_inputs(
         input=passed.get("heedful_input"),
         source=passed.get("heedful_source"),
         token_ids=_needed(module, layer, "token_ids", context.token_ids),
-        positions=_needed(module, layer, "positions", context.positions),
+        positions=_positions(module, layer, context, cache),
         cache=cache if "cache" in layer.needs else None,
         bias=bias,
         softcap=passed.get("softcap"),
@@ -223,6 +223,20 @@ def _layer_inputs(
             "and groups of tokens have none; give the model text alone"
         )
     return inputs._replace(positions=context.positions, rotation=rotation)
+
+
+def _positions(
+    module: nn.Module, layer: _Layer, context: AttentionContext, cache: object
+) -> Tensor | None:
+    """The positions of the new tokens, where the layer or what its cache evicts by needs them."""
+    if not getattr(cache, "reads_positions", False):
+        return _needed(module, layer, "positions", context.positions)
+    if context.positions is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without positions of one axis, and what its cache "
+            "evicts depends on them; give the model text alone"
+        )
+    return context.positions
 
 
 def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Tensor | None:

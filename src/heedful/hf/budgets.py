@@ -1,23 +1,18 @@
 """Budgets of a model's KV cache as a file beside the model, `budgets.json`."""
 
 import dataclasses
-import hashlib
 import json
-import math
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from heedful.eviction import POLICIES, Bounded, Eviction
-from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.hf.cache.new import new_cache
+from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.records.files import write_whole
 
 NAME = "budgets.json"
 FORMAT = 1
-
-_NUMBERS = 64  # of a model's weights that are written down
-_ROUNDING = 2**-8  # relative: what half precision changes, twice over
 
 
 def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict) -> None:
@@ -28,7 +23,15 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         eviction: the policy.
         model: the converted model that the budgets are for.
         about: how they were found, for people.
+
+    Raises:
+        ValueError: the policy is calibrated.
     """
+    if eviction.reads_keys:
+        raise ValueError(
+            f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
+            "hold; write budgets of another policy"
+        )
     policy = {"kind": type(eviction).__name__}
     policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
     data = {"format": FORMAT, "eviction": policy, "about": about, "model": fingerprint(model)}
@@ -101,40 +104,3 @@ def belongs(path: Path, model: nn.Module) -> bool:
     except ValueError:
         return False
     return True
-
-
-def fingerprint(model: nn.Module) -> dict:
-    """What tells a converted model from another one, as JSON-ready values."""
-    modules = attention_modules(model)
-    layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
-    return fingerprint_of(dict(model.named_parameters()), layers)
-
-
-def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:
-    """What tells parameters from others, as JSON-ready values.
-
-    `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
-    few numbers from all over the parameters.
-    """
-    named = sorted(parameters.items())
-    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in named)]
-    weights = []
-    for i in range(_NUMBERS):
-        p = named[i * len(named) // _NUMBERS][1].detach().flatten()
-        place = int(i * 0.618034 % 1 * p.numel())  # spread evenly, whatever the number of layers
-        weights.append(float(f"{p[place].item():.6g}"))
-    return {"sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16], "weights": weights}
-
-
-def is_of(saved: object, model: nn.Module) -> bool:
-    """Whether a fingerprint is this model's, be it in another precision."""
-    return same_weights(saved, fingerprint(model))
-
-
-def same_weights(saved: object, own: dict) -> bool:
-    """Whether two fingerprints are of the same weights, be it in another precision."""
-    if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
-        return False
-    pairs = zip(saved.get("weights") or (), own["weights"], strict=False)
-    near = [math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7) for a, b in pairs]
-    return len(near) == _NUMBERS and all(near)

@@ -19,6 +19,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.hf import budgets as beside
+from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
 from heedful.nn import Mechanism, Role, to_json
 
@@ -109,7 +110,7 @@ def mechanisms_to_json(
 def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:
     """Budgets go with the weights that they were searched for, and with no others."""
     own = None if changed or model._heedful.eviction is None else model._heedful._budgets
-    if own is not None and beside.is_of(json.loads(own)["model"], model):
+    if own is not None and is_of(json.loads(own)["model"], model):
         (staging / beside.NAME).write_text(own)
         return
     old = folder / beside.NAME

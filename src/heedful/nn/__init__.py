@@ -25,6 +25,7 @@ from heedful.nn.mechanisms import (
 )
 from heedful.nn.multi_token import MultiToken, MultiTokenAttention, TalkingHeads, ablations
 from heedful.nn.parallax import Parallax, ParallaxAttention
+from heedful.nn.retention import RetentionGate, RetentionGateAttention
 from heedful.nn.selective import Selective, SelectiveAttention
 from heedful.nn.shape import HeadShape, Role
 from heedful.nn.simplicial import Simplicial, SimplicialAttention
@@ -63,6 +64,8 @@ __all__ = [
     "MultiTokenAttention",
     "Parallax",
     "ParallaxAttention",
+    "RetentionGate",
+    "RetentionGateAttention",
     "Role",
     "Selective",
     "SelectiveAttention",

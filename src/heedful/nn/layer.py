@@ -230,7 +230,8 @@ class Layer(nn.Module):
     queries_per_head: how many queries per head `before_rotation` makes of one, and `forward` gets.
     past_queries: how many earlier query rows the newest output depends on.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
-        `LayerOutput`, and what `beside` gives.
+        `LayerOutput`, and what `beside` gives. Policies read `"F"`, how strongly a token is masked,
+        and `"gate"`, how much it should be kept.
     keeps_first: whether the first token of a sequence must never leave a cache.
     keeps_order: whether it counts back along the keys, so that no policy may evict any of them.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.

@@ -19,6 +19,7 @@ from heedful.nn.grouped import Grouped
 from heedful.nn.knocking import KnockingHeads
 from heedful.nn.multi_token import MultiToken, TalkingHeads
 from heedful.nn.parallax import Parallax
+from heedful.nn.retention import RetentionGate
 from heedful.nn.selective import Selective
 from heedful.nn.simplicial import Simplicial
 from heedful.nn.standard import LocalGlobal, Standard
@@ -46,6 +47,7 @@ Mechanism = (
     | Parallax
     | Dex
     | Simplicial
+    | RetentionGate
 )
 
 Leaves = dict[str, Tensor]
@@ -201,6 +203,12 @@ TABLE = (
         Parallax(),
         True,
         "a first-order correction of each head's output along a second query",
+    ),
+    MechanismRow(
+        "retention-gate",
+        RetentionGate(),
+        True,
+        "standard attention, and a gate per token that says how long a cache keeps it",
     ),
     MechanismRow("dex", Dex(), True, "each head's output less a learned linear function of it"),
     MechanismRow(

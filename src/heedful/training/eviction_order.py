@@ -38,7 +38,7 @@ class _Report(NamedTuple):
 
 
 class EvictionOrderLoss:
-    r"""How much of what the base attends to is gone from a cache that evicts by F.
+    r"""How much of what the base attends to is gone from a cache that evicts by F or by gates.
 
     $$ \frac{1}{L R} \sum_{l,i} \Big( -\frac{1}{H} \sum_h \log \sum_j A_{hij} a_{ij}
        + \frac{\sum_h |\tilde o_{hi} - o_{hi}|^2}{\langle \sum_h |o_h|^2 \rangle} \Big) $$
@@ -51,19 +51,22 @@ class EvictionOrderLoss:
 
     While a model in training mode runs within `observing()`, its layers compute standard attention,
     so that every layer has the base's own input, and report what this loss reads. Only the order of
-    F matters to it: `settle` gives F a scale afterwards.
+    F matters to it: `settle` gives F a scale afterwards. Retention gates, of which the lowest go
+    first, stand for -F, and need no scale.
 
     Arguments:
-        model: with layers that mask, converted by `selective` with selectors of their own.
+        model: with layers that mask, converted by `selective` with selectors of their own, or that
+            have retention gates.
         seed: of the queries that are drawn.
 
     Raises:
-        ValueError: no layer masks, or a selector has no parameters of its own.
+        ValueError: no layer masks or has a gate, or a selector has no parameters of its own.
     """
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
-        self._layers = hiding_layers(model)
-        if any(layer.query is None for layer in self._layers):
+        self._layers = ordering_layers(model)
+        self._maskers = [layer for layer in self._layers if layer.reports_memory]
+        if any(layer.query is None for layer in self._maskers):
             raise ValueError(
                 "targets='maps' trains selectors of their own, and these are heads of the base; "
                 "take --mechanism selective:selector=extra"
@@ -111,32 +114,38 @@ class EvictionOrderLoss:
 
     @torch.no_grad()
     def levels(self, model: nn.Module, batch: dict[str, Tensor]) -> Float[Tensor, " L"]:
-        """F of each layer at the end of a batch's sequences, on average, within `observing()`."""
+        """F of each layer that masks at the end of a batch's sequences, on average.
+
+        Within `observing()`.
+        """
         training = model.training
         self.draw(batch["labels"], 0)
         model.train()
         model(**{name: x for name, x in batch.items() if name != "labels"}, use_cache=False)
         model.train(training)
         reports, self._reports = self._reports, []
-        ends = [(x.f[:, -1], x.visible[:, -1]) for x in reports]
+        each = zip(self._layers, reports, strict=True)
+        ends = [(x.f[:, -1], x.visible[:, -1]) for layer, x in each if layer.reports_memory]
+        if not ends:
+            return torch.empty(0, device=batch["labels"].device)
         return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
 
     @torch.no_grad()
     def settle(self, levels: Float[Tensor, " L"]) -> None:
         """Scale the selectors' queries so that F is `LEVEL` where it was so much."""
-        for layer, level in zip(self._layers, levels.tolist(), strict=True):
+        for layer, level in zip(self._maskers, levels.tolist(), strict=True):
             layer.query.weight.mul_(LEVEL / max(level, 1e-6))
 
     @contextmanager
     def settled(self, levels: Float[Tensor, " L"]) -> Iterator[None]:
         """`settle`, taken back afterwards: for evaluation in the course of training."""
-        weights = [layer.query.weight.detach().clone() for layer in self._layers]
+        weights = [layer.query.weight.detach().clone() for layer in self._maskers]
         self.settle(levels)
         try:
             yield
         finally:
             with torch.no_grad():
-                for layer, weight in zip(self._layers, weights, strict=True):
+                for layer, weight in zip(self._maskers, weights, strict=True):
                     layer.query.weight.copy_(weight)
 
     def _of_one_layer(self, report: _Report, shares: Tensor) -> Tensor:
@@ -168,11 +177,13 @@ class EvictionOrderLoss:
         if self._queries is None:
             raise ValueError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
-        hiding = selection(
-            *layer.selectors(q, k, inputs), layer.config.protect_first, visibility, scale
-        )
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        f, visible = after_chunks(hiding, dense)
+        if layer.reports_memory:
+            selectors = layer.selectors(q, k, inputs)
+            hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
+            f, visible = after_chunks(hiding, dense)
+        else:
+            f, visible = gates_after_chunks(layer.gates(tokens, inputs), dense)
         with torch.no_grad():
             maps = self._maps(q, k, dense, scale, inputs)
         self._reports.append(_Report(f, visible, maps.to(f.dtype), v.detach().to(f.dtype)))
@@ -238,9 +249,22 @@ def after_chunks(
     tokens = hiding.shape[3]
     rest = -tokens % CHUNK
     chunks = torch.nn.functional.pad(hiding, (0, 0, 0, rest)).unflatten(2, (-1, CHUNK))
-    f = chunks.sum(3).cumsum(2).amin(1)
-    ends = torch.arange(CHUNK - 1, tokens + rest, CHUNK, device=f.device).clamp(max=tokens - 1)
-    return f, dense[:, ends]
+    return chunks.sum(3).cumsum(2).amin(1), dense[:, _ends(dense)]
+
+
+def gates_after_chunks(
+    gates: Float[Tensor, "B 1 T"], dense: Bool[Tensor, "B T T"]
+) -> tuple[Float[Tensor, "B C T"], Bool[Tensor, "B C T"]]:
+    """As `after_chunks`, of retention gates: minus the gate, which stays what it was."""
+    ends = _ends(dense)
+    return -gates.expand(-1, len(ends), -1), dense[:, ends]
+
+
+def _ends(dense: Bool[Tensor, "B T T"]) -> Int[Tensor, " C"]:
+    """The last token of each chunk."""
+    tokens = dense.shape[1]
+    ends = torch.arange(CHUNK - 1, tokens + CHUNK - 1, CHUNK, device=dense.device)
+    return ends.clamp(max=tokens - 1)
 
 
 def check_length(length: int, tokens: int) -> None:
@@ -253,17 +277,19 @@ def check_length(length: int, tokens: int) -> None:
         )
 
 
-def hiding_layers(model: nn.Module) -> list[Layer]:
-    """The layers that mask tokens, and so can tell a cache which to evict.
+def ordering_layers(model: nn.Module) -> list[Layer]:
+    """The layers that mask tokens or have retention gates: they tell a cache which to evict.
 
     Raises:
         ValueError: there is none.
     """
-    layers = [x for x in model.modules() if isinstance(x, Layer) and x.reports_memory]
+    layers = [x for x in model.modules() if isinstance(x, Layer)]
+    layers = [x for x in layers if x.reports_memory or "gate" in x.keeps]
     if not layers:
         raise ValueError(
-            f"targets='maps' teaches what a cache evicts by what is masked, and no layer of this "
-            f"{type(model).__name__} masks; take --mechanism selective:selector=extra"
+            f"targets='maps' teaches what a cache evicts by what is masked, or by gates, and no "
+            f"layer of this {type(model).__name__} masks or has a gate; take --mechanism "
+            "selective:selector=extra or retention-gate"
         )
     return layers
 

@@ -1,7 +1,8 @@
 """Training under the budgets of a cache: the model learns to do without what is evicted.
 
-Which tokens are evicted is settled: F says it, and has no gradient here. What is trained is the
-model, usually low-rank matrices beside its weights, to read what is left as it reads everything.
+Which tokens are evicted is settled: F or gates say it, and have no gradient here. What is trained
+is the model, usually low-rank matrices beside its weights, to read what is left as it reads
+everything.
 """
 
 import random
@@ -12,13 +13,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.eviction import Eviction, MostHidden
+from heedful.eviction import Eviction, LowestGate, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
-from heedful.training.eviction_order import CHUNK, StandardInTraining, after_chunks
+from heedful.training.eviction_order import (
+    CHUNK,
+    StandardInTraining,
+    after_chunks,
+    gates_after_chunks,
+)
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
 _EVICTED = -1e9  # finite in every precision that is trained in
@@ -29,21 +35,23 @@ class EvictionInTraining:
 
     Within `evicting()` and in training mode a query attends to its own chunk of 32 tokens, and of
     the tokens before it to those that a cache under the layer's budget still has after the chunk
-    before; their logits are less F, as always. In evaluation mode nothing changes.
+    before; their logits are less F, where the layer masks, as always. In evaluation mode nothing
+    changes.
 
     Arguments:
-        model: converted by `selective` in the layers that have a budget; PEFT may have wrapped it.
-        eviction: `MostHidden`, with its tokens per layer.
+        model: converted by `selective`, or with retention gates, in the layers that have a budget;
+            PEFT may have wrapped it.
+        eviction: `MostHidden`, or for gates `LowestGate`, with its tokens per layer.
 
     Raises:
-        ValueError: another policy, or a layer with a budget that masks nothing.
+        ValueError: another policy, or a layer with a budget that masks nothing, or has no gate.
     """
 
     def __init__(self, model: nn.Module, eviction: Eviction) -> None:
-        if not isinstance(eviction, MostHidden):
+        if not isinstance(eviction, MostHidden | LowestGate):
             raise ValueError(
-                f"eviction must be MostHidden, whose order a model learns, got {eviction}; search "
-                "budgets with heedful budget --eviction most-hidden"
+                f"eviction must be MostHidden or LowestGate, whose order a model learns, got "
+                f"{eviction}; search budgets with heedful budget --eviction auto"
             )
         modules = attention_modules(model)
         self._layers: dict[Layer, int] = {}
@@ -51,10 +59,11 @@ class EvictionInTraining:
             layers = [x for x in module.modules() if isinstance(x, Layer)]
             if tokens is None:
                 continue
-            if not all(layer.reports_memory for layer in layers):
+            if not all(_orders(layer, eviction) for layer in layers):
                 raise ValueError(
                     f"eviction gives {type(layers[0]).__name__} {tokens} tokens, and it masks "
-                    "none: only layers of selective attention can have a budget in training"
+                    "none: only layers of selective attention, or with the policy LowestGate those "
+                    "with retention gates, can have a budget in training"
                 )
             self._layers |= dict.fromkeys(layers, tokens)
         self._eviction, self.factor = eviction, 1.0
@@ -101,16 +110,20 @@ class EvictionInTraining:
         inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
         """`-F`, and far below every logit where the layer's cache has evicted a token."""
-        selectors = layer.selectors(q, k, inputs)
-        hiding = selection(*selectors, layer.config.protect_first, view, scale)
-        tokens = hiding.shape[3]
+        tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        cached = cached_tokens(*after_chunks(hiding, dense), *self._budget(layer))
+        if layer.reports_memory:
+            selectors = layer.selectors(q, k, inputs)
+            hiding = selection(*selectors, layer.config.protect_first, view, scale)
+            f, order = hiding.cumsum(2) - hiding, after_chunks(hiding, dense)
+        else:
+            order = gates_after_chunks(layer.gates(tokens, inputs), dense)
+            f = torch.zeros_like(dense[:, None], dtype=order[0].dtype)
+        cached = cached_tokens(*order, *self._budget(layer))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
         kept = before | (place >= (chunk * CHUNK)[:, None])
-        f = hiding.cumsum(2) - hiding
         return (-f).masked_fill(~kept[:, None], _EVICTED)
 
     def _budget(self, layer: Layer) -> tuple[int, int, int]:
@@ -118,3 +131,8 @@ class EvictionInTraining:
         sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
         tokens = round(self._layers[layer] * self.factor)
         return max(sinks + recent + 1, tokens) - 1, sinks, recent
+
+
+def _orders(layer: Layer, eviction: Eviction) -> bool:
+    """Whether the layer says what the policy evicts."""
+    return "gate" in layer.keeps if eviction.reads_gate else layer.reports_memory

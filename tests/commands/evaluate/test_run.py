@@ -20,6 +20,7 @@ from heedful.commands.evaluate.options import ROWS, Evaluation
 from heedful.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
 from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
+from heedful.hf.calibration import calibrate, write_calibration
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
 from helpers.command_line import status_of
@@ -259,6 +260,22 @@ def test_a_folder_is_of_one_evaluation(tmp_path, folder):
     assert len(read_samples(path)) == 12
 
 
+def test_a_folder_is_of_one_calibration(tmp_path, folder):
+    model = open_model("plain")
+    calibration = calibrate(model, [torch.arange(3, 60)[None]])
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_calibration(first, calibration, {})
+    write_calibration(second, calibration, {"data": ["another"]})
+    options = NEEDLES | {"eviction": "triattention", "budget": ("40",)}
+    samples = evaluate(evaluation_of(tmp_path, calibration=str(first), **options)).samples
+    assert {x.cache for x in samples} == {"", "triattention 40"}
+    evaluate(evaluation_of(tmp_path, calibration=str(first), **options))
+    with pytest.raises(ValueError, match="knows answers of 'plain' with another calibration"):
+        evaluate(evaluation_of(tmp_path, calibration=str(second), **options))
+    with pytest.raises(ValueError, match="is the calibration of another model"):
+        evaluate(evaluation_of(tmp_path, "selective", calibration=str(first), **options))
+
+
 @pytest.mark.parametrize("name", ["recall", "copy"])
 def test_rows_are_scored_as_compare_scores_them(tmp_path, name):
     task = TASKS[name].default()
@@ -323,6 +340,8 @@ def test_a_wrong_question_is_answered_at_once():
         ({"budget": ("few",)}, "budget must be numbers of tokens, or 'own'"),
         ({"eviction": "bounded", "budget": ("20",)}, "budget must be numbers between 0 and 1"),
         ({"eviction": "h2o"}, "needs a budget"),
+        ({"eviction": "triattention", "budget": ("20",)}, "needs a calibration: add --calib"),
+        ({"calibration": "x"}, "calibration is for eviction='triattention'"),
         ({"eviction": "h20"}, "did you mean 'h2o'"),
         ({"stride": 1024}, "stride must be a whole number from 1 to 1023"),
         ({"export_lm_eval": "x", "tasks": ("copy",)}, "export_lm_eval writes needles"),

@@ -1,5 +1,6 @@
 """`heedful generate`: what it writes, what it counts, and what it refuses."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -13,12 +14,15 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.cli import main
+from heedful.commands.calibrate.options import CalibrationRun
+from heedful.commands.calibrate.run import calibrate_model
 from heedful.commands.generate.run import CHUNK
 from heedful.commands.options import EvictionName
 from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, Bounded, MostHidden, StreamingLLM
+from heedful.eviction import POLICIES, Bounded, MostHidden, StreamingLLM, TriAttention
 from heedful.hf.budgets import write_budgets
+from heedful.hf.calibration import calibrate
 from heedful.nn import MultiToken
 from helpers.command_line import status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
@@ -71,7 +75,9 @@ def test_no_eviction_is_the_default_without_a_budget(folders):
     assert none == default._replace(tokens_per_second=none.tokens_per_second)
 
 
-@pytest.mark.parametrize("name", sorted({*get_args(EvictionName)} - {"none", "bounded"}))
+@pytest.mark.parametrize(
+    "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention", "lowest-gate"})
+)
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(
         folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
@@ -84,6 +90,39 @@ def test_every_policy_can_be_named(folders, name):
     assert cache.tokens == [19, 19]
     assert generation.nbytes == cache.nbytes < generation.whole_nbytes / 2
     assert generation.peak_nbytes == cache.peak_nbytes
+
+
+def test_a_calibration_beside_the_budget(folders, tmp_path):
+    path = tmp_path / "calibration.safetensors"
+    text = tmp_path / "text.txt"
+    text.write_text("A quiet line of text, and another one. " * 20)
+    measured = CalibrationRun(
+        str(folders / "selective"), str(path), (str(text),), length=64, rows=3, tokenizer="bytes"
+    )
+    assert f"calibration: {path}" in calibrate_model(measured)
+    options = {"eviction": "triattention", "budget": "20", "max_new_tokens": 24, "chunk": 8}
+    generation, _ = generation_of(folders / "selective", calibration=str(path), **options)
+    model = heedful.load(folders / "selective")
+    rows = torch.tensor(list(text.read_bytes()[: 3 * 64])).view(3, 64)
+    policy = TriAttention(20, calibration=calibrate(model, rows.split(1)))
+    cache = heedful.new_cache(model, policy)
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
+    assert generation.text == ByteTokenizer().decode(expected)
+    assert generation.nbytes == cache.nbytes and cache.tokens == [19, 19]
+    with pytest.raises(ValueError, match="is the calibration of another model"):
+        generation_of(folders / "plain", calibration=str(path), **options)
+    with pytest.raises(ValueError, match="eviction='triattention' needs a calibration: add"):
+        generation_of(folders / "selective", **options)
+    with pytest.raises(ValueError, match="calibration is for eviction='triattention', got ev"):
+        generation_of(folders / "selective", budget="20", calibration=str(path))
+    kept = path.read_bytes()
+    with pytest.raises(ValueError, match="90 sequences of 64 are requested"):
+        calibrate_model(dataclasses.replace(measured, rows=90))
+    with pytest.raises(ValueError, match="length must be at most the 256 positions of the model"):
+        calibrate_model(dataclasses.replace(measured, length=900))
+    with pytest.raises(ValueError, match="out must be a file, got the folder"):
+        calibrate_model(dataclasses.replace(measured, out=str(tmp_path)))
+    assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_share_of_attention_in_place_of_a_budget(folders):

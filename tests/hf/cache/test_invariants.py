@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import heedful
-from heedful.eviction import POLICIES, MostHidden, Window
+from heedful.eviction import POLICIES, Window
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
-from helpers.cached import MECHANISMS, converted, in_steps, tensors_in
+from helpers.cached import MECHANISMS, converted, in_steps, serves, tensors_in
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import stir, tokens
 
@@ -18,7 +18,7 @@ WAYS = {"whole": [TOKENS], "chunks": [9, 7, 1, 1, 6, 1, 5], "steps": [1] * TOKEN
 WITH_ROWS = [name for name in MECHANISMS if name.startswith(("mta", "grouped"))]
 SERVED = [(name, policy) for name in MECHANISMS for policy in (None, *POLICIES)
           if policy is None or name not in WITH_ROWS
-          if policy is not MostHidden or name.startswith("selective")]  # fmt: skip
+          if serves(policy, name)]  # fmt: skip
 
 
 def new_cache(model, policy=None):

@@ -6,8 +6,8 @@ import torch
 import heedful
 from heedful.eviction import POLICIES, MostHidden, Random, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.nn import Differential, MultiToken, Selective, Standard, TalkingHeads
-from helpers.cached import in_steps
+from heedful.nn import Differential, MultiToken, RetentionGate, Selective, Standard, TalkingHeads
+from helpers.cached import in_steps, serves
 from helpers.families import logits, ragged_mask, tiny, tokens, varied
 
 MECHANISMS = {
@@ -18,9 +18,10 @@ MECHANISMS = {
     "selective-per-head": Selective(selector="per-head"),
     "talking-heads": TalkingHeads(),
     "differential": Differential(),
+    "retention-gate": RetentionGate(),
 }
 SERVED = [(name, policy) for name in MECHANISMS for policy in POLICIES
-          if policy is not MostHidden or name.startswith("selective")]  # fmt: skip
+          if serves(policy, name)]  # fmt: skip
 
 
 def converted(name: str, family: str = "llama", **changes):

@@ -30,8 +30,9 @@ class BudgetSearch:
     adapter: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """An adapter to open MODEL with, which is then its base; budgets.json is written into it."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden); for
-    other mechanisms all but the first and the newest (streaming-llm)."""
+    """Which tokens are evicted. auto: what selective attention has hidden most (most-hidden), or
+    the lowest retention gate (lowest-gate); for other mechanisms all but the first and the newest
+    (streaming-llm)."""
     loss: float = 0.5
     """How many percent the perplexity may rise above that of the whole cache."""
     reference: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
@@ -74,6 +75,11 @@ class BudgetSearch:
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
         if self.eviction == "bounded":
             raise ValueError("eviction='bounded' has no budget of tokens: there is none to search")
+        if self.eviction == "triattention":
+            raise ValueError(
+                "eviction='triattention' has a calibration, which budgets.json does not hold: "
+                "search with another policy"
+            )
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:

@@ -35,9 +35,10 @@ from heedful.commands.models import longest, open_model, open_tokenizer
 from heedful.commands.policies import policy_named
 from heedful.eviction import Eviction
 from heedful.eviction.gather import check_policy
-from heedful.hf.budgets import NAME, fingerprint, write_budgets
+from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.hf.fingerprints import fingerprint
 from heedful.records.environment import environment
 from heedful.records.files import append_line, only_writer, write_whole
 from heedful.training.checkpoints import differences

@@ -22,7 +22,7 @@ from heedful.commands.compare.scratch import (
     from_scratch,
     from_trained,
 )
-from heedful.hf.budgets import fingerprint
+from heedful.hf.fingerprints import fingerprint
 from heedful.tasks import Task
 from heedful.testing import process_peak_mib
 from heedful.training.checkpoints import Checkpoints

@@ -14,7 +14,7 @@ TaskName = Literal[
 MechanismName = Literal[
     "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
     "grouped", "differential-v2", "knocking-heads", "canon", "gated", "exclusive",
-    "forgetting", "parallax", "dex", "simplicial", "local-global",
+    "forgetting", "parallax", "retention-gate", "dex", "simplicial", "local-global",
 ]  # fmt: skip
 
 TEXT_TASKS, PAIR_TASKS = ("text", "spans"), ("translate", "summarise")

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.options import EvictionName, is_share
+from heedful.commands.options import EvictionName, check_calibration, is_share
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")
@@ -41,6 +41,8 @@ class Evaluation:
     beside it. With --eviction bounded: the share of attention that may be lost, such as 1e-4."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget, as in heedful generate."""
+    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """What heedful calibrate wrote for a MODEL; --eviction triattention needs it."""
     samples: int = 20
     """Samples per cell: of each depth, length and number of needles; each kind and length of
     babilong; each domain, task or split."""
@@ -127,6 +129,7 @@ class Evaluation:
                 raise ValueError(f"budget must be {what}, or {OWN!r}, got {word!r}")
         if self.eviction == "none":
             raise ValueError("eviction='none' keeps everything: leave --budget out")
+        check_calibration(self.eviction, self.calibration)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
             raise ValueError(f"eviction={self.eviction!r} needs a budget: add --budget N")
         if self.export_lm_eval is not None:

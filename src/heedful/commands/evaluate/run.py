@@ -1,5 +1,6 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
+import hashlib
 import json
 import time
 from collections import Counter
@@ -22,10 +23,11 @@ from heedful.commands.evaluate.harness import (
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
-from heedful.commands.policies import policy_named, spelled
+from heedful.commands.policies import arguments_of, policy_named, spelled
 from heedful.eviction import Bounded, Eviction
-from heedful.hf.budgets import NAME, fingerprint
+from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
+from heedful.hf.fingerprints import fingerprint
 from heedful.hf.stock import stock_class
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
@@ -84,11 +86,11 @@ def evaluate(
             for plan in plans:
                 own = OWN in options.budget
                 model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
-                store.register(plan, model, options)
                 caches = {
                     cache: LanguageModel(model, plan.tokenizer, eviction)
                     for cache, eviction in _caches(options, plan.name, model).items()
                 }
+                store.register(plan, model, options)
                 if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
                     announce(_duration(seconds, len(plans), bool(harness_names(options))))
                 for cache, answers in caches.items():
@@ -201,7 +203,7 @@ def _caches(options: Evaluation, name: str, model: PreTrainedModel) -> dict[str,
         if options.eviction == "bounded":
             policy = Bounded(float(word))
         else:
-            arguments = {"seed": options.seed} if options.eviction == "random" else {}
+            arguments = arguments_of(options, model)
             policy = policy_named(options.eviction, model, int(word), **arguments)
         caches[f"{spelled(type(policy).__name__)} {word}"] = policy
     for eviction in caches.values():
@@ -313,7 +315,7 @@ class AnswerStore:
         self.about["environment"] = environment()
 
     def register(self, plan: EvaluationPlan, model: PreTrainedModel, options: Evaluation) -> None:
-        """Note which model goes by a name.
+        """Note which model goes by a name, and which calibration it has.
 
         Raises:
             ValueError: it was another one before.
@@ -326,6 +328,14 @@ class AnswerStore:
                 f"{self.about_path} knows another model by the name {plan.name!r} ({changed} "
                 "differ); choose another --out, or add --restart"
             )
+        if options.calibration is not None:
+            digest = hashlib.sha256(Path(options.calibration).read_bytes()).hexdigest()[:16]
+            before = self.about.setdefault("calibrations", {}).setdefault(plan.name, digest)
+            if before != digest:
+                raise ValueError(
+                    f"{self.about_path} knows answers of {plan.name!r} with another calibration; "
+                    "choose another --out, or add --restart"
+                )
         self.about["models"][plan.name] = about
         self._write_about()
 

@@ -33,8 +33,11 @@ class Generation:
     the model, if anything. With --eviction bounded: the share of attention that may be lost, such
     as 1e-4."""
     eviction: EvictionName = "auto"
-    """Which tokens are evicted under --budget. auto: what selective attention has hidden most; for
-    other mechanisms all but the first and the newest (streaming-llm). none keeps everything."""
+    """Which tokens are evicted under --budget. auto: what selective attention has hidden most, or
+    the lowest retention gate; for other mechanisms all but the first and the newest
+    (streaming-llm). none keeps everything."""
+    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     chunk: int | None = None
     """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
     max_new_tokens: int = 128
@@ -62,4 +65,4 @@ class Generation:
             check_whole("chunk", self.chunk, 1)
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature must be 0 or a number above it, got {self.temperature}")
-        check_eviction(self.eviction, self.budget)
+        check_eviction(self.eviction, self.budget, self.calibration)

@@ -29,7 +29,7 @@ from heedful.hf.adapter_folders import save_adapter
 from heedful.hf.adapters import converted_inside
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.versions import checkpointing_options
-from heedful.nn import Standard, to_json
+from heedful.nn import Layer, Standard, to_json
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_lines, write_whole
 from heedful.training.checkpoints import Checkpoints, differences
@@ -150,6 +150,15 @@ def _finished(out: Path, options: Training) -> TrainingResult | None:
     return ended and TrainingResult(out, **ended)
 
 
+def _check_gates(model: PreTrainedModel) -> None:
+    """Raise for retention gates where nothing would train them."""
+    if any("gate" in x.keeps for x in model.modules() if isinstance(x, Layer)):
+        raise ValueError(
+            "retention gates change no prediction, so only attention maps train them: add --recipe "
+            "hide, or leave out --mechanism retention-gate"
+        )
+
+
 def _harmless(options: Training) -> dict:
     return json.loads(json.dumps({name: getattr(options, name) for name in HARMLESS}))
 
@@ -177,6 +186,8 @@ def _begin(
         if recipe.soft_budgets is not None:
             check_length(recipe.length, recipe.soft_budgets[0])
             EvictionOrderLoss(start.model)  # likewise
+        elif start.eviction is None:
+            _check_gates(start.model)
         if start.eviction is not None:
             EvictionInTraining(start.model, start.eviction)  # likewise
         text = read_mixture(

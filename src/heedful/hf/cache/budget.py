@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.eviction.gather import Moves, Protection
 from heedful.hf.family.modules import logit_bound
+from heedful.hf.fingerprints import is_of
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,21 @@ class Budget:
         return self  # nothing in it changes
 
 
-def layer_budgets(policy: Eviction | None, modules: Sequence[nn.Module]) -> list[Budget | None]:
-    """The budget of every attention module of a converted model; `None` keeps everything."""
+def layer_budgets(
+    policy: Eviction | None, modules: Sequence[nn.Module], model: nn.Module
+) -> list[Budget | None]:
+    """The budget of every attention module of a converted model; `None` keeps everything.
+
+    Raises:
+        ValueError: the policy is calibrated for another model, or for another number of layers.
+    """
     if policy is None:
         return [None] * len(modules)
+    if policy.reads_keys and not is_of(policy.calibration.model, model):
+        raise ValueError(
+            f"eviction: {type(policy).__name__} has the calibration of another model, or of this "
+            "one before it was converted or trained on; calibrate this one with heedful calibrate"
+        )
     if policy.evicts_below is None:
         tokens = policy.budgets(len(modules))
         return [None if count is None else Budget(policy, count) for count in tokens]

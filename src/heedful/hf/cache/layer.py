@@ -49,6 +49,7 @@ class LayerCache(AttentionCache):
             raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
         self._stateful, self._keeps_first = layer.hides, layer.keeps_first
+        self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
         if tokens is not None and self.window is not None and self.window <= tokens:
@@ -70,6 +71,11 @@ class LayerCache(AttentionCache):
     @property
     def policy(self) -> Eviction | None:
         return None if self.budget is None else self.budget.policy
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether `attend` needs the positions of the new tokens."""
+        return self.budget is not None and self.budget.policy.reads_keys
 
     @property
     def keys(self) -> Float[Tensor, "B Hk n D"] | None:
@@ -181,6 +187,13 @@ class LayerCache(AttentionCache):
         if beside is not None:
             beside = self._tokens.beside.append(beside.to(k.dtype), self._room)
             inputs = inputs._replace(beside=beside)
+        if self.reads_positions:
+            if inputs.positions is None:
+                raise ValueError(
+                    f"{type(self.policy).__name__} needs the positions of the tokens: pass "
+                    "inputs=LayerInputs(positions=...)"
+                )
+            inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
         shown = self._visibility_of_cached(visibility, self.counters.total - self.counters.pending)
         self._check_rows(layer, shown)
         rows = q
@@ -279,9 +292,18 @@ class LayerCache(AttentionCache):
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
         if policy.reads_hidden:
             cached = cached._replace(hidden=self._state.amin(1))
+        if policy.reads_gate:
+            cached = cached._replace(gate=self._state[:, 0])
         if policy.reads_logits:
             dim, softcap = self.keys.shape[3], call.inputs.softcap
             cached = cached._replace(logits=self._step.logits(dim, call.scale, softcap))
+        if policy.reads_keys:
+            padding, newest = visibility.padding, call.inputs.positions[:, -1]
+            if padding is not None:
+                padding = padding.expand(len(newest), -1).gather(1, cached.positions)
+            cached = cached._replace(
+                keys=self.keys, layer=self._index, next=newest + 1, real=padding
+            )
         if policy.observes != 0:
             queries = self._step.queries(call.queries.shape[2])
             before = counters.total - counters.pending
@@ -329,7 +351,8 @@ class LayerCache(AttentionCache):
             self._state = self._state_after(layer, undo, visibility, count)
         for rows in self._rows:
             rows.trim()
-        self._evict(undo.call._replace(visibility=visibility))
+        inputs = undo.call.inputs.before(count, undo.tokens)
+        self._evict(undo.call._replace(visibility=visibility, inputs=inputs))
 
     def _state_after(
         self, layer: Layer, undo: Undo, visibility: Visibility, count: int

@@ -18,8 +18,8 @@ from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
-from heedful.hf.family.modules import attends_twice
-from heedful.nn import HeadShape, Layer, Role
+from heedful.hf.family.modules import attends_twice, attention_modules
+from heedful.nn import Layer
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -132,7 +132,7 @@ def new_cache(
     policy = _policy(model, eviction)
     layers = stock_layers(model)
     places = cache_places(attention, layers)
-    budgets = layer_budgets(policy, list(places.values()))
+    budgets = layer_budgets(policy, list(places.values()), model)
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
@@ -164,13 +164,6 @@ def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
             f"{sorted(crossing)} only, which a cache of heedful does not serve; use_cache=False"
         )
     return [CrossLayerCache(crossing[index], meter) for index in sorted(crossing)]
-
-
-def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
-    """The attention modules of a converted model in that role, in order."""
-    # PEFT puts a module of its own around a layer that it saves, which answers as the layer does.
-    shapes = [(m, getattr(getattr(m, "heedful", None), "shape", None)) for m in model.modules()]
-    return [m for m, shape in shapes if isinstance(shape, HeadShape) and shape.role == role]
 
 
 def stock_layers(model: nn.Module) -> list:

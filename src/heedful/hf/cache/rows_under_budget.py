@@ -74,7 +74,7 @@ def evicting(
         yield peaks
         return
     routes = []
-    for module, budget in zip(modules, layer_budgets(eviction, modules), strict=True):
+    for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None:
             LayerCache(module.heedful, None, budget)  # raises if it cannot be served
             routes.append(_Route(module.heedful, budget, whole, step, peaks))
@@ -83,11 +83,14 @@ def evicting(
     try:
         for route in routes:
             route.layer.forward = route
+            if eviction.reads_keys:
+                route.layer.needs = route.needs | {"positions"}
         with torch.no_grad():
             yield peaks
     finally:
         for route in routes:
             vars(route.layer).pop("forward", None)
+            route.layer.needs = route.needs
 
 
 class _Route:
@@ -95,6 +98,7 @@ class _Route:
 
     def __init__(self, layer: Layer, budget: Budget, whole: int, step: int, peaks: Peaks) -> None:
         self.layer, self.budget, self.peaks = layer, budget, peaks
+        self.needs = layer.needs
         self.whole, self.step, self.inside = whole, step, False
 
     def __call__(

@@ -72,6 +72,13 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
     return modules
 
 
+def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Module]:
+    """The attention modules of a converted model in that role, in order."""
+    # PEFT puts a module of its own around a layer that it saves, which answers as the layer does.
+    shapes = [(m, getattr(getattr(m, "heedful", None), "shape", None)) for m in model.modules()]
+    return [m for m, shape in shapes if isinstance(shape, HeadShape) and shape.role == role]
+
+
 def role_of(module: nn.Module) -> Role:
     """Where an attention module of a family stands.
 

@@ -1,10 +1,11 @@
-"""A family's rotary embedding, to be used at positions between tokens.
+"""A family's rotary embedding, to be used at positions of one's own.
 
 A family is asked, not known: its attention is run on one vector at two positions, and what its own
 functions make of the first must be the second. A family that rotates in another way is refused.
 """
 
 import inspect
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ class FamilyRotation(NamedTuple):
         return torch.cat([turned, wide[..., self.width :]], dim=-1).to(x.dtype)
 
 
+class _Reached(Exception):
+    """The attention function was called: all that is asked of a family's attention."""
+
+
 class _Watched(TorchFunctionMode):
     """Sees whether a tensor is used while it is on."""
 
@@ -59,22 +64,32 @@ class _Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+SUMMARIES = "summaries of groups, which stand between tokens"
+
+
 @torch.no_grad()
-def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | None:
+def rotation_of(
+    model: PreTrainedModel, module: nn.Module, purpose: str = SUMMARIES
+) -> FamilyRotation | None:
     """The rotary embedding of an attention module; `None` where it has none.
 
+    Arguments:
+        model: that the module is in.
+        module: the attention module.
+        purpose: what it is for, as a refusal says it.
+
     Raises:
-        ValueError: the family rotates in a way that cannot be followed between tokens.
+        ValueError: the family rotates in a way that cannot be followed.
     """
     source = inspect.getmodule(type(module))
     takes = inspect.signature(type(module).forward).parameters
     if "position_embeddings" not in takes:
         if "rotary" in inspect.getsource(type(module).forward):
-            raise _refused(module, "it makes its rotary embedding inside its attention")
+            raise _refused(module, purpose, "it makes its rotary embedding inside its attention")
         return None
     apply = getattr(source, "apply_rotary_pos_emb", None)
     if apply is None:
-        raise _refused(module, "it rotates by a function of its own")
+        raise _refused(module, purpose, "it rotates by a function of its own")
     candidates = [
         each
         for each in model.modules()
@@ -96,7 +111,7 @@ def rotation_of(model: PreTrainedModel, module: nn.Module) -> FamilyRotation | N
             reason = "its keys at one position are not what its own functions make of another's"
             continue
         return rotation if rotates else None
-    raise _refused(module, reason)
+    raise _refused(module, purpose, reason)
 
 
 def _rotation(module: nn.Module, rotary: nn.Module, apply) -> FamilyRotation | None:
@@ -117,32 +132,29 @@ def _probe(module: nn.Module, rotation: FamilyRotation) -> bool | None:
 
     def attend(module, query, key, value, *args, **kwargs):
         keys.append(key)
-        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+        raise _Reached
 
     weight = next(p for p in module.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     width = next(p.shape[-1] for n, p in module.named_parameters() if n.endswith("proj.weight")
                  or "query_key_value" in n or n.endswith("qkv.weight") or p.ndim == 2)  # fmt: skip
     x = torch.randn(1, 1, width, generator=generator).to(weight.device, weight.dtype)
-    x = x.expand(1, 2, -1)
+    x = x.expand(2, -1, -1)  # in rows of their own, so that no convolution mixes them
     kind = {} if rotation.kind is None else {"layer_type": rotation.kind}
-    places = torch.tensor([[0.0, 7.0]], device=weight.device)
+    places = torch.tensor([[0.0], [7.0]], device=weight.device)
     cos, sin = rotation.rotary(x, places, **kind)
     watched = _Watched(cos)
-    with attention_replaced(module, attend), watched:
+    with attention_replaced(module, attend), watched, suppress(_Reached):
         type(module).forward(module, x, position_embeddings=(cos, sin), attention_mask=None)
     if weight.device.type == "meta":  # there are no numbers to compare
         return watched.used
-    first, second = keys[0][:, :, :1], keys[0][:, :, 1:]
+    first, second = keys[0][:1], keys[0][1:]
     if torch.equal(first, second):
         return False
-    expected = rotation(first, places[:, 1:])
+    expected = rotation(first, places[1:])
     error = (expected - second).abs().max() / second.abs().max()
     return True if error < 16 * torch.finfo(second.dtype).eps else None
 
 
-def _refused(module: nn.Module, reason: str) -> ValueError:
-    return ValueError(
-        f"model: {type(module).__name__} cannot be given summaries of groups, "
-        f"which stand between tokens, because {reason}"
-    )
+def _refused(module: nn.Module, purpose: str, reason: str) -> ValueError:
+    return ValueError(f"model: {type(module).__name__} cannot be given {purpose}, because {reason}")

@@ -1,0 +1,1 @@
+"""`heedful calibrate`: what a policy must know of a model's queries."""

@@ -1,0 +1,169 @@
+"""Retention gates: their formula, what a cache keeps of them, and that they evict by it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import heedful
+from heedful.eviction import Bounded, CachedTokens, LowestGate, MostHidden
+from heedful.hf.budgets import NAME, read_budgets, write_budgets
+from heedful.hf.family.modules import attention_modules
+from heedful.nn import HeadShape, LayerInputs, RetentionGate, Standard
+from helpers.cached import converted, greedy, in_steps
+from helpers.families import logits, ragged_mask, tiny, tokens
+
+SHAPE = HeadShape(4, 2, 6, 20, 0)
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def stirred():
+    layer = RetentionGate().build(SHAPE)
+    with torch.no_grad():
+        layer.retention.weight.normal_()
+    return layer
+
+
+def test_the_gate_is_its_formula_and_in_no_output():
+    layer, x = stirred(), draw(2, 9, 20)
+    q, k, v = draw(2, 4, 9, 6), draw(2, 2, 9, 6), draw(2, 2, 9, 6)
+    out = layer(q, k, v, inputs=LayerInputs(input=x))
+    assert torch.equal(out.output, Standard().build(SHAPE)(q, k, v).output)
+    w = layer.retention.weight[0].double()
+    expected = [[float((x[row, j] * w).sum().detach()) for j in range(9)] for row in range(2)]
+    torch.testing.assert_close(out.state[:, 0].tolist(), expected)
+    assert not RetentionGate().build(SHAPE).retention.weight.any()
+
+
+def test_the_state_goes_on_token_by_token():
+    layer, x = stirred(), draw(2, 9, 20)
+    q, k, v = draw(2, 4, 9, 6), draw(2, 2, 9, 6), draw(2, 2, 9, 6)
+    whole, state = layer(q, k, v, inputs=LayerInputs(input=x)).state, None
+    for t in range(9):
+        inputs = LayerInputs(input=x[:, t : t + 1], state=state)
+        state = layer(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], inputs=inputs).state
+    torch.testing.assert_close(state, whole)
+    with pytest.raises(
+        ValueError, match=r"inputs\.input must hold all 9 tokens since inputs\.state"
+    ):
+        layer(q, k, v, inputs=LayerInputs(input=x[:, 3:]))
+
+
+def test_gates_of_half_precision_are_of_fp32():
+    layer, x = stirred(), draw(1, 9, 20).bfloat16()
+    assert layer.gates(9, LayerInputs(input=x)).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        gates = layer.gates(9, LayerInputs(input=x.float()))
+    assert torch.equal(gates, layer.gates(9, LayerInputs(input=x)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_a_converted_model_is_unchanged_whatever_the_gates_are(family):
+    model, ids = tiny(family), tokens(2, 12)
+    before = logits(model, ids)
+    heedful.convert(model, "retention-gate")
+    standard = logits(model, ids)
+    torch.testing.assert_close(standard, before, rtol=1e-12, atol=1e-12)
+    for module in attention_modules(model):
+        module.heedful.retention.weight.data.normal_()
+    assert torch.equal(logits(model, ids), standard)
+
+
+def test_the_cache_evicts_the_lowest_gate():
+    """Layer 0, whose input is the embedding, token by token; sinks and recent ones stay."""
+    model, ids = converted("retention-gate"), tokens(1, 40)
+    module = attention_modules(model)[0]
+    inputs: list[Tensor] = []
+    handle = module.register_forward_pre_hook(
+        lambda _, args, kwargs: inputs.append((args or (kwargs["hidden_states"],))[0]),
+        with_kwargs=True,
+    )
+    logits(model, ids)
+    handle.remove()
+    gate = (inputs[0][0] @ module.heedful.retention.weight[0].double()).tolist()
+    cache, cached = heedful.new_cache(model, LowestGate(12, sinks=2, recent=3)), []
+    for t in range(40):
+        in_steps(model, ids[:, t : t + 1], [1], cache)
+        cached.append(t)
+        if len(cached) >= 12:
+            cached.remove(min((j for j in cached if 2 <= j <= t - 3), key=gate.__getitem__))
+        assert cache.positions()[0][0].tolist() == cached
+    assert cached != [0, 1, *range(31, 40)]
+
+
+def test_equal_gates_evict_the_oldest():
+    model = tiny()
+    heedful.convert(model, "retention-gate")
+    cache = heedful.new_cache(model, LowestGate(15))
+    in_steps(model, tokens(2, 40), [9, *[1] * 31], cache)
+    assert cache.positions()[1].tolist() == [[0, 1, 2, 3, *range(30, 40)]] * 2
+
+
+def test_bytes_are_those_of_one_number_per_token():
+    model, ids = converted("retention-gate", dtype=torch.float32), tokens(2, 40)
+    whole, small = heedful.new_cache(model), heedful.new_cache(model, LowestGate(15))
+    in_steps(model, ids, [9, *[1] * 31], whole)
+    in_steps(model, ids, [9, *[1] * 31], small)
+    per_token = 3 * 2 * (2 * 2 * 8 * 4 + 4)  # layers, sequences; keys and values, a gate
+    assert whole.whole_nbytes == 40 * per_token
+    assert set(small.tokens) == {14}
+    positions = 3 * 2 * 14 * 8
+    assert small.nbytes <= 15 * per_token + positions + 3 * 2 * 15 * 4
+
+
+def test_padded_rows_are_single_rows():
+    model = converted("retention-gate")
+    ids, mask = tokens(3, 20), ragged_mask(3, 20)
+    policy, options = LowestGate(12, sinks=2, recent=3), {"new": 15, "eos_token_id": None}
+    cache = heedful.new_cache(model, policy)
+    both = greedy(model, ids, cache=cache, attention_mask=mask, **options)
+    for row in range(3):
+        own = ids[row : row + 1, 3 * row :]
+        alone = greedy(model, own, cache=heedful.new_cache(model, policy), **options)
+        assert torch.equal(both[row, 20:], alone[0, own.shape[1] :])
+
+
+def test_taken_back_tokens_leave_no_gate():
+    model, ids = converted("retention-gate"), tokens(1, 20)
+    whole = heedful.new_cache(model, LowestGate(64))
+    actual = greedy(model, ids, 30, cache=whole, prompt_lookup_num_tokens=3)
+    assert torch.equal(actual, greedy(model, ids, 30))
+    cache = heedful.new_cache(model, LowestGate(24))
+    greedy(model, ids, 30, cache=cache, prompt_lookup_num_tokens=3)
+    assert max(cache.tokens) <= 23
+
+
+def test_what_is_saved_evicts_the_same(tmp_path):
+    """A folder, an adapter, and budgets beside them."""
+    base, ids = tiny(dtype=torch.float32), tokens(2, 30)
+    base.save_pretrained(tmp_path / "base")
+    model = base
+    heedful.convert(model, "retention-gate")
+    for module in attention_modules(model):
+        module.heedful.retention.weight.data.normal_()
+    policy = LowestGate((15, None, 20))
+    expected = in_steps(model, ids, [1] * 30, heedful.new_cache(model, policy))
+    model.save_pretrained(tmp_path / "whole")
+    heedful.save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
+    for opened, folder in (
+        (heedful.load(tmp_path / "whole"), "whole"),
+        (heedful.load(tmp_path / "base", adapter=tmp_path / "adapter"), "adapter"),
+    ):
+        write_budgets(tmp_path / folder / NAME, policy, opened, {})
+        assert read_budgets(tmp_path / folder / NAME, opened) == policy
+        again = in_steps(opened.eval(), ids, [1] * 30, heedful.new_cache(opened, policy))
+        assert torch.equal(again, expected)
+
+
+def test_gates_and_masks_are_not_each_other():
+    gated, plain = converted("retention-gate"), converted("standard")
+    for policy in (MostHidden(20), Bounded()):
+        with pytest.raises(ValueError, match=r"needs a mechanism that hides tokens .* Retention"):
+            heedful.new_cache(gated, policy)
+    for model in (plain, converted("selective"), converted("forgetting")):
+        with pytest.raises(ValueError, match="LowestGate needs a retention gate"):
+            heedful.new_cache(model, LowestGate(20))
+    cached = CachedTokens(torch.arange(3)[None], 3, gate=torch.tensor([[2.0, -1.0, 0.5]]))
+    assert LowestGate(20).score(cached).tolist() == [[2.0, -1.0, 0.5]]
