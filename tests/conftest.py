@@ -88,6 +88,12 @@ def shape_checks(request: pytest.FixtureRequest) -> None:
     jaxtyping_config.update("jaxtyping_disable", not (everywhere or room in ("ops", "nn")))
 
 
+@pytest.fixture
+def no_shape_checks(shape_checks) -> None:
+    """For wrong shapes that a function answers itself."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+
+
 @pytest.fixture(autouse=True)
 def as_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """`impl="fused"` is answered as on a machine without a GPU; but see `interpreted`."""

@@ -129,6 +129,7 @@ def test_rows_that_ask_nothing_do_not_count():
     assert token_error(predictions, labels) == 0.5
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_token_losses_are_aligned_as_predictions():
     labels = torch.tensor([[-100, 1, -100, 2]])
     logits = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0))
@@ -161,6 +162,7 @@ def test_bad_configurations(fields, message):
         Blocks(**fields)
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_bad_calls():
     task = Blocks()
     labels = task.sample(2, 0).labels

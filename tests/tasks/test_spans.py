@@ -89,6 +89,7 @@ def test_rows_come_from_the_seed_and_parts_do_not_meet(corpus):
         assert bytes(task.restored(source, target)) in bytes(apart.astype(np.uint8))
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_perplexity_is_of_the_targets_tokens(corpus):
     task = Spans(corpus, length=40)
     labels = task.sample(3, 1).labels

@@ -173,6 +173,7 @@ def test_bad_configurations(fields, message):
         Text(**fields)
 
 
+@pytest.mark.usefixtures("no_shape_checks")
 def test_bad_calls(tmp_path):
     file = tmp_path / "short.txt"
     file.write_text("0123456789" * 2)

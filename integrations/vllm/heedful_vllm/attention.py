@@ -101,7 +101,7 @@ class LayerImpl(AttentionImpl[Batch]):
             self.beside.write(page, request.slots, own, room)
             every = own if earlier is None else torch.cat([earlier, own])
             inputs = inputs._replace(beside=every.transpose(0, 1)[None])
-        state = self.state.read(page, known) if layer.hides else None
+        state = self.state.read(page, known) if layer.has_state else None
         inputs = inputs._replace(state=None if state is None else state.T[None])
         q = self.rows.join(page, request.before, q)
         kv = kv_cache[request.slots // size, :, request.slots % size].to(q.dtype)

@@ -286,6 +286,11 @@ class Layer(nn.Module):
         """Whether tokens hide earlier ones, by what the state of `LayerOutput` adds up for them."""
         return "F" in self.keeps
 
+    @property
+    def has_state(self) -> bool:
+        """Whether `state` of `LayerOutput` has a number for every key, which a cache keeps."""
+        return self.hides or "gate" in self.keeps
+
     def standard_form(self) -> StandardForm | None:
         """How standard attention computes the same with the parameters as they are now.
 

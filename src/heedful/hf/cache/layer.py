@@ -48,7 +48,7 @@ class LayerCache(AttentionCache):
         if layer.past_queries and layer.keeps:
             raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
-        self._stateful, self._keeps_first = layer.hides, layer.keeps_first
+        self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens

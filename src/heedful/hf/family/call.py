@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Real
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import is_tracing
@@ -128,7 +128,7 @@ def require(holds: Tensor, message: str) -> None:
 
 
 def _read(
-    arguments: dict, mask: Int[Tensor, "B n"] | None
+    arguments: dict, mask: Real[Tensor, "B n"] | None
 ) -> tuple[Int[Tensor, "#B T"] | None, bool | None]:
     """The document of every token, if there are several, and whether no token is padding.
 

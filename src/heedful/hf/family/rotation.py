@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class FamilyRotation(NamedTuple):
     factor: float
 
     def __call__(
-        self, x: Float[Tensor, "B H n D"], positions: Float[Tensor, "#B n"]
+        self, x: Float[Tensor, "B H n D"], positions: Real[Tensor, "#B n"]
     ) -> Float[Tensor, "B H n D"]:
         """`x` rotated to these positions, computed in fp32 at least."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
