@@ -92,9 +92,9 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def _until(self, done, what: str, seconds: float = 60) -> None:
+    def _until(self, condition, what: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not done():
+        while not condition():
             left = end - time.monotonic()
             assert left > 0 and select.select([self._in], [], [], left)[0], f"{what}: no answer"
             data = os.read(self._in, 1 << 20)

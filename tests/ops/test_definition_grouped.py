@@ -220,9 +220,9 @@ def test_groups_of_a_target_ask_in_cross_attention(impl):
         visibility=visibility, impl=impl,
     )  # fmt: skip
     # Tokens 0 and 1 ask for themselves, from 2 on the newest complete group of three does.
-    asks = [x["q"][:, :, t] if t < 2 else sums.q[:, :, (t - 2) // 3] for t in range(11)]
+    queries = [x["q"][:, :, t] if t < 2 else sums.q[:, :, (t - 2) // 3] for t in range(11)]
     alone = grouped_attention(
-        torch.stack(asks, 2), x["k"], x["v"], groups=groups, summaries=sums._replace(q=None),
+        torch.stack(queries, 2), x["k"], x["v"], groups=groups, summaries=sums._replace(q=None),
         visibility=visibility, impl=impl,
     )  # fmt: skip
     torch.testing.assert_close(actual, alone, **EXACT)

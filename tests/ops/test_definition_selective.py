@@ -81,8 +81,8 @@ def by_loops(
                     None if sinks is None else sinks[h].item(),
                 )
             for s in range(selectors):
-                counted = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
-                memory[b, i] += sum(counted) / selectors
+                clipped = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
+                memory[b, i] += sum(clipped) / selectors
     f = torch.tensor(f, dtype=torch.float64)
     return weighted(weights, v.tolist(), group), f[:, :, -1], memory
 
@@ -100,8 +100,8 @@ def test_loops(kind, queries, selector, protect_first):
     options = {"visibility": cases(10)[kind], "protect_first": protect_first, "state": state}
     options |= {"softcap": softcap, "sinks": draw(4) if queries == 4 else None}
     inputs = {} if selector == "head 0" else own
-    meant = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
-    expected = by_loops(q, k, v, **meant, **options)
+    selectors = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
+    expected = by_loops(q, k, v, **selectors, **options)
     for impl in ("reference", "tiled"):
         actual = selective_attention(q, k, v, **inputs, **options, tau=TAU, impl=impl)
         for x, y in zip(actual, expected, strict=True):

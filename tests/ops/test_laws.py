@@ -262,13 +262,13 @@ def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
 
     def function(tokens):
         parts = tokens.split([heads * dim for _, heads, _, dim in widths], dim=2)
-        named = {
+        all_tensors = {
             name: part.unflatten(2, (heads, dim)).transpose(1, 2)
             for name, part, (_, heads, _, dim) in zip(
                 mechanism.per_token, parts, widths, strict=True
             )
         }
-        return mechanism.run(tensors | named, impl, visibility)[0].transpose(1, 2)
+        return mechanism.run(tensors | all_tensors, impl, visibility)[0].transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
 

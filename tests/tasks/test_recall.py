@@ -167,10 +167,10 @@ def test_evaluations():
 
 
 def test_a_row_to_be_read_is_short_and_whole():
-    shown = Recall().shown()
-    answers, facts = read(Recall().decode(shown))
-    assert len(shown) <= 100 and len(answers) == 2 and len(facts) == 2
-    assert len(Recall().tokens(shown)) == len(shown)
+    ids = Recall().shown()
+    answers, facts = read(Recall().decode(ids))
+    assert len(ids) <= 100 and len(answers) == 2 and len(facts) == 2
+    assert len(Recall().tokens(ids)) == len(ids)
 
 
 @pytest.mark.parametrize(

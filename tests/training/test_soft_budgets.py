@@ -135,8 +135,8 @@ def test_answers_are_read_where_only_answers_are_learned():
     labels[0, 250:260] = ids[0, 250:260]
     order = EvictionOrderLoss(model)
     order.draw(labels, 0)
-    chosen = order._queries[order._weights == 2]
-    assert sorted(chosen.tolist()) == list(range(249, 259))
+    rows = order._queries[order._weights == 2]
+    assert sorted(rows.tolist()) == list(range(249, 259))
     order.draw(ids, 0)
     assert (order._weights == 1).all() and order._queries.max() < 299
 

@@ -59,13 +59,13 @@ def _check_calibration(policy: Eviction, layer: Layer) -> None:
     """Raise unless the policy's calibration has a layer of this one's heads."""
     layers, shape = policy.calibration.layers, layer.shape
     own = (shape.heads * layer.queries_per_head, shape.dim)
-    known = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
-    if known != own:
-        what = "no such layer" if known is None else f"{known[0]} query heads of {known[1]}"
+    heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
+    if heads != own:
+        there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"
         raise ValueError(
             f"eviction: {type(policy).__name__} has the calibration of another model: layer "
-            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {what} there; calibrate "
-            "this one with heedful calibrate"
+            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
+            "calibrate this one with heedful calibrate"
         )
 
 

@@ -26,13 +26,13 @@ class HeedfulConfig(PreTrainedConfig):
         about = config_dict.get("heedful")
         inner = about.get("base") if isinstance(about, dict) else None
         plain = (int, float, str, type(None))
-        shown = {
+        common = {
             name: value
             for name, value in (inner if isinstance(inner, dict) else {}).items()
             if isinstance(value, plain)
         }
         own = {name: x for name, x in config_dict.items() if name not in REFUSED_ELSEWHERE}
-        return super().from_dict(shown | own, **options)
+        return super().from_dict(common | own, **options)
 
 
 class HeedfulModel(PreTrainedModel):

@@ -186,8 +186,8 @@ def _with_windows(
     if kind in _AS_MINISTRAL:
         _check_is_ministral(config, family)
         kind, name = "ministral", "MinistralForCausalLM"
-        known = CONFIG_MAPPING[kind]().to_dict()
-        fields = {key: x for key, x in fields.items() if key in known} | {"model_type": kind}
+        defaults = CONFIG_MAPPING[kind]().to_dict()
+        fields = {key: x for key, x in fields.items() if key in defaults} | {"model_type": kind}
     kinds = ["full_attention" if x is None else "sliding_attention" for x in windows]
     fields |= {
         "architectures": [name],

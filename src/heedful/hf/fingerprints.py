@@ -25,11 +25,11 @@ def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ())
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters.
     """
-    named = sorted(parameters.items())
-    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in named)]
+    ordered = sorted(parameters.items())
+    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in ordered)]
     weights = []
     for i in range(_NUMBERS):
-        p = named[i * len(named) // _NUMBERS][1].detach().flatten()
+        p = ordered[i * len(ordered) // _NUMBERS][1].detach().flatten()
         place = int(i * 0.618034 % 1 * p.numel())  # spread evenly, whatever the number of layers
         weights.append(float(f"{p[place].item():.6g}"))
     return {"sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16], "weights": weights}

@@ -82,13 +82,13 @@ def look_into(
     Raises:
         ValueError: as `look`, or a layer is none of the model's.
     """
-    taken, calls = _calls(model, input_ids, layers)
-    return ((index, _look(taken[index], *calls[index], steps)) for index in sorted(taken))
+    modules, calls = _calls(model, input_ids, layers)
+    return ((index, _look(modules[index], *calls[index], steps)) for index in sorted(modules))
 
 
 @torch.no_grad()
 def _calls(
-    model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], wanted: Sequence[int]
+    model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], indices: Sequence[int]
 ) -> tuple[dict[int, Layer], dict[int, tuple]]:
     """The layers by index, and what each was called with."""
     layers_of_model = [getattr(module, NAME, None) for module in model.modules()]
@@ -103,11 +103,11 @@ def _calls(
         )
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"input_ids must be one row [1, T], got {tuple(input_ids.shape)}")
-    for index in wanted:
+    for index in indices:
         if index not in layers:
-            known = ", ".join(map(str, sorted(layers)))
-            raise ValueError(f"layers must be converted ones ({known}), got {index}")
-    layers = {index: layers[index] for index in wanted or layers}
+            names = ", ".join(map(str, sorted(layers)))
+            raise ValueError(f"layers must be converted ones ({names}), got {index}")
+    layers = {index: layers[index] for index in indices or layers}
     calls: dict[int, tuple] = {}
     hooks = [
         layer.register_forward_pre_hook(

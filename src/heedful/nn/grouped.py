@@ -348,8 +348,8 @@ class GroupedAttention(Layer):
         weights = self._weights(groups, features)
         if self.inside is not None:
             parts = features[..., self.weight.out_features :].split(shape.dim, dim=-1)
-            taken = self.outside(member_attention(*parts, groups))
-            more = taken.unflatten(-1, (2, shape.key_heads, shape.dim)).unbind(-3)
+            attended = self.outside(member_attention(*parts, groups))
+            more = attended.unflatten(-1, (2, shape.key_heads, shape.dim)).unbind(-3)
             of_keys, of_values = of_keys + more[0].to(k.dtype), of_values + more[1].to(v.dtype)
         queries = None
         if self.config.queries == "groups":

@@ -201,14 +201,14 @@ def _term(report: _MemoryReport, tau: float) -> Float[Tensor, ""]:
             f"memory() needs whole sequences, and the newest forward pass went on from a cache "
             f"({memory.shape[1]} new of {keys} tokens); call it right after a pass without cache"
         )
-    earlier, document, real = _counted(visibility, memory)
+    earlier, document, real = _counted_rows(visibility, memory)
     needed = (earlier - memory / tau).masked_fill(~real, float("-inf"))
     at = _greatest(needed.detach(), document, real)
     there = at < keys
     return needed.gather(1, at.clamp(max=keys - 1)).where(there, 0).sum() / real.sum().clamp(min=1)
 
 
-def _counted(
+def _counted_rows(
     visibility: Visibility, like: Float[Tensor, "B T"]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Per token: how many it sees before itself, its document's number, whether it is real.

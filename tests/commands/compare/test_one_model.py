@@ -160,8 +160,8 @@ def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(1.0))
     with pytest.raises(Killed):
         trained(tmp_path, memory_loss=0.1)
-    for actual, wanted in zip(grads[0], expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
+    for actual, target in zip(grads[0], expected, strict=True):
+        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-7)
 
 
 def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(with_loss, tmp_path):

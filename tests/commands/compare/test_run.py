@@ -197,8 +197,8 @@ def test_one_process_writes_at_a_time(one_seed):
     try:
         assert holder.stdout.readline() == "held\n"
         before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
-        who = rf"out is in use by process {holder.pid} on {socket.gethostname()} since 20\d\d-"
-        with pytest.raises(ValueError, match=who):
+        message = rf"out is in use by process {holder.pid} on {socket.gethostname()} since 20\d\d-"
+        with pytest.raises(ValueError, match=message):
             compare(replace(PARITY, seeds=2), out)
         assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before
     finally:

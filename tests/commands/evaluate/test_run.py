@@ -49,8 +49,8 @@ class Oracle:
             cities = [x for x in re.findall(r"\w+", question) if x in numbers]
             return " " + " and ".join(numbers[x] for x in cities) + "."
         context, question = prompt.split("<context>")[-1].split("</context>")
-        who = re.search(r"Where is (\w+)\?", question)[1]
-        return re.findall(rf"{who} [a-z ]+ to the (\w+)\.", context)[-1]
+        person = re.search(r"Where is (\w+)\?", question)[1]
+        return re.findall(rf"{person} [a-z ]+ to the (\w+)\.", context)[-1]
 
     def read(self, rows):
         self.count += len(rows)

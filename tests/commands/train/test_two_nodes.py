@@ -40,9 +40,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start_node(rank: int, port: int, *options: str, folder: str = ".") -> psutil.Popen:

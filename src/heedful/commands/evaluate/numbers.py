@@ -283,14 +283,14 @@ def evaluated_table(
         head[5:5] = ["difference", "95 %"]
     body, names = [], labels(line.entry for line in lines)
     for line in lines:
-        cells = [line.task, line.measure.name, names[line.entry], *_written(line, line.estimate)]
+        cells = [line.task, line.measure.name, names[line.entry], *_formatted(line, line.estimate)]
         if others:
             cells += ["", ""] if line.entry == lines[0].entry else _difference(line)
         body.append((*cells, str(line.samples)))
     return format_table(head, body, format, words=3)
 
 
-def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
+def _formatted(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
     unit = " %" if line.measure.percent else ""
     if line.measure.percent:
         value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
@@ -303,7 +303,7 @@ def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[s
 def _difference(line: EvaluationLine) -> list[str]:
     if line.difference is None:
         return ["other samples", "–"]
-    value, ends = _written(line, line.difference, "+")
+    value, ends = _formatted(line, line.difference, "+")
     low, high = line.difference.low, line.difference.high
     return [value + "*" * (low > ROUNDED or high < -ROUNDED), ends]
 

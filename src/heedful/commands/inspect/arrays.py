@@ -78,7 +78,7 @@ def page_data(
             )
         layer_data = layer_arrays(look)
         if cached and index in cached:
-            layer_data["gone"] = _gone(cached[index])
+            layer_data["gone"] = _eviction_steps(cached[index])
         arrays |= {f"{index}/{name}": x for name, x in layer_data.items()}
         layers.append(_about(index, look, layer_data))
         _most_keys(arrays)  # raises as early as can be known
@@ -186,7 +186,7 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
     }
 
 
-def _gone(cached: Tensor) -> np.ndarray:
+def _eviction_steps(cached: Tensor) -> np.ndarray:
     """After which token each one is no longer cached: evicted tokens never come back."""
     count = len(cached)
     times = torch.arange(count)[:, None]

@@ -194,12 +194,14 @@ class LayerCache(AttentionCache):
                     "inputs=LayerInputs(positions=...)"
                 )
             inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
-        shown = self._visibility_of_cached(visibility, self.counters.total - self.counters.pending)
-        self._check_rows(layer, shown)
+        of_cached = self._visibility_of_cached(
+            visibility, self.counters.total - self.counters.pending
+        )
+        self._check_rows(layer, of_cached)
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
-        output, before = self._output(layer, rows, k, v, LastCall(None, shown, scale, inputs))
+        output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
         if self._step is not None:
             self._step.note(q, k[:, :, -q.shape[2] :])
         call = LastCall(q, visibility, scale, inputs._replace(state=before))

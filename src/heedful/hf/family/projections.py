@@ -49,8 +49,8 @@ class Call(NamedTuple):
         if not layer.past_inputs:
             return Tokens(input=took)
         past = None if self.cache is None else self.cache.newest(part, x)
-        known = x.shape[1] + (0 if past is None else past.shape[1])
-        segments = None if self.segments is None else self.segments[:, -known:]
+        count = x.shape[1] + (0 if past is None else past.shape[1])
+        segments = None if self.segments is None else self.segments[:, -count:]
         return Tokens(took, past, segments)
 
 

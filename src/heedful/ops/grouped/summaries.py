@@ -161,5 +161,5 @@ def member_attention(
     logits = logits + share.where(there, 1).log()[..., None, :]
     logits = logits.masked_fill(~there[..., None, :], float("-inf"))
     logits = logits.masked_fill(~there.any(-1)[..., None, None], 0)
-    taken = logits.softmax(-1).to(v.dtype) @ v - v
-    return taken.masked_fill(~there[..., None], 0)
+    received = logits.softmax(-1).to(v.dtype) @ v - v
+    return received.masked_fill(~there[..., None], 0)

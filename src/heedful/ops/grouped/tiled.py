@@ -229,9 +229,9 @@ class _Back(NamedTuple):
     ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R C"]]:
         """Weights, in the place of the logits, and the logits' gradient."""
         weights = _exp_(logits.sub_(self.lse))
-        taken = product(_rows_by_key_head(self.grad, v.shape[1]), v.mT)
-        taken = taken.unflatten(2, (-1, logits.shape[2])).flatten(1, 2)
-        return weights, taken.sub_(self.delta).mul_(weights)
+        gradient = product(_rows_by_key_head(self.grad, v.shape[1]), v.mT)
+        gradient = gradient.unflatten(2, (-1, logits.shape[2])).flatten(1, 2)
+        return weights, gradient.sub_(self.delta).mul_(weights)
 
     def for_units(self, logits: Tensor, own: Int[Tensor, " R"]) -> "_Back":
         """Of rows that ask as one: each row's weights are the unit's times a factor of its own."""

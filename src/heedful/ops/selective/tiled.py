@@ -334,8 +334,8 @@ def attend_backward(
         df = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else widen(dlogits)
         df = df.neg_() if df is not dlogits else -df
         if tau is not None:
-            counted = block.hidden.fill(f <= tau, False)
-            df += counted * (grad_memory[:, None, rows, None] / selectors)
+            unclipped = block.hidden.fill(f <= tau, False)
+            df += unclipped * (grad_memory[:, None, rows, None] / selectors)
         ds = below(df, later[:, :, cut], x.scope.cpu)
         # At zero the slope of the ReLU is one, as in reference.py.
         ds = block.only_active(ds.mul_(block.logits >= 0))
