@@ -174,6 +174,9 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
         paths: as for `corpus`.
         streaming: read a Hugging Face dataset as it arrives, instead of fetching all of it first.
 
+    Returns:
+        The pieces of the texts in order, one at a time.
+
     Raises:
         ValueError: as `corpus` does, when what is wrong is met.
         ImportError: if `hf:` is requested and `datasets` is not installed.

@@ -89,6 +89,9 @@ def peak_memory_mib(code: str) -> float:
 
     Arguments:
         code: Python source that imports torch, prepares its inputs and defines `run()`.
+
+    Returns:
+        The peak in MiB.
     """
     program = f"{code}\n{_MEASURE}"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}

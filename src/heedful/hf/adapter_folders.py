@@ -42,7 +42,7 @@ def save_adapter(
     base: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Save what a converted model has beside its base; `heedful.load(base, adapter=folder)` opens.
+    """Save what a converted model adds to its base, for `heedful.load(base, adapter=folder)`.
 
     Arguments:
         model: converted, or what `heedful.get_peft_model` returned.

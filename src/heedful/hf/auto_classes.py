@@ -52,10 +52,10 @@ class HeedfulModel(PreTrainedModel):
 
 
 def register() -> None:
-    """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing.
+    """Register converted models' checkpoints with transformers' Auto classes; repeats do nothing.
 
-    `heedful.load` and `heedful.convert` do it too. Call it in a process that hands the path of a
-    saved folder to a tool which knows the Auto classes alone.
+    `heedful.load` and `heedful.convert` do this too. Call it in a process that passes the path of a
+    saved folder to a tool which knows only the Auto classes.
     """
     AutoConfig.register(MODEL_TYPE, HeedfulConfig, exist_ok=True)
     for name in AUTO:

@@ -160,7 +160,7 @@ def convert(
 
     Raises:
         ValueError: the model cannot be converted, is converted already, does not fit the mechanism,
-            or fails the proof. The model is left as it was.
+            or fails the verification. The model is left as it was.
     """
     _check_convertible(model)
     check_impl(impl)
@@ -312,6 +312,12 @@ def _own_config(model: PreTrainedModel) -> None:
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `convert`: the model's classes, parameters, settings and outputs are as they were.
+
+    Arguments:
+        model: a converted model.
+
+    Returns:
+        The same object, of its former class.
 
     Raises:
         ValueError: the model is not converted.

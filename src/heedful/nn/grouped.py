@@ -30,7 +30,7 @@ _REFINES = ("mean", "weighted", "channel", "attention")
 
 @dataclass(frozen=True)
 class Grouped:
-    """How tokens are grouped, how a group is summed up, and who asks.
+    """Grouped attention: how tokens are grouped and summarised, and whose query attends.
 
     Arguments:
         grouping: `"fixed"` (every `size` tokens), `"sliding"` (overlapping), `"sentence"` (at
@@ -42,10 +42,11 @@ class Grouped:
         refine: attention inside a group: `"mean"` (none), `"weighted"` (a learned weighted average
             per key head), `"channel"` (per channel) or `"attention"` (self-attention inside the
             group, then weighted).
-        queries: `"tokens"`, or `"groups"` (the literal reading of grouping: the newest complete
-            group asks for its tokens; near tokens are seen by the token's own query).
+        queries: `"tokens"`, or `"groups"` (the literal reading of grouping: distant groups are
+            attended to by the mean query of the newest complete group, near tokens by the token's
+            own).
         closing: ids of the tokens that close a sentence.
-        share: so many layers share one learned grouping, that of the first of them.
+        share: how many consecutive layers share one learned grouping, that of the first of them.
         stride: from one sliding group to the next; default half of `size`. For slots, how many
             groups a block has; default 4.
         shortest, longest: bounds of a sentence or a learned group in tokens; default 1 and four

@@ -48,7 +48,7 @@ class Simplicial:
         window: from how many tokens, the query's own included, j is taken. A narrower window of the
             model's stays, for l too. One longer than a sequence is the whole sequence.
         second_window: from how many tokens l is taken.
-        every: one layer of so many is simplicial, `every - 1`, `2 * every - 1` and so on; the
+        every: one layer in this many is simplicial, `every - 1`, `2 * every - 1` and so on; the
             others are standard ones.
         start: `"random"` draws the projections of k' and v'; `"identity"` adds one to both and
             starts the projections at zero, so that the layer is at first standard attention with

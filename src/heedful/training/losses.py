@@ -133,11 +133,11 @@ class MemoryLoss(_Reports):
     What is counted is the newest forward pass of the model; calling clears it. In a batch of
     several passes (gradient accumulation, pairs of preferences) call after each of them.
 
-    Layers tell by forward hooks, and compute memory while their `tau` is set. `remove()`, or
+    Layers report by forward hooks, and compute memory while their `tau` is set. `remove()`, or
     leaving the `with` block, takes both away. Neither is saved with the model.
 
     Arguments:
-        model: a converted model, or what holds one (an adapter of PEFT, say).
+        model: a converted model, or a wrapper of one, such as PEFT's.
         tau: from which F on a token counts as not needed; the paper has 1.
 
     Raises:
@@ -242,17 +242,17 @@ def _greatest(
 
 
 class GroupingLoss(_Reports):
-    r"""The loss that holds learned groups (`cif`) at their size.
+    r"""The loss that keeps learned groups (`cif`) at their configured size.
 
-    The mean over the layers that make groups of how far the mean size is from the wanted one g:
-    $(g\,\overline{\alpha} - 1)^2$, for the mean weight of a token.
+    It is $(g\,\overline{\alpha} - 1)^2$ for the configured size g and the mean weight of a token,
+    averaged over the layers that make groups.
 
     Training adds it: `loss = model(**batch).loss + grouping()`. What is counted is the newest
-    forward pass; calling clears it. A grouping whose mean size is below half or above twice the
-    wanted one has collapsed, or is about to: the log warns, once until it is back.
+    forward pass; calling clears it. If the mean size falls below half or rises above twice the
+    configured one, the log warns once, until it is back in range.
 
     Arguments:
-        model: a converted model, or what holds one.
+        model: a converted model, or a wrapper of one.
 
     Raises:
         ValueError: no layer of the model learns where its groups end.
