@@ -171,7 +171,7 @@ def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def fingerprint_of_base(model: nn.Module) -> dict:
-    """What tells a base from another one, whatever stands beside its weights."""
+    """What distinguishes a base from another one, whatever is added to its weights."""
     parameters = {}
     for name, parameter in model.named_parameters():
         beside_it = (f".{NAME}.", ".lora_", ".modules_to_save.")

@@ -282,7 +282,7 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
 
 
 def _call_hooks(model: PreTrainedModel, modules: list[Attention]) -> list:
-    """Hooks by which every model inside tells of packed documents, ids and positions.
+    """Hooks by which every model inside reports packed documents, ids and positions.
 
     A head hands them on to the model below it, where masks are made, and has none.
     """

@@ -1,4 +1,4 @@
-"""What tells a model from others, as files beside models have it."""
+"""What distinguishes a model from others, as files beside models record it."""
 
 import hashlib
 import math
@@ -13,14 +13,14 @@ _ROUNDING = 2**-8  # relative: what half precision changes, twice over
 
 
 def fingerprint(model: nn.Module) -> dict:
-    """What tells a converted model from another one, as JSON-ready values."""
+    """What distinguishes a converted model from another one, as JSON-ready values."""
     modules = attention_modules(model)
     layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
     return fingerprint_of(dict(model.named_parameters()), layers)
 
 
 def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:
-    """What tells parameters from others, as JSON-ready values.
+    """What distinguishes parameters from others, as JSON-ready values.
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters.

@@ -125,7 +125,7 @@ def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
 
 
 def set_use_cache(model: PreTrainedModel, settings: dict[str, bool | None]) -> None:
-    """Set what `use_cache_settings` told."""
+    """Set what `use_cache_settings` returned."""
     for name, value in settings.items():
         getattr(model, name).use_cache = value
 

@@ -25,7 +25,7 @@ from heedful.hf.versions import make_ordinary, own_tokens_only
 
 
 class Package(NamedTuple):
-    """A model that an installed package brings.
+    """A model that an installed package contains.
 
     module: the package.
     file: the model's file in it.
@@ -148,7 +148,7 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _packaged(name: str) -> Path:
-    """The file of a model that a package brings, which is not imported for it."""
+    """The file of a model that a package contains, which is not imported for it."""
     package = PACKAGES[name]
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or ():

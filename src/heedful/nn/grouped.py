@@ -232,7 +232,7 @@ class GroupedAttention(Layer):
         return LayerOutput(out, grouping=report)
 
     def _for_role(self, visibility: Visibility | None) -> Visibility | None:
-        """In cross-attention, that the queries are another row's is told by the visibility."""
+        """In cross-attention the visibility says that the queries are another sequence's."""
         if self.shape.role != "cross" or (visibility and visibility.queries is not None):
             return visibility
         return replace(visibility or Visibility(causal=False), queries=Queries())

@@ -109,7 +109,7 @@ class Visibility:
         return {name: x for name, x in tensors.items() if x is not None}
 
     def _check_places(self) -> None:
-        """Raise where positions or queries leave open who sees whom."""
+        """Raise where positions or queries leave open which keys a query sees."""
         if self.mutual is not None and not self.in_place:
             raise ValueError("mutual is not defined beside positions or queries; leave it out")
         if self.queries is None:

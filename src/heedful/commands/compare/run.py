@@ -114,7 +114,7 @@ def compare(
     should_stop: Callable[[], bool] = lambda: False,
     show: Callable[[ComparisonResult], object] = lambda finished: None,
 ) -> list[Record]:
-    """Train everything that is not yet in `out`, and hand over what is finished, to be shown.
+    """Train everything that is not yet in `out`, and return what is finished, for the page.
 
     Writes `config.json`, `results.jsonl` (one line per finished run) and `models/` (the trained
     models, for `heedful.load`). Called again with the same comparison it goes on where it stopped;

@@ -36,7 +36,7 @@ class Answers(Protocol):
     """Who is evaluated."""
 
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
-        """What is written on from each prompt, greedily, at most `room` tokens."""
+        """The greedy continuation of each prompt, at most `room` tokens."""
 
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
         """The likelihoods of each sequence's tokens."""

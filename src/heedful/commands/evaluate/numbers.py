@@ -261,7 +261,8 @@ def _ends(resamples: np.ndarray) -> tuple[float, float]:
 
 
 def labels(entries: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Models and their caches for readers; models by the last part of their names if that tells."""
+    """Models and their caches for readers; models by the last part of their names if it is
+    unique."""
     entries = list(dict.fromkeys(entries))
     models = {model for model, _ in entries}
     short = {model: PurePath(model).name or model for model in models}

@@ -268,7 +268,7 @@ def _name(item: Item) -> tuple[str, str]:
 
 
 def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
-    """Neighbours of one task and room, at most so many."""
+    """Runs of neighbours with one task and one length of reply, at most this many each."""
     several: list[Item] = []
     for item in waiting:
         if several and (

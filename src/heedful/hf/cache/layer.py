@@ -180,7 +180,7 @@ class LayerCache(AttentionCache):
             layer: the layer that this cache belongs to.
             q: queries of the new tokens.
             k, v: what `update` returned.
-            visibility: who sees whom among all tokens so far.
+            visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
         beside = layer.beside(inputs)

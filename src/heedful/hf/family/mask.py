@@ -41,7 +41,7 @@ class AttentionContext(NamedTuple):
     It goes the way of the mask, through the family's own code, so that a layer that is computed
     again in the backward pass gets the same.
 
-    visibility: who sees whom; `None` where the family hands over no mask.
+    visibility: which keys each query sees; `None` where the family passes no mask.
     token_ids, positions: of the tokens of this call.
     keys: how many keys the visibility is about.
     target: which tokens so far of a decoder's sequence are not padding.

@@ -45,7 +45,7 @@ class Call(NamedTuple):
     cache: LayerCache | None = None
 
     def tokens(self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None) -> Tokens:
-        """What the layer is told of the tokens of `x`; the cache keeps the newest of them."""
+        """What the layer knows about the tokens of `x`; the cache keeps the newest of them."""
         if not layer.past_inputs:
             return Tokens(input=took)
         past = None if self.cache is None else self.cache.newest(part, x)

@@ -1,4 +1,4 @@
-"""Grouped attention of a few new queries, as cached decoding asks for: dense over the few rows."""
+"""Grouped attention of a few new queries, as in cached decoding: dense over the few rows."""
 
 import torch
 from jaxtyping import Float

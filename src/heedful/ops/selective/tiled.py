@@ -128,7 +128,7 @@ def operands(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
     window, scale, softcap, dropout_p,
 ) -> Operands:  # fmt: skip
-    """The call's tensors as its blocks take them, and who sees whom.
+    """The call's tensors as its blocks take them, and its visibility.
 
     Keys that nobody hides are zero in `selector_k`, and so is what they select.
     """
