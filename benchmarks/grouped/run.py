@@ -130,11 +130,11 @@ def run_of(
         "final": run.final, "parameters": run.parameters, "seconds": run.seconds,
         "peak_memory_mib": run.peak_memory_mib,
     }  # fmt: skip
-    return line | taken(run.model.eval(), task) | {"environment": environment()}
+    return line | measurements(run.model.eval(), task) | {"environment": environment()}
 
 
 @torch.no_grad()
-def taken(model: torch.nn.Module, task: Task) -> dict:
+def measurements(model: torch.nn.Module, task: Task) -> dict:
     """Groups, score pairs per head and sequence by role, bytes of a cache, and loss by position.
 
     Numbers of groups and pairs are those of each layer, means over the sequences.

@@ -79,8 +79,8 @@ def test_eval_reads_it(capsys):
         model: [x for x in samples if x["model"] == model] for model in ("small.gguf", "plain")
     }
     assert len(values["plain"]) == len(values["small.gguf"]) == 3
-    for one, other in zip(*values.values(), strict=True):
-        assert one | {"model": "plain"} == other
+    for first, second in zip(*values.values(), strict=True):
+        assert first | {"model": "plain"} == second
 
 
 def test_training_begins_with_it(capsys):

@@ -95,8 +95,10 @@ class Browser:
     def _until(self, condition, what: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not condition():
-            left = end - time.monotonic()
-            assert left > 0 and select.select([self._in], [], [], left)[0], f"{what}: no answer"
+            seconds_left = end - time.monotonic()
+            assert seconds_left > 0 and select.select([self._in], [], [], seconds_left)[0], (
+                f"{what}: no answer"
+            )
             data = os.read(self._in, 1 << 20)
             assert data, f"{what}: the browser ended"
             *whole, self._buffer = (self._buffer + data).split(b"\0")

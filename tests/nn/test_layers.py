@@ -368,9 +368,9 @@ def test_selectors():
         attention = own if config.selector == "bilinear" else layer(config)
         actual.append(attention(q, k, v, inputs=LayerInputs(input=hidden)).output)
         torch.testing.assert_close(actual[-1], selected(q, k, v, by), **EXACT)
-    for i, one in enumerate(actual):
+    for i, part in enumerate(actual):
         for other in actual[:i]:
-            assert (one - other).abs().max() > 1e-3, "selectors must differ to be told apart"
+            assert (part - other).abs().max() > 1e-3, "selectors must differ to be told apart"
 
 
 def test_unprotected_first_tokens():

@@ -137,14 +137,14 @@ def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segmen
     actual = module.before_projection(inputs[:, cached:], beside)
     torch.testing.assert_close(actual, expected, **EXACT)
     for part, heads in ROWS.items():
-        one = x[:, :, :heads]
-        before = None if not cached else one[:, :cached]
+        queries = x[:, :, :heads]
+        before = None if not cached else queries[:, :cached]
         expected = convolved(
-            one[:, cached:].flatten(2), module.kernels[part],
+            queries[:, cached:].flatten(2), module.kernels[part],
             None if before is None else before.flatten(2), segments,
         )  # fmt: skip
         beside = Tokens(past=before, segments=segments)
-        actual = module.before_rotation(part, one[:, cached:], beside)
+        actual = module.before_rotation(part, queries[:, cached:], beside)
         assert actual.shape == (2, new, heads, 6)
         torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
 

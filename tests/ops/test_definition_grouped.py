@@ -117,10 +117,10 @@ def by_loops(x, groups, case, features, visibility, window, asking) -> Tensor:
                     logits.append(score + x["beta"][h].item() * size)
                     values.append(vbar[j])
                 for i in range(TOKENS):
-                    left = 1 - sum(shares[j].get(i, 0.0) for j in away)
-                    if i in number and sees(b, t, i) and left > 1e-9:
+                    remainder = 1 - sum(shares[j].get(i, 0.0) for j in away)
+                    if i in number and sees(b, t, i) and remainder > 1e-9:
                         score = dot(q[b, h, t].tolist(), k[b, e, i].tolist()) / 6**0.5
-                        logits.append(score + math.log(left))
+                        logits.append(score + math.log(remainder))
                         values.append(v[b, e, i])
                 for p, value in zip(softmax(logits), values, strict=True):
                     out[b, h, t] += p * value

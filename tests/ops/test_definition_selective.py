@@ -181,8 +181,8 @@ def test_a_selector_that_starts_at_zero_hides_nothing_and_can_learn(impl):
 def test_f_is_summed_in_fp32_for_half_precision(impl):
     """Each of 2047 queries adds one; a total in bfloat16 would stop at 256."""
     tokens = 2048
-    one = torch.ones(1, 1, tokens, 1, dtype=torch.bfloat16)
-    actual = selective_attention(one, one, one, tau=1.0, impl=impl)
+    ones = torch.ones(1, 1, tokens, 1, dtype=torch.bfloat16)
+    actual = selective_attention(ones, ones, ones, tau=1.0, impl=impl)
     assert actual.state.dtype == torch.float32
     expected = torch.arange(tokens - 1, -1, -1).float()
     expected[0] = 0

@@ -258,9 +258,9 @@ def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
     # What is not read cannot spoil anything.
     x["v"][:, :, columns : 3 * columns] = float("nan")
     last = slice((queries - 1) // rows * rows, queries)
-    read = run(selective_attention_fused, x, **options, skip=False)["output"][:, :, last]
-    left = run(selective_attention_fused, x, **options)["output"][:, :, last]
-    assert read.isnan().all() and left.isfinite().all()
+    full = run(selective_attention_fused, x, **options, skip=False)["output"][:, :, last]
+    skipping = run(selective_attention_fused, x, **options)["output"][:, :, last]
+    assert full.isnan().all() and skipping.isfinite().all()
 
 
 @pytest.mark.parametrize(("hidden", "own", "reach"), [(150, 0, 100), (500, 1000, 3)])

@@ -95,9 +95,9 @@ def test_the_loss_is_its_formula(family, monkeypatch):
                 for h in range(q.shape[1]):
                     weights = maps[row, h, i]
                     values = v[row, h // (q.shape[1] // k.shape[1])]
-                    left = (weights * share).sum()
-                    log_share += left.log() / q.shape[1]
-                    difference = (weights * share / left - weights) @ values
+                    remaining = (weights * share).sum()
+                    log_share += remaining.log() / q.shape[1]
+                    difference = (weights * share / remaining - weights) @ values
                     error += difference.square().sum()
                     size[row] += (weights @ values).square().sum() / 9
                 of_queries[row].append((log_share, error))

@@ -203,11 +203,11 @@ def moves(slots: Int[Tensor, "B m"], count: int) -> Moves:
     What stays of the last m slots goes into the holes before them, in the holes' order. The other
     slots to evict are last slots themselves: what is moved there is dropped with them.
     """
-    left = count - slots.shape[1]
+    size = count - slots.shape[1]
     evicted = torch.zeros(len(slots), count, dtype=torch.bool, device=slots.device)
-    source = left + evicted.scatter_(1, slots, True)[:, left:].int().argsort(dim=1, stable=True)
+    source = size + evicted.scatter_(1, slots, True)[:, size:].int().argsort(dim=1, stable=True)
     keep = torch.arange(count, device=slots.device).repeat(len(slots), 1)
-    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :left])
+    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :size])
 
 
 def attention_received(

@@ -40,16 +40,16 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._kept: dict = {}
+        self._values: dict = {}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept
+        return key in self._values
 
     def __getitem__(self, key: object) -> object:
-        return self._kept[key]
+        return self._values[key]
 
     def __setitem__(self, key: object, value: object) -> None:
-        self._kept[key] = value
+        self._values[key] = value
 
 
 class LayerInputs(NamedTuple):

@@ -59,8 +59,8 @@ class _Reports:
     def _read(self, args: tuple[Tensor, ...], kwargs: dict, output: LayerOutput):
         raise NotImplementedError
 
-    def _taken(self) -> list:
-        """What the newest forward pass has left, which is forgotten."""
+    def _collected(self) -> list:
+        """The reports of the newest forward pass, which are then discarded."""
         reports, self._reports = self._reports, []
         if not self._hooks:
             name = type(self).__name__
@@ -180,7 +180,7 @@ class MemoryLoss(_Reports):
             ValueError: there was no forward pass since the last call, or the newest one went on
                 from a cache, so that sequences are not whole.
         """
-        reports = self._taken()
+        reports = self._collected()
         terms = [_term(report, self.tau).to(reports[0].memory.device) for report in reports]
         return torch.stack(terms).mean()
 
@@ -282,7 +282,7 @@ class GroupingLoss(_Reports):
         Raises:
             ValueError: there was no forward pass of whole sequences since the last call.
         """
-        reports = self._taken()
+        reports = self._collected()
         losses = [report.loss.to(reports[0].loss.device) for report in reports]
         self.sizes = torch.stack([r.size.detach().to(losses[0].device) for r in reports]).tolist()
         for number, (size, report) in enumerate(zip(self.sizes, reports, strict=True)):

@@ -200,8 +200,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(load_result.missing_keys)
         loaded = {id(p) for name, p in weights.items() if name not in missing}
-        left = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
-        super().warn_of_missing(load_result._replace(missing_keys=left))
+        names = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super().warn_of_missing(load_result._replace(missing_keys=names))
 
     def write_checkpoint(self, *args, **kwargs) -> None:
         try:

@@ -152,9 +152,9 @@ def test_rows_hold_their_largest_entries(mechanism, count):
             entries = np.take_along_axis(whole.numpy(), np.where(there, keys, 0), -1)
             np.testing.assert_allclose(shares[there], entries[there], rtol=HALF, atol=2**-24)
             # None that is left out is larger than one that is there.
-            left = np.sort(whole.abs().numpy(), -1)[..., : count - keys.shape[-1]]
-            if left.size:
-                assert (left[..., -1] <= np.abs(entries).min(-1) + 1e-7).all()
+            omitted = np.sort(whole.abs().numpy(), -1)[..., : count - keys.shape[-1]]
+            if omitted.size:
+                assert (omitted[..., -1] <= np.abs(entries).min(-1) + 1e-7).all()
             first = data.arrays[f"{index}/{number}/first"]
             np.testing.assert_array_equal(first, whole[..., 0].half().numpy())
             others = whole[..., 1:].abs().sum(-1)
@@ -175,9 +175,9 @@ def test_hidden_since_is_where_F_passes_its_bounds():
     for index, layer in look_into(model, ids):
         f = layer.hiding.double().cumsum(1) - layer.hiding  # for query t, of what is before it
         since = data.arrays[f"{index}/since"]
-        for level, left in enumerate(LEFT):
+        for level, share in enumerate(LEFT):
             for j in range(40):
-                past = [t for t in range(40) if f[0, t, j] >= -math.log(left) - 1e-12]
+                past = [t for t in range(40) if f[0, t, j] >= -math.log(share) - 1e-12]
                 assert since[level, 0, j] == (past[0] if past else 40)
                 late += 0 < since[level, 0, j] < 40
         np.testing.assert_allclose(

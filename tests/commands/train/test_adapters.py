@@ -59,8 +59,8 @@ def test_a_killed_adapter_run_goes_on_to_the_same_bits(options):
     files = sorted(os.listdir("killed/unfinished/state/checkpoint-3"))
     assert "trained.safetensors" in files and "model.safetensors" not in files
     quietly(replace(options, out="killed"))
-    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, resumed = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_what_the_base_predicts_is_learned_and_not_the_text(options):
@@ -108,8 +108,10 @@ def test_a_frozen_base_is_held_in_half_precision(options):
 def test_training_resumes_from_an_adapter(options):
     quietly(options)
     quietly(replace(options, model="run", out="further", seed=1))
-    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "further"))
-    assert one.keys() == other.keys() and any(not torch.equal(one[x], other[x]) for x in one)
+    first, further = (load_file(f"{x}/adapter.safetensors") for x in ("run", "further"))
+    assert first.keys() == further.keys() and any(
+        not torch.equal(first[x], further[x]) for x in first
+    )
     assert json.loads(Path("further/adapter.json").read_text())["base"]["name"] == "base"
 
 

@@ -304,11 +304,11 @@ def _hiding(exhibit: HidingExhibit) -> str:
     total = array("accumulated", exhibit.accumulated, count)
     spans = []
     for token, f in zip(exhibit.tokens, total, strict=True):
-        left = math.exp(-max(f, 0.0))
-        tag = "s" if left < _GONE else "span"
+        share = math.exp(-max(f, 0.0))
+        tag = "s" if share < _GONE else "span"
         end = "<br>" if "\n" in token else ""
         spans.append(
-            f"<{tag} style='--hid:{100 * (1 - left):.0f}%' title='F = {f:.2f}, {left:.1%} left'>"
+            f"<{tag} style='--hid:{100 * (1 - share):.0f}%' title='F = {f:.2f}, {share:.1%} left'>"
             f"{html.escape(visible(token))}</{tag}>{end}"
         )
     pairs = np.argwhere(hiding > 0)

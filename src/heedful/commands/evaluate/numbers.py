@@ -243,12 +243,12 @@ def _value(
         if rng is None:
             tops, bottoms = top.sum(), bottom.sum()
         else:
-            count, parts, left = len(top), [], RESAMPLES
-            while left:
-                size = min(left, max(1, _AT_ONCE // count))
+            count, parts, remaining = len(top), [], RESAMPLES
+            while remaining:
+                size = min(remaining, max(1, _AT_ONCE // count))
                 times = rng.multinomial(count, np.full(count, 1 / count), size=size)
                 parts.append((times @ top, times @ bottom))
-                left -= size
+                remaining -= size
             tops, bottoms = (np.concatenate(x) for x in zip(*parts, strict=True))
         with np.errstate(over="ignore"):  # of a model that knows nothing of the text
             values.append(measure.of(tops / bottoms))

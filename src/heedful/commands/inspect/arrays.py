@@ -176,7 +176,7 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
     count = hiding.shape[-1]
     total = hiding.double().cumsum(1)  # [Hs, p, j]: F of token j for the query after p
     # F never falls, so how many rows are below a bound tells which is the first that is not.
-    rows = [(total < -math.log(left)).sum(1) + 1 for left in LEFT]
+    rows = [(total < -math.log(share)).sum(1) + 1 for share in LEFT]
     amounts, keys = hiding.topk(min(_HIDINGS, count), dim=-1)
     return {
         "since": torch.stack(rows).clamp(max=count).numpy().astype(np.uint16),

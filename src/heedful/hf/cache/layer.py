@@ -360,11 +360,11 @@ class LayerCache(AttentionCache):
         self, layer: Layer, undo: Undo, visibility: Visibility, count: int
     ) -> Float[Tensor, "B S n"]:
         """The running state without the newest `count` recorded tokens, which are dropped."""
-        left = undo.tokens - count
-        inputs = undo.call.inputs.before(count, left)
+        remaining = undo.tokens - count
+        inputs = undo.call.inputs.before(count, remaining)
         return layer(
-            self._queries.rows[:, :, -left:], self.keys, self.values, scale=undo.call.scale,
-            visibility=self._visibility_of_cached(visibility, self.counters.total - left),
+            self._queries.rows[:, :, -remaining:], self.keys, self.values, scale=undo.call.scale,
+            visibility=self._visibility_of_cached(visibility, self.counters.total - remaining),
             inputs=inputs._replace(beside=self._tokens.beside.contents),
         ).state  # fmt: skip
 

@@ -235,8 +235,8 @@ class SummaryCache(AttentionCache):
         self._state = undo.state
         if anew:
             visibility = undo.visibility.part(0, self.counters.total)
-            left = undo.tokens.part(0, undo.tokens.count - count)
-            after, groups, _ = self._appended(layer, undo.state, left, visibility, undo.inputs)
+            remaining = undo.tokens.part(0, undo.tokens.count - count)
+            after, groups, _ = self._appended(layer, undo.state, remaining, visibility, undo.inputs)
             self._state = after.without_far(groups.first)
 
     # Batches, devices, bytes.
