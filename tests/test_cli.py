@@ -202,7 +202,7 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
     assert "BROKEN" in printed and "all works" not in printed
 
 
-def test_the_version_can_be_asked_for(capsys):
+def test_the_version_is_printed(capsys):
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"heedful {heedful.__version__}\n"
 
@@ -309,7 +309,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
     assert f"stopped: 0 finished runs and {state}; the same command goes on there" in rest
 
 
-def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
+def test_sigterm_saves_as_ctrl_c_does(tmp_path, monkeypatch):
     def endless(*arguments, should_stop, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)

@@ -301,7 +301,7 @@ def test_tables_are_those_of_the_results():
     assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
 
 
-def test_what_made_a_table_is_told_whole():
+def test_the_command_of_a_table_is_printed_whole():
     """One command in its line, several in a list that no empty line ends."""
     first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
              "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip

@@ -126,7 +126,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
+def test_nothing_of_the_size_of_a_map_is_allocated(monkeypatch):
     """The largest tensors grow as T does, in the operators themselves."""
     monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
     narrow = {"dim": 2, "value_dim": 2, "selector_dim": 2}  # beside which a map would be large

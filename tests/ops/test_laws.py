@@ -325,7 +325,7 @@ def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
 
 @pytest.mark.parametrize("mechanism", [*filterfalse(joins_neighbours, MECHANISMS)], ids=str)
 @each_impl
-def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
+def test_keys_may_lie_anywhere_with_their_positions(mechanism, impl):
     """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
     tensors, fewer, evicted, rest = with_evicted_keys(mechanism)
     whole = mechanism.run(tensors, impl, Visibility(padding=rest[None], window=60))

@@ -146,7 +146,7 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
     assert mechanisms_named(alone) == {nothing: None}
 
 
-def test_what_a_model_learned_is_told_by_layer_and_kind(run):
+def test_what_a_model_learned_is_reported_by_layer_and_kind(run):
     from heedful.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()

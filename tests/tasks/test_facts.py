@@ -24,7 +24,7 @@ def texts(number: int, chat=spell, length: int = 400, seed: int = 0):
     return [next(documents) for _ in range(number)]
 
 
-def test_the_answers_are_where_they_are_said_to_be_and_follow_from_the_text():
+def test_answers_are_at_their_places_and_follow_from_the_text():
     documents = texts(60)
     assert all(count(x.text) <= 400 for x in documents)
     for x in documents:

@@ -191,7 +191,7 @@ def test_bad_configurations(fields, message):
         Recall(**fields)
 
 
-def test_the_least_length_that_is_said_always_suffices():
+def test_the_least_length_in_the_message_always_suffices():
     few = {"names": 4, "references": 2, "questions": 2}
     with pytest.raises(ValueError) as refused:
         Recall(length=1, **few)

@@ -49,7 +49,7 @@ def push(model, by: float) -> list[torch.nn.Module]:
     return groupings
 
 
-def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
+def test_a_collapsed_grouping_is_reported_once_until_it_is_back(caplog):
     model, ids = converted("cif"), tokens(4, 120)
 
     def warnings() -> int:

@@ -126,7 +126,7 @@ def test_a_key_out_of_the_window_is_not_needed(way):
     assert term < by_loops(recorded, WAYS[way], 1.0)
 
 
-def test_the_wrong_factors_of_others_are_told_apart():
+def test_the_wrong_factors_of_others_are_distinguished():
     """Nearly everything is needed, so the term is near 1: not L times it, nor a tenth of it."""
     model = selective()
     memory, recorded = heedful.MemoryLoss(model), Recorded(model)

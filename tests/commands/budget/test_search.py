@@ -315,7 +315,7 @@ def _first(path: Path) -> dict:
     return identity
 
 
-def test_another_search_is_refused_unless_told(searched):
+def test_another_search_is_refused_without_restart(searched):
     folder, first = searched
     before = files_of(folder)
     for options, message in (

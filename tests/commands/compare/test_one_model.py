@@ -209,7 +209,7 @@ def test_a_changed_text_is_another_run(tmp_path):
         begin()
 
 
-def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_costs_no_earlier_save(tmp_path, monkeypatch):
     killed_at(4, tmp_path, HYPERPARAMETERS, save_seconds=0)
 
     def full(*_):
@@ -224,7 +224,7 @@ def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
     assert steps[0] == 4
 
 
-def test_a_diverged_model_is_said(tmp_path):
+def test_a_diverged_model_is_reported(tmp_path):
     hyperparameters = replace(HYPERPARAMETERS, learning_rate=1e30)
     with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:
         trained(tmp_path / "run", mechanism=Standard(), hyperparameters=hyperparameters)

@@ -227,7 +227,7 @@ def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
     )
 
 
-def test_one_name_for_two_configurations_is_said():
+def test_one_name_for_two_configurations_is_reported():
     def run_of(task: str, every: int) -> Record:
         return run("mta", task=task, config={"mechanism": {"conv": [6, 11], "conv_every": every}})
 

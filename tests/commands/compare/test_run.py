@@ -94,7 +94,7 @@ def test_the_summary_has_a_line_for_every_run(finished):
     assert "process peak MiB" in text
 
 
-def test_another_comparison_does_not_mix_in_and_what_differs_is_said(finished):
+def test_another_comparison_does_not_mix_in_and_the_difference_is_named(finished):
     out, _ = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     message = r"another comparison: tasks\.blocks\.budget\.batch was 2 and is 3 now; .*choose anoth"

@@ -177,7 +177,7 @@ def test_recall_is_scored_by_kind_of_question():
     assert alone <= 2 * 64 * row + 2 * 16 * 4
 
 
-def test_what_is_held_is_drawn_over_time():
+def test_cached_tokens_are_drawn_over_time():
     model = from_scratch(Text(length=64), Selective(), Size(16, 2, 2), 0)
     maps = cached_over_time(model, torch.randint(0, 256, (1, 40)), MostHidden(tokens=14))
     assert list(maps) == [0, 1]

@@ -190,7 +190,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_characters_of_several_bytes_are_told_whole():
+def test_characters_of_several_bytes_are_printed_whole():
     """And what comes is what was decoded, also where it ends within a character."""
     from heedful.commands.generate.run import _Streamer
 

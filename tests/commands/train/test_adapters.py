@@ -95,7 +95,7 @@ def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_a_frozen_base_is_held_in_half_precision(options):
+def test_a_frozen_base_is_in_half_precision(options):
     recipe = options.filled(True)._replace(targets="base")  # with a teacher
     start = starting_point(options, recipe, Path("none"), half=True)
     kinds = {".heedful." in name: p.dtype for name, p in start.model.named_parameters()}

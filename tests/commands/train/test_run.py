@@ -133,7 +133,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
     assert same("run", "whole") and log("run") == log("whole")
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(options):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(options):
     quietly(replace(options, out="whole"))
     for steps in (4, 3):
         with pytest.raises(Stopped):
