@@ -60,5 +60,5 @@ for name, model in (("stock", stock(args.model)), ("selective", heedful.load("se
     cache = heedful.new_cache(model)
     options = {"prefill_chunk_size": 64, "do_sample": False, "max_new_tokens": 40}
     output = model.generate(ids, cache=cache, **options)
-    print(f"{name}: {cache.nbytes / 1024:.0f} KiB held for {output.shape[1]} tokens")
+    print(f"{name}: {cache.nbytes / 1024:.0f} KiB cached for {output.shape[1]} tokens")
     print(tokenizer.decode(output[0, ids.shape[1] :]))
