@@ -94,7 +94,7 @@ def test_offloaded_is_not_offloaded(name, family, beams, moves):
     actual = generated(model, ids, num_beams=beams, cache_implementation="offloaded")
     assert torch.equal(actual, expected)
     # Of three layers each leaves at each of the six calls, and comes back before the next.
-    assert moves.places.count("away") == 3 * 6 and moves.seen.count("back") >= 3 * 5
+    assert moves.places.count("away") == 3 * 6 and moves.places.count("back") >= 3 * 5
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
