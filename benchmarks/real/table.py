@@ -36,6 +36,7 @@ NAMES = {
     "window": "window",
     "triattention": "TriAttention",
     "lowest-gate": "LowestGate",
+    "lowest-gate-recent": "LowestGate, half of them the newest",
     "most-hidden": "MostHidden",
     "by-layer": "MostHidden, budgets by layer",
     "tova-by-layer": "TOVA, the same budgets",
