@@ -12,8 +12,8 @@ MODELS = {
     "adapters/smollm2-135m-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
-    "runs/evict-r4": "trained under the budgets too, rank 4",
-    "runs/evict-0": "trained under the budgets too, rank 8",
+    "runs/evict-r4": "trained under the budgets too",
+    "runs/evict-0": "the same, rank 8",
 }
 LABELS = {
     "below 32": "9 to 32 tokens",
