@@ -115,5 +115,6 @@ def real_short() -> str:
 BLOCKS = {
     "real-short": real_short,
     "real-1024": lambda: real_cache(1024),
+    "real-2048": lambda: real_cache(2048),
     "real-kept": kept_kinds,
 }
