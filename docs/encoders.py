@@ -54,9 +54,9 @@ def tiny(kind: str) -> PreTrainedModel:
     paired = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     auto = AutoModelForSeq2SeqLM if paired else AutoModelForMaskedLM
     fixes = copy.deepcopy(FIXES.get(kind, {})) | (PAIRED if paired else {"is_decoder": False})
-    known = CONFIG_MAPPING[kind]().to_dict()
-    fixes |= {name: 0.0 for name in known if "dropout" in name or name.endswith("layerdrop")}
-    fixes |= {"attn_logit_softcapping": None} if "attn_logit_softcapping" in known else {}
+    defaults = CONFIG_MAPPING[kind]().to_dict()
+    fixes |= {name: 0.0 for name in defaults if "dropout" in name or name.endswith("layerdrop")}
+    fixes |= {"attn_logit_softcapping": None} if "attn_logit_softcapping" in defaults else {}
     sub = CONFIG_MAPPING[kind].sub_configs
     fixes |= {name: {"attn_logit_softcapping": None, "dropout_rate": 0.0} for name in sub}
     config = small(CONFIG_MAPPING[kind], **fixes)
@@ -78,7 +78,7 @@ def ways(model: PreTrainedModel, ids: Tensor, target: Tensor) -> dict[str, Calla
     left[1, :5], right[1, -5:], ended[1, -4:] = 0, 0, 0
     paired = model.config.is_encoder_decoder
 
-    def called(mask: Tensor | None, of_target: Tensor | None = None) -> Tensor:
+    def logits_of(mask: Tensor | None, of_target: Tensor | None = None) -> Tensor:
         rows = {"decoder_input_ids": target, "decoder_attention_mask": of_target} if paired else {}
         rows |= {"use_cache": False} if paired else {}
         out = model(input_ids=ids, attention_mask=mask, **rows).logits
@@ -88,7 +88,7 @@ def ways(model: PreTrainedModel, ids: Tensor, target: Tensor) -> dict[str, Calla
     def trained() -> Tensor:
         model.train()
         try:
-            return called(right)
+            return logits_of(right)
         finally:
             model.eval()
 
@@ -97,14 +97,14 @@ def ways(model: PreTrainedModel, ids: Tensor, target: Tensor) -> dict[str, Calla
         return model.generate(ids, attention_mask=right, **options)
 
     calls = {
-        "no mask": lambda: called(None),
-        "left padding": lambda: called(left),
-        "right padding": lambda: called(right),
+        "no mask": lambda: logits_of(None),
+        "left padding": lambda: logits_of(left),
+        "right padding": lambda: logits_of(right),
         "training": trained,
     }
     if paired:
         calls |= {
-            "padding of the target": lambda: called(right, ended),
+            "padding of the target": lambda: logits_of(right, ended),
             "generate": lambda: generated(True),
             "generate without a cache": lambda: generated(False),
         }

@@ -30,7 +30,7 @@ def on_page_markdown(markdown, page, config, files):
     """
     here = Path(page.file.abs_src_path).parent
     markdown = re.sub(r"^```(\w+) .*$", r"```\1", markdown, flags=re.MULTILINE)
-    known = {file.src_uri for file in files}
+    pages = {file.src_uri for file in files}
 
     def moved(match: re.Match) -> str:
         name, target, anchor = match[1], match[2], match[3] or ""
@@ -41,7 +41,7 @@ def on_page_markdown(markdown, page, config, files):
             where = path.relative_to(ROOT / "docs").as_posix()
         else:
             where = path.relative_to(ROOT).as_posix()
-        if where not in known:
+        if where not in pages:
             return name
         up = "../" * page.file.src_uri.count("/")
         return f"[{name}]({up}{where}{anchor})"

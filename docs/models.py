@@ -185,15 +185,15 @@ def ways(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]
     left, right = ones.clone(), ones.clone()
     left[1, :5], right[1, -5:] = 0, 0
 
-    def called(mask: Tensor | None, **options: object) -> Tensor:
+    def logits_of(mask: Tensor | None, **options: object) -> Tensor:
         out = model(input_ids=ids, attention_mask=mask, **options).logits
         return out if mask is None else out[mask.bool()]
 
     def in_steps() -> Tensor:
-        cache, done, parts = None, 0, []
+        cache, position, parts = None, 0, []
         for piece in ids.split([5, 1, 3, 1, 7], dim=1):
-            done += piece.shape[1]
-            mask = left[:, :done]
+            position += piece.shape[1]
+            mask = left[:, :position]
             options = {"attention_mask": mask, "use_cache": True} | cache_argument(model, cache)
             if takes_positions(model):
                 positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -212,15 +212,15 @@ def ways(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor]]
     def trained() -> Tensor:
         model.train()
         try:
-            return called(left, use_cache=False)
+            return logits_of(left, use_cache=False)
         finally:
             model.eval()
 
     return {
-        "no mask": lambda: called(None),
-        "all-ones mask": lambda: called(ones),
-        "left padding": lambda: called(left),
-        "right padding": lambda: called(right),
+        "no mask": lambda: logits_of(None),
+        "all-ones mask": lambda: logits_of(ones),
+        "left padding": lambda: logits_of(left),
+        "right padding": lambda: logits_of(right),
         "training": trained,
         "cached steps": in_steps,
         "generate": lambda: generated(True),
@@ -232,12 +232,12 @@ def packed(model: PreTrainedModel, ids: Tensor) -> dict[str, Callable[[], Tensor
     """Logits of two documents of 7 and 10 tokens in one sequence, in each way of calling it."""
     positions = torch.cat([torch.arange(7), torch.arange(10)])[None]
 
-    def called(**options: object) -> Tensor:
+    def logits_of(**options: object) -> Tensor:
         return model(input_ids=ids[:1], position_ids=positions, **options).logits
 
     return {
         f"packed, {'with' if cache else 'no'} cache, {'no' if mask is None else 'all-ones'} mask": (
-            partial(called, use_cache=cache, attention_mask=mask)
+            partial(logits_of, use_cache=cache, attention_mask=mask)
         )
         for cache in (False, True)
         for mask in (None, torch.ones_like(ids[:1]))
@@ -285,7 +285,7 @@ def attempt(kind: str) -> Row:
         expected |= dict.fromkeys(packed(model, ids), apart(model, ids))
     else:
         cannot.append("packed documents (it takes no positions)")
-    known, notes = {}, []
+    refusals, notes = {}, []
     for mechanism in ("standard", "mta", "selective"):
         try:
             conversion = heedful.convert(model, IDENTITIES.get(mechanism, mechanism))
@@ -302,8 +302,8 @@ def attempt(kind: str) -> Row:
         only = "" if mechanism == "standard" else f"{mechanism}: "
         if len(refused) == len(expected):
             return Row(kind, "refused", only + next(iter(refused.values())))
-        more = {name: why for name, why in refused.items() if known.get(name) != why}
-        known |= refused
+        more = {name: why for name, why in refused.items() if refusals.get(name) != why}
+        refusals |= refused
         notes += [only + note for note in partly(more)]
     if cannot:
         notes.append(f"the unconverted model cannot: {', '.join(cannot)}")

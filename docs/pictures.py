@@ -264,9 +264,9 @@ def multi_token() -> Figure:
     axes.set_xlabel("key offset", fontsize=9)
     axes.set_aspect("equal")
     for number, (name, axes) in enumerate(grid.items()):
-        shown = steps[name][0, 0, -2:]
+        newest = steps[name][0, 0, -2:]
         visible = visible_mask[0, 0, -2:]
-        _cells(axes, shown, 10 if number < 2 else 1.2, words[-2:], words, visible)
+        _cells(axes, newest, 10 if number < 2 else 1.2, words[-2:], words, visible)
         axes.set_title(name, fontsize=10, loc="left", pad=3)
         if number < 3:
             axes.set_xticklabels([])
@@ -339,7 +339,7 @@ def differential() -> Figure:
     second = first - weights(1.0)
     figure = Figure(figsize=(7.6, 2.9), layout="constrained", facecolor="white")
     visible = torch.ones(count, count).tril().bool()
-    for axes, (title, shown) in zip(
+    for axes, (title, values) in zip(
         figure.subplots(1, 3),
         {
             "first map": first,
@@ -348,7 +348,7 @@ def differential() -> Figure:
         }.items(),
         strict=True,
     ):
-        _cells(axes, shown, 1, None, None, visible, text=False, signed=True)
+        _cells(axes, values, 1, None, None, visible, text=False, signed=True)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("key", fontsize=9)
         axes.set_ylabel("query" if title == "first map" else "", fontsize=9)
@@ -368,18 +368,18 @@ def groups() -> Figure:
     weights = torch.tensor([[alpha.get(word, 0.4) for word in words]])
     small = ("the", "a", "on", ".")
     weight = torch.tensor([[[3.0 * (word not in small)] for word in words]])
-    shown = {
+    maps = {
         "fixed\nsize 4": fixed_groups(4, count),
         "sliding\nsize 4, stride 2": sliding_groups(4, 2, count),
         "sentence\ncloses at “.”": sentence_groups(ids, (1,)),
         "cif\nweights fill a group": cif_groups(weights),
         "slots\nclusters of a block": slot_groups(weight, block=8, slots=2),
     }
-    lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in shown]
+    lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in maps]
     figure = Figure(figsize=(7.6, 4.1), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(hspace=0.06)
-    all_axes = figure.subplots(len(shown), 1, sharex=True, height_ratios=lanes)
-    for axes, (name, grouping), height in zip(all_axes, shown.items(), lanes, strict=True):
+    all_axes = figure.subplots(len(maps), 1, sharex=True, height_ratios=lanes)
+    for axes, (name, grouping), height in zip(all_axes, maps.items(), lanes, strict=True):
         for number, shares in enumerate(memberships(grouping)[0].T):
             odd = number // height % 2
             colours, deepest = colormaps["Oranges" if odd else "Purples"], 0.4 if odd else 0.5
@@ -452,23 +452,23 @@ def grouped() -> Figure:
     return figure
 
 
-def _cells(axes, shown, top, rows, columns, visible=None, text=True, signed=False) -> None:
+def _cells(axes, matrix, top, rows, columns, visible=None, text=True, signed=False) -> None:
     """A map as cells, orange below zero and purple above; unseen cells are grey."""
-    shown = shown.detach().clone()
+    matrix = matrix.detach().clone()
     if visible is not None:
-        shown[~visible] = float("nan")
+        matrix[~visible] = float("nan")
     colours, low = ("PuOr", -top) if signed else ("Purples", 0)
     norm = Normalize(low, top)
-    axes.imshow(shown, cmap=colours, norm=norm, aspect="auto", interpolation="none")
+    axes.imshow(matrix, cmap=colours, norm=norm, aspect="auto", interpolation="none")
     axes.set_facecolor(GREY)
     axes.tick_params(length=0, pad=3, labelsize=9)
-    size = 9 if max(shown.shape) < 16 else 8
-    axes.set_xticks(range(shown.shape[1]), columns or [""] * shown.shape[1], fontsize=size)
-    axes.set_yticks(range(shown.shape[0]), rows or [""] * shown.shape[0], fontsize=size)
+    size = 9 if max(matrix.shape) < 16 else 8
+    axes.set_xticks(range(matrix.shape[1]), columns or [""] * matrix.shape[1], fontsize=size)
+    axes.set_yticks(range(matrix.shape[0]), rows or [""] * matrix.shape[0], fontsize=size)
     for side in axes.spines.values():
         side.set_color("#bbbbbb")
     if text:
-        for row, values in enumerate(shown.tolist()):
+        for row, values in enumerate(matrix.tolist()):
             for column, value in enumerate(values):
                 if abs(value) >= 0.015:
                     label = f"{value:.2f}".rstrip("0").rstrip(".")

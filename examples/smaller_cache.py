@@ -59,6 +59,6 @@ for name, model in (("stock", stock(args.model)), ("selective", heedful.load("se
         heedful.convert(model, "standard")  # the same attention, under a cache that tells its bytes
     cache = heedful.new_cache(model)
     options = {"prefill_chunk_size": 64, "do_sample": False, "max_new_tokens": 40}
-    written = model.generate(ids, cache=cache, **options)
-    print(f"{name}: {cache.nbytes / 1024:.0f} KiB held for {written.shape[1]} tokens")
-    print(tokenizer.decode(written[0, ids.shape[1] :]))
+    output = model.generate(ids, cache=cache, **options)
+    print(f"{name}: {cache.nbytes / 1024:.0f} KiB cached for {output.shape[1]} tokens")
+    print(tokenizer.decode(output[0, ids.shape[1] :]))

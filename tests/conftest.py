@@ -63,8 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others += [item for item in items if not in_share(item.nodeid, number, shares)]
     if others:
         config.hook.pytest_deselected(items=others)
-        left = set(items) - set(others)
-        items[:] = [item for item in items if item in left]
+        deselected = set(items) - set(others)
+        items[:] = [item for item in items if item in deselected]
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ HEEDFUL = [sys.executable, "-m", "heedful"]
 
 
 def test_the_commands_are_these():
-    done = subprocess.run([*HEEDFUL, "--help"], capture_output=True, text=True)
-    assert done.returncode == 0
-    commands = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("│   • ")]
+    result = subprocess.run([*HEEDFUL, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0
+    commands = [line.split()[2] for line in result.stdout.splitlines() if line.startswith("│   • ")]
     assert commands == [
         "compare",
         "train",
@@ -56,9 +56,9 @@ def test_the_commands_are_these():
 
 
 def test_a_typo_in_an_option_is_a_usage_error():
-    done = subprocess.run([*HEEDFUL, "compare", "--taks"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--tasks" in done.stderr + done.stdout and "Traceback" not in done.stderr
+    result = subprocess.run([*HEEDFUL, "compare", "--taks"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--tasks" in result.stderr + result.stdout and "Traceback" not in result.stderr
 
 
 def test_doctor_finds_this_machine_sound(capsys):
@@ -202,7 +202,7 @@ def test_doctor_reports_what_is_broken(capsys, monkeypatch):
     assert "BROKEN" in printed and "all works" not in printed
 
 
-def test_the_version_can_be_asked_for(capsys):
+def test_the_version_is_printed(capsys):
     assert status_of("--version") == 0
     assert capsys.readouterr().out == f"heedful {heedful.__version__}\n"
 
@@ -217,24 +217,24 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
-    named = {spelled(policy.__name__) for policy in (*POLICIES, Bounded, TriAttention)}
-    lists[decoding.EvictionName] = {"auto", "none"} | named
+    policies = {spelled(policy.__name__) for policy in (*POLICIES, Bounded, TriAttention)}
+    lists[decoding.EvictionName] = {"auto", "none"} | policies
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):
         status_of(command, "--help")
         printed += re.sub(r"[│\s]", "", capsys.readouterr().out)
-    for shown, accepted in lists.items():
-        assert set(get_args(shown)) == set(accepted)
-        assert f"{{{','.join(get_args(shown))}}}" in printed
+    for options, accepted in lists.items():
+        assert set(get_args(options)) == set(accepted)
+        assert f"{{{','.join(get_args(options))}}}" in printed
 
 
 def test_a_reader_that_stops_reading_is_no_error():
     for arguments in (["compare", "--help"], ["--version"]):
         read, write = os.pipe()
         os.close(read)
-        done = subprocess.run([*HEEDFUL, *arguments], stdout=write, stderr=subprocess.PIPE)
+        result = subprocess.run([*HEEDFUL, *arguments], stdout=write, stderr=subprocess.PIPE)
         os.close(write)
-        assert done.returncode == 141 and done.stderr == b""
+        assert result.returncode == 141 and result.stderr == b""
 
 
 @pytest.mark.filterwarnings("default")
@@ -309,7 +309,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path):
     assert f"stopped: 0 finished runs and {state}; the same command goes on there" in rest
 
 
-def test_being_told_to_end_saves_as_ctrl_c_does(tmp_path, monkeypatch):
+def test_sigterm_saves_as_ctrl_c_does(tmp_path, monkeypatch):
     def endless(*arguments, should_stop, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)

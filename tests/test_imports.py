@@ -170,12 +170,12 @@ def room_of_command(module: str) -> str:
 
 
 def test_commands_import_one_another_as_the_map_says():
-    modules, wants = module_graph(ROOT)
+    modules, imports = module_graph(ROOT)
     commands = [name for name in modules if name.startswith("heedful.commands.")]
     assert {room_of_command(name) for name in commands} == COMMAND_MAP.keys()
     for name in commands:
         room = room_of_command(name)
-        others = {room_of_command(x) for x in wants[name] if x.startswith("heedful.commands.")}
+        others = {room_of_command(x) for x in imports[name] if x.startswith("heedful.commands.")}
         allowed = COMMAND_MAP[room] | ({room} if room in BELOW_COMMANDS else BELOW_COMMANDS)
         assert others <= allowed | {room}, f"{name} imports {others - allowed}"
 
@@ -190,7 +190,7 @@ CIRCLES = [
 @pytest.mark.parametrize("folder", [ROOT, STUDIES], ids=lambda x: x.name)
 def test_no_file_imports_itself_in_a_circle(folder):
     """Whatever a file imports, when it is loaded and when its functions are called."""
-    modules, wants = module_graph(folder)
+    modules, imports = module_graph(folder)
     finished, under_way = set(), []
 
     def visit(name: str) -> None:
@@ -201,7 +201,7 @@ def test_no_file_imports_itself_in_a_circle(folder):
         if name in finished:
             return
         under_way.append(name)
-        for other in sorted(wants[name]):
+        for other in sorted(imports[name]):
             visit(other)
         finished.add(under_way.pop())
 
@@ -215,24 +215,26 @@ def module_graph(folder: Path) -> tuple[dict[str, Path], dict[str, set[str]]]:
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder.parent).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    wants = {}
+    imports = {}
     for name, path in modules.items():
-        wants[name] = set()
+        imports[name] = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 full = [f"{node.module}.{alias.name}" for alias in node.names]
-                wants[name] |= {x if x in modules else node.module for x in full}
+                imports[name] |= {x if x in modules else node.module for x in full}
             elif isinstance(node, ast.Import):
-                wants[name] |= {alias.name for alias in node.names}
-        wants[name] = (wants[name] & modules.keys()) - {name}
-    return modules, wants
+                imports[name] |= {alias.name for alias in node.names}
+        imports[name] = (imports[name] & modules.keys()) - {name}
+    return modules, imports
 
 
 def loaded_by(statement: str) -> set[str]:
     """First names of the modules that a fresh interpreter holds after one statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(process.stdout.split())
 
 
 HEAVY = {"torch", "transformers", "triton", "matplotlib", "numpy", "datasets", "tyro", "accelerate"}

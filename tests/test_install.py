@@ -64,17 +64,17 @@ def extra(name: str) -> set[str]:
 def test_the_base_needs_nothing_of_the_command_line(tmp_path):
     assert "tyro" in extra("cli") and "matplotlib" in extra("cli")
     blocked = BLOCKED.format(blocked=tuple(extra("cli")))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", blocked + SMOKE], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.stdout.strip() == "sound", done.stderr[-2000:]
+    assert process.stdout.strip() == "sound", process.stderr[-2000:]
 
 
 def test_the_command_line_says_what_it_needs(tmp_path):
     code = BLOCKED.format(blocked=("tyro",)) + "from heedful.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "needs tyro: pip install 'heedful[cli]'" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert "needs tyro: pip install 'heedful[cli]'" in process.stderr
 
 
 @pytest.mark.slow
@@ -82,9 +82,11 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path):
     """Alone, with the oldest and the newest transformers, then with the command line."""
 
     def run(*words: str, **options) -> str:
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, **options)
-        assert done.returncode == 0, f"{' '.join(words)}\n{(done.stdout + done.stderr)[-3000:]}"
-        return done.stdout
+        process = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, **options)
+        assert process.returncode == 0, (
+            f"{' '.join(words)}\n{(process.stdout + process.stderr)[-3000:]}"
+        )
+        return process.stdout
 
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("heedful-*.whl")
@@ -114,6 +116,6 @@ def test_a_transformers_that_is_too_old_is_refused_by_its_version(tmp_path):
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text('__version__ = "4.57.1"\n')
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import heedful; heedful.convert"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     message = "ImportError: heedful needs transformers 5.17.0 or newer, got 4.57.1: pip install"
-    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+    assert process.returncode == 1 and message in process.stderr.splitlines()[-1]

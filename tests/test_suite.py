@@ -18,20 +18,20 @@ def test_every_pair_of_values_is_covered():
         {f"{axis}={value}" for axis, value in zip(axes, values, strict=True)}
         for values in product(*axes.values())
     ]
-    chosen = cover(cases)
+    sample = cover(cases)
 
     def pairs(numbers) -> set:
         return {pair for at in numbers for pair in combinations(sorted(cases[at]), 2)}
 
-    assert pairs(chosen) == pairs(range(len(cases)))
-    assert len(chosen) == 9 * 17  # of 306: as many as the two longest axes have pairs
+    assert pairs(sample) == pairs(range(len(cases)))
+    assert len(sample) == 9 * 17  # of 306: as many as the two longest axes have pairs
 
 
 def test_of_two_axes_every_value_is_covered():
     cases = [{f"a={a}", f"b={b}"} for a in range(5) for b in range(3)]
-    chosen = cover(cases)
-    assert set().union(*(cases[at] for at in chosen)) == set().union(*cases)
-    assert len(chosen) == 5  # of 15: as many as the longer axis is long
+    sample = cover(cases)
+    assert set().union(*(cases[at] for at in sample)) == set().union(*cases)
+    assert len(sample) == 5  # of 15: as many as the longer axis is long
 
 
 def test_what_fits_only_one_is_kept():

@@ -19,8 +19,10 @@ def test_the_linter_reports_nothing(tmp_path):
         return subprocess.run(command, capture_output=True, text=True)
 
     workflows = ROOT / ".github" / "workflows"
-    done = lint(workflows)
-    assert done.returncode == 0 and "No findings" in done.stdout + done.stderr, done.stdout
+    process = lint(workflows)
+    assert process.returncode == 0 and "No findings" in process.stdout + process.stderr, (
+        process.stdout
+    )
 
     shutil.copytree(workflows, tmp_path / "workflows")
     file = tmp_path / "workflows" / "tests.yml"

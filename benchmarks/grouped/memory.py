@@ -33,10 +33,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    known = {(line["task"], line["name"]) for line in read_partial(args.out)}
+    recorded = {(line["task"], line["name"]) for line in read_partial(args.out)}
     for kind in args.tasks:
         for name in tqdm(names_of(kind), desc=kind):
-            if (kind, name) in known:
+            if (kind, name) in recorded:
                 continue
             step, seconds = Step(kind, name), []
             for _ in range(3):

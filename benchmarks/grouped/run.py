@@ -97,13 +97,13 @@ def main() -> None:
     by_name = {name: by_name[name] for name in args.only or by_name}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     start = args.start and args.start.name
-    known = {
+    recorded = {
         (x["task"], x["name"], x["seed"], x["steps"], x.get("start"))
         for x in read_partial(args.out)
     }
     for seed in range(args.seeds):
         for name, mechanism in tqdm(by_name.items(), desc=f"seed {seed}"):
-            if (args.task, name, seed, hyperparameters.steps, start) not in known:
+            if (args.task, name, seed, hyperparameters.steps, start) not in recorded:
                 print(name, flush=True)
                 line = {"task": args.task, "name": name, "seed": seed, "start": start}
                 line |= run_of(task, mechanism, hyperparameters, line, args)
@@ -130,11 +130,11 @@ def run_of(
         "final": run.final, "parameters": run.parameters, "seconds": run.seconds,
         "peak_memory_mib": run.peak_memory_mib,
     }  # fmt: skip
-    return line | taken(run.model.eval(), task) | {"environment": environment()}
+    return line | measurements(run.model.eval(), task) | {"environment": environment()}
 
 
 @torch.no_grad()
-def taken(model: torch.nn.Module, task: Task) -> dict:
+def measurements(model: torch.nn.Module, task: Task) -> dict:
     """Groups, score pairs per head and sequence by role, bytes of a cache, and loss by position.
 
     Numbers of groups and pairs are those of each layer, means over the sequences.
@@ -142,10 +142,10 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
     samples = task.held_out(16)
     inputs = samples.inputs() if task.paired else {"input_ids": samples.input_ids}
     layers = [m.heedful for m in model.modules() if hasattr(m, "heedful")]
-    called = []
+    calls = []
     hooks = [
         layer.register_forward_pre_hook(
-            lambda layer, args, kwargs: called.append((layer, args, kwargs)), with_kwargs=True
+            lambda layer, args, kwargs: calls.append((layer, args, kwargs)), with_kwargs=True
         )
         for layer in layers
     ]
@@ -154,7 +154,7 @@ def taken(model: torch.nn.Module, task: Task) -> dict:
         hook.remove()
     rows = len(samples.input_ids)
     groups, pairs = {}, {}
-    for layer, (q, k, *_), options in called:
+    for layer, (q, k, *_), options in calls:
         role, visibility = layer.shape.role, options.get("visibility")
         if isinstance(layer.config, Grouped):
             grouping, _, _ = layer._grouped(q, k, visibility, options["inputs"])
@@ -193,8 +193,8 @@ def closing_of(task: Task) -> tuple[int, ...]:
     """The tokens after which a group may end: of text a space and a line's end."""
     closing = []
     for token in range(task.vocab_size):
-        shown = task.decode([token])
-        if (shown and not shown.strip()) or shown in (".", ",", ";", "!", "?"):
+        text = task.decode([token])
+        if (text and not text.strip()) or text in (".", ",", ";", "!", "?"):
             closing.append(token)
     return tuple(closing) or (0,)
 

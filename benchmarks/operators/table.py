@@ -38,13 +38,13 @@ def bench(passed: str) -> str:
                 _number(tiled, "peak_mib"),
                 _number(plain, "peak_mib"),
             ])  # fmt: skip
-    measured = any(case["peak_mib"] for case in cases.values())
-    if not measured:
+    has_peaks = any(case["peak_mib"] for case in cases.values())
+    if not has_peaks:
         head, lines = head[:-2], [line[:-2] for line in lines]
     parts = [markdown(head, lines)]
-    if measured and len(lengths) > 1:
+    if has_peaks and len(lengths) > 1:
         parts.append(_growth(cases, names, lengths[0], lengths[-1]))
-    memory = "; MiB: growth of the process's peak, inputs not counted" if measured else ""
+    memory = "; MiB: growth of the process's peak, inputs not counted" if has_peaks else ""
     parts += [f"Pass: {passed}. {_sizes(records)}{memory}.", provenance(records)]
     return "\n\n".join(parts)
 
@@ -88,15 +88,15 @@ def peers() -> str:
     """Other people's implementations beside ours, where they exist and can run."""
     records = read(OPERATORS)
     foreign = {(r["mechanism"], r["pass"]) for r in records if r["impl"] in PEERS}
-    shown = [r for r in records if (r["mechanism"], r["pass"]) in foreign]
-    shown.sort(key=lambda r: (r["mechanism"], r["pass"], r["tokens"]))
+    peer_records = [r for r in records if (r["mechanism"], r["pass"]) in foreign]
+    peer_records.sort(key=lambda r: (r["mechanism"], r["pass"], r["tokens"]))
     head = ["mechanism", "pass", "T", "implementation", "ms", "/ SDPA", "MiB"]
     lines = [
         [
             r["mechanism"], r["pass"], f"{r['tokens']:,}", r["impl"], _number(r, "ms"),
             _number(r, "sdpa_ratio", " ×"), _number(r, "peak_mib"),
         ]
-        for r in shown
+        for r in peer_records
     ]  # fmt: skip
     return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{provenance(records)}"
 

@@ -25,7 +25,7 @@ from heedful.commands.budget.shrink import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
 from heedful.commands.compare.scratch import Hyperparameters
-from heedful.commands.compare.small_caches import named, plans, scored_as
+from heedful.commands.compare.small_caches import plans, policy_name, scored_as
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -56,21 +56,21 @@ def main() -> None:
         name, _, folder = word.partition("=")
         model = heedful.load(folder, budgets=False).eval()
         for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
-            policy = named(eviction, task.length)
+            policy = policy_name(eviction, task.length)
             if policy not in ("whole", *(args.policies or (policy,))):
                 continue
             key = (args.task, name, 0, policy, min(eviction.tokens, task.length), task.length)
-            if key in known(args.out):
+            if key in recorded_keys(args.out):
                 continue
             line = scored_as(key[:3], task, eviction, scored(model, task, eviction, args))
             note(args.out, line)
-        done = {(x[1], x[5]) for x in known(args.out) if x[3].startswith("searched")}
+        results = {(x[1], x[5]) for x in recorded_keys(args.out) if x[3].startswith("searched")}
         hides = all(m.heedful.hides for m in attention_modules(model))
-        if args.by_layer is not None and hides and (name, task.length) not in done:
+        if args.by_layer is not None and hides and (name, task.length) not in results:
             searched(model, task, name, args)
 
 
-def known(path: Path) -> set[tuple]:
+def recorded_keys(path: Path) -> set[tuple]:
     lines = path.read_text().splitlines() if path.exists() else []
     return {(*line.key, line.length) for line in map(UnderBudget.from_json, lines)}
 

@@ -50,21 +50,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    wanted = [
+    runs = [
         (letters, answer, name, seed)
         for seed in range(args.seeds)
         for letters in args.letters
         for answer in args.answers
         for name in args.only
     ]
-    done = {
+    recorded = {
         (x["letters"], x["answer"], x["name"], x["seed"], x["steps"], x["blocks"],
          x["budget"]["learning_rate"])
         for x in read_partial(args.out)
     }  # fmt: skip
-    for key in tqdm(wanted):
+    for key in tqdm(runs):
         steps = args.steps or STEPS[key[:2]]
-        if (*key, steps, args.blocks, RATES[key[1]]) not in done:
+        if (*key, steps, args.blocks, RATES[key[1]]) not in recorded:
             record = run_of(*key, steps, args) | {"environment": environment()}
             append_line(args.out, json.dumps(record))
 

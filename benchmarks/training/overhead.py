@@ -152,15 +152,15 @@ def pairs(steps: int, out: Path | None) -> None:
 
 def separate(*options: str) -> list[float]:
     """What this script prints with these options in a process of its own."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "benchmarks.training.overhead", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        raise SystemExit(done.stderr[-2000:])
-    return json.loads(done.stdout.splitlines()[-1])
+    if process.returncode:
+        raise SystemExit(process.stderr[-2000:])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def rounds(number: int, kinds: Sequence[str], out: Path | None) -> None:

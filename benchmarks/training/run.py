@@ -101,18 +101,18 @@ def main() -> None:
 
 def compare(args: argparse.Namespace, slower: dict[str, float]) -> None:
     """Train what is planned and not in the file yet."""
-    for wanted in plan(args, slower):
-        if wanted.rate is None:
-            wanted = wanted._replace(rate=best_rate(args, wanted.tried))
-        if not any(is_of(line, wanted, args) for line in read_partial(args.out)):
-            result = run_of(args, wanted)
-            line = wanted._asdict() | {"batch": args.batch, "length": args.length}
-            line |= {"config": wanted.config, "mechanism": wanted.mechanism} | result
+    for spec in plan(args, slower):
+        if spec.rate is None:
+            spec = spec._replace(rate=best_rate(args, spec.tried))
+        if not any(is_of(line, spec, args) for line in read_partial(args.out)):
+            result = run_of(args, spec)
+            line = spec._asdict() | {"batch": args.batch, "length": args.length}
+            line |= {"config": spec.config, "mechanism": spec.mechanism} | result
             append_line(args.out, json.dumps(line | {"environment": environment()}))
-            print(*wanted[:5], f"{result['bits_per_byte']:.4f}", flush=True)
+            print(*spec[:5], f"{result['bits_per_byte']:.4f}", flush=True)
 
 
-class Wanted(NamedTuple):
+class RunSpec(NamedTuple):
     """One run; a rate of `None` is the best of those that were tried."""
 
     kind: str
@@ -138,32 +138,32 @@ class Wanted(NamedTuple):
         return "mta" if self.kind == "ablation" else self.name.removesuffix(", narrower")
 
 
-def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[Wanted]:
+def plan(args: argparse.Namespace, slower: dict[str, float]) -> Iterator[RunSpec]:
     """What to train, in an order in which whatever is done is a comparison."""
-    known = FORMS if args.ablation else MECHANISMS
-    names = [name for name in known if not args.only or name in args.only]
+    names_of = FORMS if args.ablation else MECHANISMS
+    names = [name for name in names_of if not args.only or name in args.only]
     kind = "ablation" if args.ablation else "steps"
-    tried = dict.fromkeys(Wanted(kind, name, 0, args.steps).tried for name in names)
+    tried = dict.fromkeys(RunSpec(kind, name, 0, args.steps).tried for name in names)
     for name in ("standard",) if args.continual else tried:
         for rate in RATES:
-            yield Wanted("rate", name, TRIED_WITH, args.steps // 4, rate)
+            yield RunSpec("rate", name, TRIED_WITH, args.steps // 4, rate)
     if args.continual:
         for name in names:
-            yield Wanted("continual", name, 0, args.continual, ADAPTED_WITH, args.long)
+            yield RunSpec("continual", name, 0, args.continual, ADAPTED_WITH, args.long)
     elif args.long:
         for name in names:
-            yield Wanted("long", name, 0, args.long)
+            yield RunSpec("long", name, 0, args.long)
     elif args.ablation:
         for seed in range(args.seeds):
             for name in names:
-                yield Wanted("ablation", name, seed, args.steps)
+                yield RunSpec("ablation", name, seed, args.steps)
     else:
         for seed in range(args.seeds):
             for name in names:
-                yield Wanted("steps", name, seed, args.steps)
+                yield RunSpec("steps", name, seed, args.steps)
             for name in names:
                 if slower.get(name, 1.0) > SLOWER:
-                    yield Wanted("time", name, seed, round(args.steps / slower[name]))
+                    yield RunSpec("time", name, seed, round(args.steps / slower[name]))
 
 
 def slowness(path: Path | None) -> dict[str, float]:
@@ -177,53 +177,53 @@ def slowness(path: Path | None) -> dict[str, float]:
 def best_rate(args: argparse.Namespace, name: str) -> float:
     tried = [
         line for line in read_partial(args.out) for rate in RATES
-        if is_of(line, Wanted("rate", name, TRIED_WITH, args.steps // 4, rate), args)
+        if is_of(line, RunSpec("rate", name, TRIED_WITH, args.steps // 4, rate), args)
     ]  # fmt: skip
     return min(tried, key=lambda line: line["bits_per_byte"])["rate"]
 
 
-def is_of(line: dict, wanted: Wanted, args: argparse.Namespace) -> bool:
-    fields = wanted._asdict() | {"batch": args.batch, "length": args.length}
+def is_of(line: dict, spec: RunSpec, args: argparse.Namespace) -> bool:
+    fields = spec._asdict() | {"batch": args.batch, "length": args.length}
     return all(line.get(name, 0) == value for name, value in fields.items())
 
 
-def run_of(args: argparse.Namespace, wanted: Wanted) -> dict:
+def run_of(args: argparse.Namespace, spec: RunSpec) -> dict:
     """Train one model; its scores on the way, and what it ended with.
 
     Models of long runs are kept beside the file of results.
     """
     folder = args.out.parent / args.out.stem
     folder.mkdir(exist_ok=True)
-    options = training(args, wanted, folder)
+    options = training(args, spec, folder)
     trained = train_text(options)
     run = Path(options.out)
     scored = [line for line in read_partial(run / "log.jsonl") if "eval_bits_per_byte" in line]
     curve = [(line["step"], line["eval_bits_per_byte"]) for line in scored]
-    if wanted.kind != "long":
+    if spec.kind != "long":
         shutil.rmtree(run)
     about = trained._asdict()
     del about["folder"], about["steps"]
     return about | {"curve": curve}
 
 
-def training(args: argparse.Namespace, wanted: Wanted, folder: Path) -> Training:
+def training(args: argparse.Namespace, spec: RunSpec, folder: Path) -> Training:
     """The run as `heedful train` takes it; the model that it goes on from is there then."""
-    config = folder / ("narrower.json" if wanted.name in NARROWER else "config.json")
-    config.write_text(json.dumps(wanted.config))
+    config = folder / ("narrower.json" if spec.name in NARROWER else "config.json")
+    config.write_text(json.dumps(spec.config))
     model, more = str(config), {}
-    if wanted.kind == "continual":
+    if spec.kind == "continual":
         rate = best_rate(args, "standard")
-        base = Wanted("long", "standard", 0, wanted.base, rate)
+        base = RunSpec("long", "standard", 0, spec.base, rate)
         model = str(train_text(training(args, base, folder)).folder)
-        more = {"mechanism_rate": 20.0, "read_tokens": tokens(args, wanted.base + wanted.steps)}
-    if wanted.kind == "time":
+        more = {"mechanism_rate": 20.0, "read_tokens": tokens(args, spec.base + spec.steps)}
+    if spec.kind == "time":
         more = {"read_tokens": tokens(args, args.steps)}
-    run = f"{wanted.kind}-{wanted.name.replace(' ', '')}-{wanted.seed}-{wanted.steps}"
+    run = f"{spec.kind}-{spec.name.replace(' ', '')}-{spec.seed}-{spec.steps}"
     return Training(
-        model, tuple(args.data), str(folder / f"{run}-{wanted.rate:g}"), wanted.mechanism,
-        held_out=tuple(args.held_out), steps=wanted.steps, batch=args.batch,
-        length=args.length, learning_rate=wanted.rate, seed=wanted.seed, save_minutes=1.0,
-        evaluations=EVALUATIONS if wanted.kind in CURVES else 1, warmup=wanted.steps // 10, **more,
+        model, tuple(args.data), str(folder / f"{run}-{spec.rate:g}"), spec.mechanism,
+        held_out=tuple(args.held_out), steps=spec.steps, batch=args.batch,
+        length=args.length, learning_rate=spec.rate, seed=spec.seed, save_minutes=1.0,
+        evaluations=EVALUATIONS if spec.kind in CURVES else 1, warmup=spec.steps // 10, **more,
     )  # fmt: skip
 
 

@@ -71,12 +71,14 @@ def longer(kind: str) -> str:
 def ablation() -> str:
     """Multi-token attention in parts, beside the perplexities of the paper, in its order."""
     records = [r for r in read(TRAINING) if r["kind"] in ("steps", "ablation")]
-    known = {name: f"{x:.2f}" for name, x in PUBLISHED.items()} | dict.fromkeys(UNPUBLISHED, "–")
+    published = {name: f"{x:.2f}" for name, x in PUBLISHED.items()} | dict.fromkeys(
+        UNPUBLISHED, "–"
+    )
     records = [r | {"name": WHOLE if r["name"] == "mta" else r["name"]} for r in records]
-    records = [r for r in records if r["name"] in known]
+    records = [r for r in records if r["name"] in published]
     head = ["form", "bits per byte", "parameters", "published perplexity"]
     lines = []
-    for name, perplexity in sorted(known.items(), key=lambda item: item[1]):
+    for name, perplexity in sorted(published.items(), key=lambda item: item[1]):
         rows = [r for r in records if r["name"] == name]
         if rows:
             lines.append([name, scores(rows), f"{rows[0]['parameters']:,}", perplexity])

@@ -4,7 +4,8 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what it needs: the base of heedful does not bring it."""
+    """Run the command line, or say what it needs: a plain install of heedful does not include
+    that."""
     try:
         from heedful.cli import main as run
     except ModuleNotFoundError as error:

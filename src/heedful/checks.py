@@ -1,4 +1,4 @@
-"""Checks of configurations, shared by rooms that must not import each other."""
+"""Checks of configurations, shared by packages that must not import each other."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches

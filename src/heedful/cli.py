@@ -27,7 +27,7 @@ from heedful.commands.train.options import Training
 if TYPE_CHECKING:
     from heedful.commands.compare.run import ComparisonResult
 
-# The rooms' own configurations are the commands, with a place to write to beside them.
+# The packages' own configurations are the commands, with a place to write to beside them.
 
 
 @dataclass(frozen=True)

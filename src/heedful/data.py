@@ -174,6 +174,9 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
         paths: as for `corpus`.
         streaming: read a Hugging Face dataset as it arrives, instead of fetching all of it first.
 
+    Returns:
+        The pieces of the texts in order, one at a time.
+
     Raises:
         ValueError: as `corpus` does, when what is wrong is met.
         ImportError: if `hf:` is requested and `datasets` is not installed.
@@ -211,10 +214,10 @@ def _places(
     paths: Sequence[str | Path], suffixes: tuple[str, ...]
 ) -> Iterator[tuple[str, list[Path] | None]]:
     """Each path with its files, `None` for a dataset; raises where it is missing or there twice."""
-    known: set[str] = set()
+    paths_seen: set[str] = set()
     for path in map(str, paths):
         if path.startswith(_HF):
-            _once(path, known)
+            _once(path, paths_seen)
             yield path, None
             continue
         root = Path(path)
@@ -224,7 +227,7 @@ def _places(
             )
         files = _files(root, suffixes) if root.is_dir() else [root]
         for file in files:
-            _once(str(file.resolve()), known)
+            _once(str(file.resolve()), paths_seen)
         if root.is_dir() and not any(file.stat().st_size for file in files):
             raise ValueError(
                 f"folder {path!r} holds no text in {', '.join(suffixes)} or "
@@ -233,10 +236,10 @@ def _places(
         yield path, files
 
 
-def _once(name: str, known: set[str]) -> None:
-    if name in known:
+def _once(name: str, earlier: set[str]) -> None:
+    if name in earlier:
         raise ValueError(f"text {name!r} is named twice, directly or within a folder; name it once")
-    known.add(name)
+    earlier.add(name)
 
 
 def _files(
@@ -420,8 +423,8 @@ def _paired_rows(path: str) -> Iterator[TextPair]:
             choices = (pair_columns,) if pair_columns else (tuple(row),)
         else:
             choices = (pair_columns,) if pair_columns else _COLUMNS
-        named = next((names for names in choices if all(x in row for x in names)), ())
-        columns = [row[name] for name in named]
+        pair = next((names for names in choices if all(x in row for x in names)), ())
+        columns = [row[name] for name in pair]
         if len(columns) != 2 or not all(isinstance(x, str) for x in columns):
             raise ValueError(
                 f"text {path!r}: row {number} has no two texts "

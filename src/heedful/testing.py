@@ -89,15 +89,18 @@ def peak_memory_mib(code: str) -> float:
 
     Arguments:
         code: Python source that imports torch, prepares its inputs and defines `run()`.
+
+    Returns:
+        The peak in MiB.
     """
     program = f"{code}\n{_MEASURE}"
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
-    if done.returncode:
-        raise RuntimeError(f"the measured code failed:\n{done.stderr}")
-    return float(done.stdout.split()[-1])
+    if process.returncode:
+        raise RuntimeError(f"the measured code failed:\n{process.stderr}")
+    return float(process.stdout.split()[-1])
 
 
 _MEASURE = """

@@ -60,12 +60,12 @@ def test_it_is_converted_with_its_tokenizer(capsys):
 
 
 def test_generate_and_inspect_read_it(capsys):
-    written = []
+    outputs = []
     for model in ("small.gguf", "plain"):
         words = ("generate", model, "--prompt", "a red", "--max-new-tokens", "6")
         assert status_of(*words) == 0
-        written.append(capsys.readouterr().out)
-    assert written[0] == written[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
     assert status_of("inspect", "small.gguf", "--text", "a red bus", "--out", "look.html") == 0
     assert Path("look.html").is_file()
 
@@ -79,8 +79,8 @@ def test_eval_reads_it(capsys):
         model: [x for x in samples if x["model"] == model] for model in ("small.gguf", "plain")
     }
     assert len(values["plain"]) == len(values["small.gguf"]) == 3
-    for one, other in zip(*values.values(), strict=True):
-        assert one | {"model": "plain"} == other
+    for first, second in zip(*values.values(), strict=True):
+        assert first | {"model": "plain"} == second
 
 
 def test_training_begins_with_it(capsys):

@@ -38,5 +38,5 @@ def test_example_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), *arguments])
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip()
-    written = sorted(path_out.name for path_out in tmp_path.iterdir())
-    assert written == WRITTEN.get(path.name, [])
+    names = sorted(path_out.name for path_out in tmp_path.iterdir())
+    assert names == WRITTEN.get(path.name, [])

@@ -125,14 +125,14 @@ def test_scripts_of_a_page_run(page, script, tmp_path):
     if command.startswith("torchrun"):
         words = ["-m", "torch.distributed.run", *words]
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *words],
         cwd=tmp_path,
         env=clean | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
 
 
 @pytest.mark.parametrize("arguments", commands())
@@ -156,8 +156,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
     mine = ("my-model", "my-baseline", "runs/selective-30m", "runs/whole", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     length = 512 if any(x.startswith("recall:") for x in arguments) else 48
-    written = {"train": {"runs/selective-30m"}, "convert": {"runs/whole"}}
-    for folder in folders - written.get(arguments[0], set()):
+    outputs = {"train": {"runs/selective-30m"}, "convert": {"runs/whole"}}
+    for folder in folders - outputs.get(arguments[0], set()):
         if arguments[0] in ("budget", "calibrate", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
         if "--calibration" in arguments:
@@ -216,9 +216,9 @@ def test_launched_commands_run(launcher, tmp_path):
     def launch(words: list[str]) -> subprocess.CompletedProcess:
         return subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     lines = [
         line for page in PAGES for block in blocks(page) if block.kind == "sh"
         for line in block.text.splitlines() if line.startswith(launcher) and "heedful" in line
@@ -239,8 +239,8 @@ def test_launched_commands_run(launcher, tmp_path):
         runs.setdefault(words[words.index("--out") + 1], []).append(words)
     for out, nodes in runs.items():
         with ThreadPoolExecutor(len(nodes)) as pool:  # the nodes of a run all at once
-            for done in pool.map(launch, nodes):
-                assert done.returncode == 0, done.stderr[-3000:]
+            for process in pool.map(launch, nodes):
+                assert process.returncode == 0, process.stderr[-3000:]
         folder = tmp_path / out
         assert (folder / "model.safetensors").is_file() and not (folder / "unfinished").exists()
 
@@ -301,7 +301,7 @@ def test_tables_are_those_of_the_results():
     assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
 
 
-def test_what_made_a_table_is_told_whole():
+def test_the_command_of_a_table_is_printed_whole():
     """One command in its line, several in a list that no empty line ends."""
     first = {"command": "a 'b <c>'", "commit": "12ab", "machine": "M", "threads": 1,
              "date": "2026-11-24T10:00", "versions": {"torch": "2.13.0"}}  # fmt: skip

@@ -44,12 +44,12 @@ CASES = {
 def compile_case(operator: str, case: str, target: str = "sm_90") -> dict[str, dict]:
     """Resources of each kernel's forms; in a process of its own, without Triton's interpreter."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, __file__, operator, case, target],
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     return {line.pop("kernel"): line for line in lines}
 
 

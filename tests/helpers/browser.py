@@ -92,11 +92,13 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def _until(self, done, what: str, seconds: float = 60) -> None:
+    def _until(self, condition, what: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
-        while not done():
-            left = end - time.monotonic()
-            assert left > 0 and select.select([self._in], [], [], left)[0], f"{what}: no answer"
+        while not condition():
+            seconds_left = end - time.monotonic()
+            assert seconds_left > 0 and select.select([self._in], [], [], seconds_left)[0], (
+                f"{what}: no answer"
+            )
             data = os.read(self._in, 1 << 20)
             assert data, f"{what}: the browser ended"
             *whole, self._buffer = (self._buffer + data).split(b"\0")

@@ -48,9 +48,9 @@ MECHANISMS = {name: mechanism(name) for name in NAMES} | {
 
 def serves(policy: type | None, name: str) -> bool:
     """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
-    needs = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
+    supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
                           "forgetting-identity"), LowestGate: ("retention-gate",)}  # fmt: skip
-    return name in needs.get(policy, (name,))
+    return name in supported.get(policy, (name,))
 
 
 def served_by(policy: type) -> str:
@@ -70,11 +70,11 @@ def greedy(model, ids: Tensor, new: int = 8, **options) -> Tensor:
 @torch.no_grad()
 def in_steps(model, ids: Tensor, sizes: list[int], cache=None, **options) -> Tensor:
     """Logits of all tokens, from calls of so many tokens each."""
-    parts, mask, done = [], options.pop("attention_mask", None), 0
+    parts, mask, position = [], options.pop("attention_mask", None), 0
     for piece in ids.split(sizes, dim=1):
-        done += piece.shape[1]
+        position += piece.shape[1]
         if mask is not None:
-            options["attention_mask"] = mask[:, :done]
+            options["attention_mask"] = mask[:, :position]
         with exactly():
             out = model(input_ids=piece, cache=cache, use_cache=True, **options)
         cache = cache_of(out)

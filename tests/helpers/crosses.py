@@ -36,9 +36,9 @@ def cover(cases: list[set[str]]) -> set[int]:
     first, and so on.
     """
     parts = [set(combinations(sorted(case), 2 if len(case) > 2 else 1)) for case in cases]
-    missing, chosen = set().union(*parts), set()
+    missing, sample = set().union(*parts), set()
     while missing:
         best = max(range(len(parts)), key=lambda at: len(parts[at] & missing))
-        chosen.add(best)
+        sample.add(best)
         missing -= parts[best]
-    return chosen
+    return sample

@@ -180,17 +180,17 @@ SMALL = {
 
 def chunked():
     """A Llama 4 whose attention ends at chunks of 6 tokens in some layers."""
-    return built(
+    return model_of(
         Llama4TextConfig(**SMALL, head_dim=16, intermediate_size_mlp=48, attention_chunk_size=6)
     )
 
 
 def windowed():
     """A PhiMoE, which puts its window into the mask alone."""
-    return built(PhimoeConfig(**SMALL, sliding_window=6))
+    return model_of(PhimoeConfig(**SMALL, sliding_window=6))
 
 
-def built(config):
+def model_of(config):
     experts = {"experts_implementation": "eager"}  # fused ones know no fp64
     model = AutoModelForCausalLM.from_config(config, **experts).double().eval()
     stir(model, 0.2)

@@ -65,7 +65,7 @@ def write_gguf(
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
     for name, tensor in model.state_dict().items():
-        values = stored(name, tensor.numpy(), model)
+        values = in_gguf_order(name, tensor.numpy(), model)
         if values.ndim == 1 or values.shape[1] % BLOCK:
             writer.add_tensor(_name(name), values)
         else:
@@ -77,7 +77,7 @@ def write_gguf(
     writer.close()
 
 
-def stored(name: str, values: np.ndarray, model: PreTrainedModel) -> np.ndarray:
+def in_gguf_order(name: str, values: np.ndarray, model: PreTrainedModel) -> np.ndarray:
     """A tensor as the file has it: rows of queries and keys turn in pairs beside each other."""
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     for part, count in heads.items():

@@ -38,8 +38,8 @@ def sight(visibility: Visibility | None, queries: int, keys: int) -> Callable[..
     mutual = pair("mutual", lambda n: [-1] * n)
 
     def sees(row: int, query: int, key: int) -> bool:
-        def both(named: tuple[Callable, Callable]) -> tuple:
-            return named[0](row)[query], named[1](row)[key]
+        def both(functions: tuple[Callable, Callable]) -> tuple:
+            return functions[0](row)[query], functions[1](row)[key]
 
         (at, there), (run, other) = both(positions), both(mutual)
         if visibility.causal and there > at and not (run >= 0 and run == other):

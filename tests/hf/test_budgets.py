@@ -113,22 +113,22 @@ def test_another_precision_is_the_same_model(folder, dtype):
 
 
 def test_what_tells_models_apart():
-    def built(seed=0, mechanism="selective", **changes):
+    def model_of(seed=0, mechanism="selective", **changes):
         torch.manual_seed(seed)
         model = tiny(**changes)
         heedful.convert(model, mechanism)
         return model
 
-    saved = json.loads(json.dumps(fingerprint(built())))
-    assert is_of(saved, built())
-    assert not is_of(saved, built(seed=1))
-    assert not is_of(saved, built(mechanism="standard"))
-    assert not is_of(saved, built(mechanism=Differential()))
-    assert not is_of(saved, built(num_key_value_heads=4))
-    for name, p in built().named_parameters():
+    saved = json.loads(json.dumps(fingerprint(model_of())))
+    assert is_of(saved, model_of())
+    assert not is_of(saved, model_of(seed=1))
+    assert not is_of(saved, model_of(mechanism="standard"))
+    assert not is_of(saved, model_of(mechanism=Differential()))
+    assert not is_of(saved, model_of(num_key_value_heads=4))
+    for name, p in model_of().named_parameters():
         if p.ndim < 2:
             continue
-        changed = twin(built())
+        changed = twin(model_of())
         stir(changed, 0.02, only=name)
         assert not is_of(saved, changed), name
     for wrong in (
@@ -138,7 +138,7 @@ def test_what_tells_models_apart():
         saved | {"weights": []},
         saved | {"weights": saved["weights"][1:]},
     ):
-        assert not is_of(wrong, built())
+        assert not is_of(wrong, model_of())
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -208,10 +208,10 @@ def test_whole_sequences_are_steps():
     policy = TriAttention(12, calibration=calibration, sinks=2, recent=3)
     ids = tokens(2, 40)
     expected = in_steps(model, ids, [1] * 40, heedful.new_cache(model, policy))
-    needs = [module.heedful.needs for module in attention_modules(model)]
+    inputs = [module.heedful.needs for module in attention_modules(model)]
     with evicting(model, policy):
         torch.testing.assert_close(logits(model, ids), expected, rtol=1e-10, atol=1e-10)
-    assert needs == [module.heedful.needs for module in attention_modules(model)]
+    assert inputs == [module.heedful.needs for module in attention_modules(model)]
 
 
 def test_taken_back_tokens_leave_no_trace():

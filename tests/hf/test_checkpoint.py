@@ -93,9 +93,9 @@ def test_layers_and_settings_come_back(tmp_path):
     model.save_pretrained(tmp_path)
     again = heedful.load(tmp_path)
     assert again._heedful.layers == (1,)
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["model_type"] == "heedful"
-    about = written["heedful"]
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "heedful"
+    about = config["heedful"]
     base = about.pop("base")
     part = {"mechanism": {"kind": "Differential"}, "layers": [1]}
     assert about == {"format": 2, "mechanisms": [part]}
@@ -139,11 +139,11 @@ ADVICE = r"heedful: open this folder with heedful.load\(folder\)"
 
 @pytest.mark.slow
 def test_a_family_class_cannot_load_it_where_heedful_was_never_imported(folder):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", STOCK, str(folder)], capture_output=True, text=True
     )
-    assert done.returncode == 1
-    assert re.search(ADVICE, done.stderr)
+    assert process.returncode == 1
+    assert re.search(ADVICE, process.stderr)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from helpers import ROOT
 @pytest.fixture(scope="module")
 def problems() -> dict[str, str | None]:
     program = [sys.executable, "-m", "helpers.compiled_models"]
-    done = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     return {line["check"]: line["problem"] for line in lines}
 
 

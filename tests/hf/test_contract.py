@@ -167,10 +167,10 @@ def test_wrong_plans_leave_the_model_alone(message):
 
 def test_layers_stand_alone_too():
     """The contract is all that a layer knows of a model."""
-    built = Standard(window=2).build(HeadShape(4, 2, 8, 32, 0))
+    module = Standard(window=2).build(HeadShape(4, 2, 8, 32, 0))
     q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
-    assert built(q, k, k).output.shape == q.shape
-    assert built.maps(q, k).weights.shape == (1, 4, 5, 5)
+    assert module(q, k, k).output.shape == q.shape
+    assert module.maps(q, k).weights.shape == (1, 4, 5, 5)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_look_shows_the_maps_that_made_the_output_and_what_was_learned(config,
             spread = values[index].repeat_interleave(len(look.weights) // len(values[index]), dim=0)
             torch.testing.assert_close(look.weights @ spread, outputs[index], rtol=1e-4, atol=1e-4)
         for name in ("conv", "post_conv", "mix", "post_mix"):
-            own, shown = getattr(layers[index], name, None), getattr(look, name)
-            assert (shown is None) == (own is None), name
+            own, reported = getattr(layers[index], name, None), getattr(look, name)
+            assert (reported is None) == (own is None), name
             if own is not None:
-                assert torch.equal(shown, own) and not shown.requires_grad
-                assert shown.data_ptr() != own.data_ptr()
+                assert torch.equal(reported, own) and not reported.requires_grad
+                assert reported.data_ptr() != own.data_ptr()

@@ -135,16 +135,16 @@ def test_only_the_chosen_layers_change():
 @pytest.mark.parametrize("name", ["mta", "selective", "differential"])
 def test_another_model_of_the_same_configuration_is_untouched(name):
     config = config_of("llama")
-    one, other = (
+    model, other = (
         type(tiny())(config).double().eval() for _ in range(2)
     )  # both hold this very configuration
     ids = tokens()
     before, others = logits(other, ids), state(other)
-    heedful.convert(one, name)
+    heedful.convert(model, name)
     assert state(other) == others and config._attn_implementation == "sdpa"
     assert torch.equal(logits(other, ids), before)
     heedful.convert(other, name)
-    heedful.revert(one)
+    heedful.revert(model)
     assert logits(other, ids).shape == before.shape, "still converted, and working"
     heedful.revert(other)
     assert torch.equal(logits(other, ids), before)

@@ -167,8 +167,8 @@ def test_windows_become_types_of_layers(family, tied, tmp_path):
     assert stock.config.sliding_window == 5
     torch.testing.assert_close(logits(stock, ids), expected, rtol=0, atol=1e-12)
     actual = logits(stock, ids, attention_mask=mask)
-    kept = mask.bool()
-    torch.testing.assert_close(actual[kept], padded[kept], rtol=0, atol=1e-12)
+    real = mask.bool()
+    torch.testing.assert_close(actual[real], padded[real], rtol=0, atol=1e-12)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(stock.generate(ids, **options), model.generate(ids, **options))
 
@@ -261,7 +261,7 @@ def test_another_process_opens_it_without_heedful(tmp_path):
         "print(json.dumps(out.tolist()))"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "out"), json.dumps(ids.tolist())]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process = subprocess.run(words, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
     expected = model.generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0)
-    assert json.loads(done.stdout.splitlines()[-1]) == expected.tolist()
+    assert json.loads(process.stdout.splitlines()[-1]) == expected.tolist()

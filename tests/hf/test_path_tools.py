@@ -28,11 +28,11 @@ CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}
 
 def of_bytes() -> PreTrainedTokenizerFast:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    built = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=built, eos_token="<end>", pad_token="<pad>", chat_template=CHAT
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", chat_template=CHAT
     )
 
 
@@ -111,8 +111,8 @@ def test_auto_classes_open_it_where_heedful_was_never_imported(folder, elsewhere
     heedful.convert(pair, "mta")
     stir(pair, 0.1, only=".heedful.")
     pair.save_pretrained(tmp_path / "pair")
-    done = run(OPEN, elsewhere, folder, tmp_path / "pair", tmp_path / "found")
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run(OPEN, elsewhere, folder, tmp_path / "pair", tmp_path / "found")
+    assert process.returncode == 0, process.stderr[-3000:]
     actual = torch.load(tmp_path / "found")
     model = heedful.load(folder)
     ids = of_bytes()("a red bus and one car", return_tensors="pt").input_ids
@@ -132,10 +132,10 @@ def test_untrusted_it_is_refused_and_the_folder_says_how_else(folder, elsewhere)
         "import sys; from transformers import AutoModelForCausalLM; "
         "AutoModelForCausalLM.from_pretrained(sys.argv[1])"
     )
-    done = run(code, elsewhere, folder)
-    assert done.returncode == 1
-    assert f"inspect the repository content at {folder}" in done.stderr
-    assert "pass the argument `trust_remote_code=True`" in done.stderr
+    process = run(code, elsewhere, folder)
+    assert process.returncode == 1
+    assert f"inspect the repository content at {folder}" in process.stderr
+    assert "pass the argument `trust_remote_code=True`" in process.stderr
     shim = (folder / SHIM).read_text()
     for way in ("heedful.register()", "trust_remote_code=True", "heedful.load(folder)"):
         assert way in shim
@@ -155,8 +155,8 @@ heedful.register()
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert model._heedful.eviction.tokens == (13, 14, 15)
 """
-    done = run(code, elsewhere, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run(code, elsewhere, folder)
+    assert process.returncode == 0, process.stderr[-3000:]
     assert not Path(elsewhere["HF_HOME"], "modules", "transformers_modules", "saved0").exists()
 
 
@@ -188,9 +188,9 @@ write = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
 assert found["generated_text"].startswith("a red"), found
 print(type(write.model).__name__, write.model._heedful.mechanism)
 """
-    done = run(code, elsewhere, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split()[0] == "HeedfulLlamaForCausalLM" and "Selective" in done.stdout
+    process = run(code, elsewhere, folder)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert process.stdout.split()[0] == "HeedfulLlamaForCausalLM" and "Selective" in process.stdout
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_the_command_line_of_lm_eval(folder, elsewhere, tmp_path):
     }
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "choose.yaml").write_text(yaml.safe_dump(task))
-    done = subprocess.run(
+    process = subprocess.run(
         [
             *(sys.executable, "-m", "lm_eval", "--model", "hf", "--tasks", "choose"),
             *("--model_args", f"pretrained={folder},trust_remote_code=True"),
@@ -221,9 +221,9 @@ def test_the_command_line_of_lm_eval(folder, elsewhere, tmp_path):
         env=elsewhere, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=TIMEOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (written,) = (tmp_path / "results").rglob("results*.json")
-    accuracy = json.loads(written.read_text())["results"]["choose"]["acc,none"]
+    assert process.returncode == 0, process.stderr[-3000:]
+    (results,) = (tmp_path / "results").rglob("results*.json")
+    accuracy = json.loads(results.read_text())["results"]["choose"]["acc,none"]
     model, read = heedful.load(folder), of_bytes()
     right = 0
     for row in rows:

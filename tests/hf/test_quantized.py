@@ -158,13 +158,13 @@ def test_a_filter_keeps_torchao_off_the_mechanism():
     def not_ours(module: torch.nn.Module, name: str) -> bool:
         return isinstance(module, torch.nn.Linear) and ".heedful." not in name
 
-    for wanted, filtered in ((True, {"filter_fn": not_ours}), (False, {})):
+    for skips, filtered in ((True, {"filter_fn": not_ours}), (False, {})):
         model = plain()
         heedful.convert(model, MECHANISMS["selective"])
         quantize_(model, Int8WeightOnlyConfig(), **filtered)
         assert len(quantized(model)) == 9
         own = model._heedful.parameters().values()
-        assert all(type(p.data) is torch.Tensor for p in own) is wanted
+        assert all(type(p.data) is torch.Tensor for p in own) is skips
 
 
 @pytest.mark.slow
@@ -173,11 +173,11 @@ def test_torchao_where_it_is_not_installed(tmp_path):
     """The tests above with torchao beside the environment: in it, it slows every import."""
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path]
     subprocess.run([*install, "torchao>=0.18"], check=True, capture_output=True)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-k", "torchao and not installed"],
         env=os.environ
         | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]
+    assert process.returncode == 0 and "skipped" not in process.stdout, process.stdout[-3000:]

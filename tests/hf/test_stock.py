@@ -102,9 +102,9 @@ def test_the_tokenizer_of_a_converted_folder_is_opened_without_a_question(tmp_pa
     heedful.convert(small(), "selective").model.save_pretrained(tmp_path)
     tokenizer_of_words(pairs=PAIRS).save_pretrained(tmp_path)
     code = f"from heedful.hf import stock; print(len(stock.stock_tokenizer({str(tmp_path)!r})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "261\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout == "261\n"
 
 
 @pytest.mark.parametrize("call", [stock_config, stock_model, stock_tokenizer])

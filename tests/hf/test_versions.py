@@ -109,8 +109,8 @@ def test_a_converted_model_takes_its_cache_by_either_name(name):
     model(input_ids=ids[:, :5], **{name: cache})
     actual = model(input_ids=ids[:, 5:], **{name: cache}).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
-    written = model.generate(ids, max_new_tokens=3, **{name: heedful.new_cache(model)})
-    assert torch.equal(written, model.generate(ids, max_new_tokens=3))
+    output = model.generate(ids, max_new_tokens=3, **{name: heedful.new_cache(model)})
+    assert torch.equal(output, model.generate(ids, max_new_tokens=3))
 
 
 def test_two_caches_are_refused():

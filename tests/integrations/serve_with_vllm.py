@@ -18,9 +18,9 @@ def main(folder: str, requests: str, answers: str) -> None:
     llm = LLM(folder, enforce_eager=True, skip_tokenizer_init=True, **calls["options"])
     try:
         llm.generate({"prompt_token_ids": calls["too long"]}, use_tqdm=False)
-        done = ["nothing"]
+        replies = ["nothing"]
     except VLLMValidationError as error:
-        done = [str(error)]
+        replies = [str(error)]
     for turn in calls["turns"]:
         options = [
             SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
@@ -28,8 +28,8 @@ def main(folder: str, requests: str, answers: str) -> None:
         ]
         prompts = [{"prompt_token_ids": ids} for ids in turn["prompts"]]
         outputs = llm.generate(prompts, options, use_tqdm=False)
-        done.append([list(output.outputs[0].token_ids) for output in outputs])
-    Path(answers).write_text(json.dumps(done))
+        replies.append([list(output.outputs[0].token_ids) for output in outputs])
+    Path(answers).write_text(json.dumps(replies))
 
 
 if __name__ == "__main__":

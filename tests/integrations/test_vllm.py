@@ -106,8 +106,8 @@ def run(script: str, *arguments: object) -> None:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as others run on the same cores,
         "OMP_NUM_THREADS": "1",  # for which threads that meet after every tiny product would wait
     }
-    done = subprocess.run(words, env=os.environ | small, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    process = subprocess.run(words, env=os.environ | small, capture_output=True, text=True)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
 
 
 def served(folder: Path, turns: list[dict], **options) -> list[list[list[int]]]:

@@ -36,24 +36,26 @@ def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
 
 
 def stirred(config, bias: float = 1.0):
-    built = config.build(SHAPE).double()
+    module = config.build(SHAPE).double()
     with torch.no_grad():
-        for p in built.parameters():
+        for p in module.parameters():
             p.add_(0.3 * torch.randn_like(p))
         if isinstance(config, Forgetting):
-            built.forget.bias.add_(bias)
-    return built
+            module.forget.bias.add_(bias)
+    return module
 
 
-def gates(built, x: Tensor) -> Tensor:
+def gates(module, x: Tensor) -> Tensor:
     """log f, `[B, H, T]`, from the parameters."""
-    logs = torch.log(torch.sigmoid(x @ built.forget.weight.mT + built.forget.bias)).transpose(1, 2)
-    return logs if built.strength is None else logs * built.strength.abs()[:, None]
+    logs = torch.log(torch.sigmoid(x @ module.forget.weight.mT + module.forget.bias)).transpose(
+        1, 2
+    )
+    return logs if module.strength is None else logs * module.strength.abs()[:, None]
 
 
-def defined(built, q: Tensor, k: Tensor, v: Tensor, x: Tensor, visible: Tensor | None = None):
+def defined(module, q: Tensor, k: Tensor, v: Tensor, x: Tensor, visible: Tensor | None = None):
     """The definition, dense: the sum of the gates between each key and each query."""
-    length, logs = k.shape[2], gates(built, x)
+    length, logs = k.shape[2], gates(module, x)
     bias = torch.zeros(*logs.shape, length, dtype=q.dtype)
     for i in range(length):
         for j in range(i):
@@ -66,33 +68,33 @@ def defined(built, q: Tensor, k: Tensor, v: Tensor, x: Tensor, visible: Tensor |
 @STARTS
 @pytest.mark.parametrize("length", [1, 5, 41])
 def test_the_sum_of_the_gates_between_key_and_query_is_added(start, length):
-    built, (q, k, v, x) = stirred(Forgetting(start)), qkvx(length)
-    expected = defined(built, q, k, v, x)
+    module, (q, k, v, x) = stirred(Forgetting(start)), qkvx(length)
+    expected = defined(module, q, k, v, x)
     inputs = LayerInputs(input=x)
-    torch.testing.assert_close(built(q, k, v, inputs=inputs).output, expected, **EXACT)
-    last = built(q[:, :, -3:], k, v, inputs=inputs).output
+    torch.testing.assert_close(module(q, k, v, inputs=inputs).output, expected, **EXACT)
+    last = module(q[:, :, -3:], k, v, inputs=inputs).output
     torch.testing.assert_close(last, expected[:, :, -3:], **EXACT)
 
 
 def test_a_scale_and_the_bias_of_a_family():
-    built, (q, k, v, x), bias = stirred(Forgetting()), qkvx(9), draw(1, 4, 9, 9)
+    module, (q, k, v, x), bias = stirred(Forgetting()), qkvx(9), draw(1, 4, 9, 9)
     for scale in (0.37, -1.4):
         logits = q @ k.repeat_interleave(2, 1).mT * scale + bias
-        c = gates(built, x).cumsum(2)
+        c = gates(module, x).cumsum(2)
         logits = logits + c[..., None] - c[:, :, None]
         logits = logits.masked_fill(~torch.ones(9, 9).bool().tril(), -math.inf)
         expected = logits.softmax(-1) @ v.repeat_interleave(2, 1)
         inputs = LayerInputs(input=x, bias=bias)
-        actual = built(q, k, v, inputs=inputs, scale=scale).output
+        actual = module(q, k, v, inputs=inputs, scale=scale).output
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
 @STARTS
 def test_gradients_are_those_of_the_definition(start):
-    built, tensors = stirred(Forgetting(start)), [y.requires_grad_() for y in qkvx(37)]
-    leaves, weight = [*tensors, *built.parameters()], draw(2, 4, 37, 6)
+    module, tensors = stirred(Forgetting(start)), [y.requires_grad_() for y in qkvx(37)]
+    leaves, weight = [*tensors, *module.parameters()], draw(2, 4, 37, 6)
     q, k, v, x = tensors
-    outputs = built(q, k, v, inputs=LayerInputs(input=x)).output, defined(built, *tensors)
+    outputs = module(q, k, v, inputs=LayerInputs(input=x)).output, defined(module, *tensors)
     actual, expected = (torch.autograd.grad((y * weight).sum(), leaves) for y in outputs)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
@@ -101,59 +103,59 @@ def test_gradients_are_those_of_the_definition(start):
 @STARTS
 def test_steps_with_a_state_are_the_whole(start):
     """F of every key is what later tokens have let a head forget of it."""
-    built, (q, k, v, x) = stirred(Forgetting(start)), qkvx(90)
-    whole = built(q, k, v, inputs=LayerInputs(input=x))
-    logs, state, done = gates(built, x), None, 0
+    module, (q, k, v, x) = stirred(Forgetting(start)), qkvx(90)
+    whole = module(q, k, v, inputs=LayerInputs(input=x))
+    logs, state, position = gates(module, x), None, 0
     for step in (1, 40, 1, 1, 34, 2, 1, 10):
-        new = slice(done, done + step)
-        done += step
-        part = built(
-            q[:, :, new], k[:, :, :done], v[:, :, :done],
+        new = slice(position, position + step)
+        position += step
+        part = module(
+            q[:, :, new], k[:, :, :position], v[:, :, :position],
             inputs=LayerInputs(input=x[:, new], state=state),
         )  # fmt: skip
         state = part.state
         torch.testing.assert_close(part.output, whole.output[:, :, new], **EXACT)
-        for j in range(done):
-            f = -logs[:, :, j + 1 : done].sum(2)
+        for j in range(position):
+            f = -logs[:, :, j + 1 : position].sum(2)
             torch.testing.assert_close(state[:, :, j], f, **EXACT)
     torch.testing.assert_close(state, whole.state, **EXACT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_later_token_changes_a_bit(dtype):
-    built, (q, k, v, x) = stirred(Forgetting()).to(torch.float32), qkvx(70, batch=1)
+    module, (q, k, v, x) = stirred(Forgetting()).to(torch.float32), qkvx(70, batch=1)
     sizes = [24, 12, 12, 20]
 
     def attend(tokens: Tensor) -> Tensor:
         q, k, v, x = tokens.split(sizes, dim=2)
         q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
-        return built(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
+        return module(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
 
     parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
     assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
 
 
 def test_packed_documents_are_the_documents():
-    built, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
+    module, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
     documents = torch.tensor([[0] * 7 + [1] * 35 + [-1] * 3 + [2] * 15])
-    packed = built(
+    packed = module(
         q, k, v, visibility=Visibility(documents=documents), inputs=LayerInputs(input=x)
     ).output
     for start, stop in ((0, 7), (7, 42), (45, 60)):
         alone = [y[:, :, start:stop] for y in (q, k, v)]
-        expected = built(*alone, inputs=LayerInputs(input=x[:, start:stop])).output
+        expected = module(*alone, inputs=LayerInputs(input=x[:, start:stop])).output
         torch.testing.assert_close(packed[:, :, start:stop], expected, **EXACT)
 
 
 @pytest.mark.parametrize("places", [range(5), range(55, 60), range(20, 29)], ids=str)
 def test_padding_anywhere_forgets_nothing(places):
-    built, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
+    module, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
     padding = torch.ones(1, 60).bool()
     padding[:, list(places)] = False
     visibility, inputs = Visibility(padding=padding), LayerInputs(input=x)
-    padded = built(q, k, v, visibility=visibility, inputs=inputs)
+    padded = module(q, k, v, visibility=visibility, inputs=inputs)
     real = padding[0].nonzero()[:, 0]
-    alone = built(*(y[:, :, real] for y in (q, k, v)), inputs=LayerInputs(input=x[:, real]))
+    alone = module(*(y[:, :, real] for y in (q, k, v)), inputs=LayerInputs(input=x[:, real]))
     torch.testing.assert_close(padded.output[:, :, real], alone.output, **EXACT)
     torch.testing.assert_close(padded.state[:, :, real], alone.state, **EXACT)
 
@@ -165,12 +167,12 @@ def test_fp32_errs_as_standard_attention_does(bias, documents):
 
     Of one channel per key, as large as that sum, fp32 would round off up to 1e-3.
     """
-    built, (q, k, v, x) = stirred(Forgetting(), bias), qkvx(3000, batch=1)
+    module, (q, k, v, x) = stirred(Forgetting(), bias), qkvx(3000, batch=1)
     options = {"visibility": Visibility(documents=torch.zeros(1, 3000).long())} if documents else {}
-    exact = built(q, k, v, inputs=LayerInputs(input=x), **options)
+    exact = module(q, k, v, inputs=LayerInputs(input=x), **options)
     plain = Standard().build(SHAPE)
-    narrow, built = [y.float() for y in (q, k, v)], built.float()
-    out = built(*narrow, inputs=LayerInputs(input=x.float()), **options)
+    narrow, module = [y.float() for y in (q, k, v)], module.float()
+    out = module(*narrow, inputs=LayerInputs(input=x.float()), **options)
     error = (out.output - exact.output).abs().max().item()
     standard = (plain(*narrow).output - plain(q, k, v).output).abs().max().item()
     assert error < 10 * standard
@@ -181,10 +183,10 @@ def test_fp32_errs_as_standard_attention_does(bias, documents):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_as_standard_attention_does(dtype):
     """Over 2,000 tokens a head forgets hundreds, of which bf16 alone would round off whole ones."""
-    built, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(2000, batch=1)
+    module, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(2000, batch=1)
     narrow, x = [y.to(dtype) for y in (q, k, v)], x.to(dtype)
-    out = built(*narrow, inputs=LayerInputs(input=x)).output
-    exact = built.double()(*(y.double() for y in narrow), inputs=LayerInputs(input=x.double()))
+    out = module(*narrow, inputs=LayerInputs(input=x)).output
+    exact = module.double()(*(y.double() for y in narrow), inputs=LayerInputs(input=x.double()))
     plain = Standard().build(SHAPE)
     standard = plain(*narrow).output - plain(*(y.double() for y in narrow)).output
     assert exact.state.max() > 500
@@ -196,20 +198,20 @@ def test_half_precision_errs_as_standard_attention_does(dtype):
 @pytest.mark.parametrize("scale", [2.0**-7, 40.0])
 def test_fp16_at_the_ends_of_its_range(scale):
     """A scale of 1 / D, or far above one, and forty gates of e^-500."""
-    built, (q, k, v, x) = stirred(Forgetting(), -500.0).float(), qkvx(40, batch=1)
+    module, (q, k, v, x) = stirred(Forgetting(), -500.0).float(), qkvx(40, batch=1)
     narrow = [(0.1 * y).half() for y in (q, k, v)]
-    out = built(*narrow, scale=scale, inputs=LayerInputs(input=x.float()))
-    exact = built.double()(*(y.double() for y in narrow), scale=scale, inputs=LayerInputs(input=x))
+    out = module(*narrow, scale=scale, inputs=LayerInputs(input=x.float()))
+    exact = module.double()(*(y.double() for y in narrow), scale=scale, inputs=LayerInputs(input=x))
     assert exact.state.max() > 18_000
     torch.testing.assert_close(out.output.double(), exact.output, rtol=0, atol=1e-3)
 
 
 def test_autocast_computes_in_its_precision_and_gates_in_fp32():
-    built, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(700, batch=1)
+    module, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(700, batch=1)
     q, k, v, x = (y.to(torch.bfloat16).float() for y in (q, k, v, x))
-    expected = built(*(y.bfloat16() for y in (q, k, v)), inputs=LayerInputs(input=x))
+    expected = module(*(y.bfloat16() for y in (q, k, v)), inputs=LayerInputs(input=x))
     with torch.autocast("cpu", torch.bfloat16):
-        out = built(q, k, v, inputs=LayerInputs(input=x))
+        out = module(q, k, v, inputs=LayerInputs(input=x))
     assert out.output.dtype == torch.bfloat16
     torch.testing.assert_close(out.output, expected.output, rtol=0, atol=2e-2)
 
@@ -220,45 +222,45 @@ def test_memory_grows_linearly():
 import torch
 from heedful.nn import Forgetting, HeadShape, LayerInputs
 torch.set_num_threads(1)
-built = Forgetting().build(HeadShape(4, 2, 16, 64, 0))
+module = Forgetting().build(HeadShape(4, 2, 16, 64, 0))
 q, k, v = (torch.randn(1, heads, 4096, 16, requires_grad=True) for heads in (4, 2, 2))
 x = torch.randn(1, 4096, 64)
 def run():
-    built(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
 """
     assert peak_memory_mib(code) < 40
 
 
 def test_starts():
-    (q, k, v, x), built = qkvx(9), Forgetting("identity").build(SHAPE).double()
-    out = built(q, k, v, inputs=LayerInputs(input=x))
+    (q, k, v, x), module = qkvx(9), Forgetting("identity").build(SHAPE).double()
+    out = module(q, k, v, inputs=LayerInputs(input=x))
     torch.testing.assert_close(out.output, Standard().build(SHAPE)(q, k, v).output, **EXACT)
-    assert bool((out.state == 0).all()) and built.standard_form() is not None
+    assert bool((out.state == 0).all()) and module.standard_form() is not None
     (out.output * draw(2, 4, 9, 6)).sum().backward()
-    assert bool((built.strength.grad != 0).all()), "strengths learn from zero"
-    assert bool((built.forget.weight.grad == 0).all()), "behind strengths of zero"
-    built.strength.data.fill_(-0.1)
-    assert built.standard_form() is None
-    assert bool((built(q, k, v, inputs=LayerInputs(input=x)).state >= 0).all()), "nothing grows"
+    assert bool((module.strength.grad != 0).all()), "strengths learn from zero"
+    assert bool((module.forget.weight.grad == 0).all()), "behind strengths of zero"
+    module.strength.data.fill_(-0.1)
+    assert module.standard_form() is None
+    assert bool((module(q, k, v, inputs=LayerInputs(input=x)).state >= 0).all()), "nothing grows"
     published = Forgetting().build(HeadShape(heads=40, key_heads=8, dim=6, hidden=200, layer=0))
     assert published.forget.weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert bool((published.forget.bias == 0).all()) and published.standard_form() is None
 
 
 def test_maps_hide_what_is_forgotten():
-    built, (q, k, v, x) = stirred(Forgetting()), qkvx(9)
-    maps = built.maps(q, k, inputs=LayerInputs(input=x))
-    expected = -gates(built, x)[..., None] * torch.ones(9, 9, dtype=torch.float64).tril(-1)
+    module, (q, k, v, x) = stirred(Forgetting()), qkvx(9)
+    maps = module.maps(q, k, inputs=LayerInputs(input=x))
+    expected = -gates(module, x)[..., None] * torch.ones(9, 9, dtype=torch.float64).tril(-1)
     torch.testing.assert_close(maps.hiding, expected, **EXACT)
-    state = built(q, k, v, inputs=LayerInputs(input=x)).state
+    state = module(q, k, v, inputs=LayerInputs(input=x)).state
     torch.testing.assert_close(maps.hiding.sum(2), state, **EXACT)
 
 
 def test_exclusive_outputs_have_nothing_of_their_own_value():
-    built, (q, k, v, _) = Exclusive().build(SHAPE), qkvx(7)
+    module, (q, k, v, _) = Exclusive().build(SHAPE), qkvx(7)
     v[0, 1, 3] = 0  # a value without a direction takes nothing away
     plain = Standard().build(SHAPE)(q, k, v).output
-    actual = built(q, k, v).output
+    actual = module(q, k, v).output
     for b, h, i in torch.cartesian_prod(*map(torch.arange, plain.shape[:3])).tolist():
         y, own = plain[b, h, i].tolist(), v[b, h // 2, i].tolist()
         square = sum(a * a for a in own) or 1.0
@@ -266,9 +268,9 @@ def test_exclusive_outputs_have_nothing_of_their_own_value():
         expected = v.new_tensor([a - along * c for a, c in zip(y, own, strict=True)])
         torch.testing.assert_close(actual[b, h, i], expected, **EXACT)
     assert bool((actual[:, :, 0].abs() < 1e-12).all()), "the first token reads itself alone"
-    last = built(q[:, :, 4:], k, v).output
+    last = module(q[:, :, 4:], k, v).output
     torch.testing.assert_close(last, actual[:, :, 4:], **EXACT)
-    assert built.roles == {"decoder", "encoder"} and built.standard_form() is None
+    assert module.roles == {"decoder", "encoder"} and module.standard_form() is None
 
 
 @pytest.mark.parametrize("config", [Exclusive(), Forgetting("identity")], ids=str)
@@ -277,14 +279,14 @@ def test_json_gives_the_same_configuration_back(config):
 
 
 def test_refused():
-    built, (q, k, v, x) = Forgetting().build(SHAPE).double(), qkvx(5)
+    module, (q, k, v, x) = Forgetting().build(SHAPE).double(), qkvx(5)
     inputs = LayerInputs(input=x)
     with pytest.raises(ValueError, match="start must be one of 'published', 'identity', got 'one'"):
         Forgetting("one")
     with pytest.raises(ValueError, match="ForgettingAttention needs input beside q, k and v"):
-        built(q, k, v)
+        module(q, k, v)
     with pytest.raises(ValueError, match=r"input must hold all 5 tokens .* got 2"):
-        built(q, k, v, inputs=LayerInputs(input=x[:, :2]))
+        module(q, k, v, inputs=LayerInputs(input=x[:, :2]))
     places = Queries(positions=torch.arange(5)[None])
     for name, visibility in {
         "causal must be its default, got False": Visibility(causal=False),
@@ -292,8 +294,8 @@ def test_refused():
         "queries must be its default": Visibility(queries=places),
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name}"):
-            built(q, k, v, visibility=visibility, inputs=inputs)
+            module(q, k, v, visibility=visibility, inputs=inputs)
     other = Visibility(causal=False, queries=Queries())
     with pytest.raises(ValueError, match=r"exclusive attention needs each query's own value"):
         Exclusive().build(SHAPE)(q, k, v, visibility=other)
-    assert Selective().build(SHAPE).keeps == built.keeps, "policies that read F serve both"
+    assert Selective().build(SHAPE).keeps == module.keeps, "policies that read F serve both"

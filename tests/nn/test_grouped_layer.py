@@ -45,7 +45,7 @@ class Turning:
         return torch.cat(turned, -1)
 
 
-def built(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
+def grouped_layer(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
     """A layer in fp64, away from its first values."""
     layer = config.build(shape).double()
     with torch.no_grad():
@@ -113,7 +113,9 @@ def assert_no_leak(whole: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
 @pytest.mark.parametrize("impl", ["reference", "tiled"])
 def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
     """Everything is computed anew: features, groups, summaries, outputs; for every position."""
-    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = grouped_layer(
+        Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name])
+    )
     layer.impl = impl
     assert_no_leak(Whole(layer), ids())
 
@@ -121,7 +123,9 @@ def test_no_token_changes_an_earlier_output(name, refine, queries, impl):
 @grid
 def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
     """The same by the Jacobian, which sees leaks that one change of a token may miss."""
-    layer = built(Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = grouped_layer(
+        Grouped(name, window=2, refine=refine, queries=queries, **GROUPINGS[name])
+    )
     whole = Whole(layer)
     inputs = ids(14, rows=1)
     x = whole.table[inputs].requires_grad_()
@@ -136,7 +140,9 @@ def test_no_output_has_a_derivative_in_a_later_token(name, refine, queries):
 
 @grid
 def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
-    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = grouped_layer(
+        Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name])
+    )
     whole, tokens = Whole(layer), ids(23)
     longest = whole(tokens)
     for n in range(1, 23):
@@ -145,7 +151,9 @@ def test_a_row_is_the_start_of_a_longer_one(name, refine, queries):
 
 @grid
 def test_padding_and_packing_change_nothing(name, refine, queries):
-    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = grouped_layer(
+        Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name])
+    )
     whole = Whole(layer, Visibility())
     lengths = (11, 1, 17)
     parts = [ids(n, rows=1) for n in lengths]
@@ -184,7 +192,7 @@ def test_groups_of_one_token_and_windows_over_all_are_standard_attention(
     """Whatever the parameters are (I1, I5), and whatever the groups where none is far (I2)."""
     sizes = GROUPINGS[name] if window == 99 else SINGLE.get(name, SINGLE["fixed"])
     name = name if window == 99 or name in SINGLE else "fixed"  # cif knows none of one token
-    layer = built(Grouped(name, window=window, refine=refine, queries=queries, **sizes))
+    layer = grouped_layer(Grouped(name, window=window, refine=refine, queries=queries, **sizes))
     qkv, inputs = Whole(layer).parts(ids())
     expected = scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(layer(*qkv, inputs=inputs).output, expected, **EXACT)
@@ -195,7 +203,7 @@ def test_every_parameter_learns(name, refine, queries):
     config = Grouped(
         name, window=2, refine=refine, queries=queries, size_bias="learned", **GROUPINGS[name]
     )
-    layer = built(config)
+    layer = grouped_layer(config)
     qkv, inputs = Whole(layer).parts(ids(33))
     out = layer(*qkv, inputs=inputs)
     (out.output * torch.randn_like(out.output)).sum().backward()
@@ -234,7 +242,9 @@ def test_the_first_values_are_the_mean():
 def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     if refine == "attention":
         refine = "weighted"  # moves values between the members, which no map shows
-    layer = built(Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name]))
+    layer = grouped_layer(
+        Grouped(name, window=3, refine=refine, queries=queries, **GROUPINGS[name])
+    )
     (q, k, v), inputs = Whole(layer).parts(ids(19))
     weights = layer.maps(q, k, inputs=inputs).weights
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
@@ -283,7 +293,7 @@ def test_the_loss_of_the_size_by_hand():
     x, positions = torch.randn(2, 30, 20).double(), torch.arange(30)[None]
     q, k, v = (torch.randn(2, n, 30, 6).double() for n in (4, 2, 2))
     inputs = LayerInputs(input=x, positions=positions)
-    layer = built(Grouped("cif", size=4))
+    layer = grouped_layer(Grouped("cif", size=4))
     report = layer(q, k, v, inputs=inputs).grouping
     raw = layer.grouping.outer(torch.nn.functional.gelu(layer.grouping.inner(x)))
     alpha = 1 / 16 + 15 / 16 * raw.sigmoid()

@@ -96,26 +96,28 @@ def beside(tokens: int = 9) -> LayerInputs:
     return LayerInputs(input=draw(2, tokens, SHAPE.hidden))
 
 
-def opened(built: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
+def opened(attention: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> list[Tensor]:
     """Queries, keys and values as the layer changes them before the rotation."""
-    if "unrotated" not in built.needs:
+    if "unrotated" not in attention.needs:
         return [q, k, v]
     beside = Tokens(input=inputs.input)
     parts = zip("qkv", (q, k, v), strict=True)
-    return [built.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts]
+    return [
+        attention.before_rotation(x, y.transpose(1, 2), beside).transpose(1, 2) for x, y in parts
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_runs_and_trains_all_its_parameters(name):
-    built = layer(ALL[name])
-    perturb(built)
+    attention = layer(ALL[name])
+    perturb(attention)
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
-    out = built(*opened(built, q, k, v, inputs), inputs=inputs)
+    out = attention(*opened(attention, q, k, v, inputs), inputs=inputs)
     # Gates are in no output: what learns them reads the state.
     gates = out.state.square().sum() if name == "retention-gate" else 0
     (out.output.square().sum() + gates).backward()
-    for parameter, p in [("q", q), ("k", k), ("v", v), *built.named_parameters()]:
+    for parameter, p in [("q", q), ("k", k), ("v", v), *attention.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
 
 
@@ -144,10 +146,12 @@ def test_layers_with_convolutions(every, layers):
     config = MultiToken(conv_every=every)
     assert [index for index in range(24) if config.convolves(index)] == layers
     for index in range(24):
-        built = config.build(HeadShape(4, 2, 6, 20, index))
-        assert (built.conv is not None) == (built.post_conv is not None) == (index in layers)
-        assert built.mix is not None and built.post_mix is not None
-        assert (built.past_queries > 0) == (index in layers)
+        attention = config.build(HeadShape(4, 2, 6, 20, index))
+        assert (
+            (attention.conv is not None) == (attention.post_conv is not None) == (index in layers)
+        )
+        assert attention.mix is not None and attention.post_mix is not None
+        assert (attention.past_queries > 0) == (index in layers)
 
 
 def test_what_layers_declare():
@@ -171,42 +175,44 @@ def test_what_layers_declare():
         Simplicial(every=1): (0, ("second keys", "second values"), inputs),
         RetentionGate(): (0, ("gate",), inputs),
     }.items():
-        built = config.build(SHAPE)
-        assert isinstance(built, Layer)
-        assert (built.past_queries, built.keeps, built.needs) == declared, config
-        assert built.plain_cache == (declared[:2] == (0, ())), config
+        attention = config.build(SHAPE)
+        assert isinstance(attention, Layer)
+        assert (attention.past_queries, attention.keeps, attention.needs) == declared, config
+        assert attention.plain_cache == (declared[:2] == (0, ())), config
 
 
 @pytest.mark.parametrize("config", [MultiToken(conv=(3, 5), post_conv=(2, 3)), TalkingHeads()])
 def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
-    built = layer(config)
-    perturb(built)
+    attention = layer(config)
+    perturb(attention)
     q, k, v = qkv(12)
-    whole = built(q, k, v).output[:, :, -1]
-    rows = built.past_queries + 1
-    torch.testing.assert_close(built(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
+    whole = attention(q, k, v).output[:, :, -1]
+    rows = attention.past_queries + 1
+    torch.testing.assert_close(attention(q[:, :, -rows:], k, v).output[:, :, -1], whole, **EXACT)
     if rows > 1:
-        fewer = built(q[:, :, 1 - rows :], k, v).output[:, :, -1]
+        fewer = attention(q[:, :, 1 - rows :], k, v).output[:, :, -1]
         assert not torch.allclose(fewer, whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_what_multiplies_the_values(name):
-    built, inputs = layer(ALL[name]), beside()
-    perturb(built)
-    if getattr(built, "norm", None) is not None:
-        built.norm.forward = lambda x: x
+    attention, inputs = layer(ALL[name]), beside()
+    perturb(attention)
+    if getattr(attention, "norm", None) is not None:
+        attention.norm.forward = lambda x: x
     if name == "gated":  # whose gate acts behind the map: wide open
-        built.gate.forward = lambda x: x.new_full((*x.shape[:2], built.gate.out_features), 40.0)
+        attention.gate.forward = lambda x: x.new_full(
+            (*x.shape[:2], attention.gate.out_features), 40.0
+        )
     else:
-        built.gate = None
-    q, k, v = opened(built, *qkv(), inputs)
+        attention.gate = None
+    q, k, v = opened(attention, *qkv(), inputs)
     if name == "simplicial":  # whose second values act behind the map: all one
-        kept = built.beside(inputs)
-        kept[..., SHAPE.dim :] = 1
-        inputs = inputs._replace(beside=kept)
-    maps = built.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
-    out = built(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
+        beside_state = attention.beside(inputs)
+        beside_state[..., SHAPE.dim :] = 1
+        inputs = inputs._replace(beside=beside_state)
+    maps = attention.maps(q, k, visibility=Visibility(window=5), inputs=inputs).weights
+    out = attention(q, k, v, visibility=Visibility(window=5), inputs=inputs).output
     if name == "differential":
         joined = torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
         pairs = maps @ joined.repeat_interleave(2, dim=1)
@@ -218,16 +224,16 @@ def test_maps_are_what_multiplies_the_values(name):
         along = (actual * own).sum(-1, keepdim=True) / own.square().sum(-1, keepdim=True)
         actual = actual - along * own
     if name == "dex":  # whose matrix does too
-        actual = actual - built.factor * (actual @ built.matrix)
+        actual = actual - attention.factor * (actual @ attention.matrix)
     torch.testing.assert_close(actual, out, **EXACT)
 
 
 def test_what_a_selective_layer_returns_for_caches_and_losses():
     q, k, v = qkv()
-    built = layer(Selective())
-    plain = built(q, k, v)
-    built.tau = 0.5
-    actual = built(q, k, v)
+    attention = layer(Selective())
+    plain = attention(q, k, v)
+    attention.tau = 0.5
+    actual = attention(q, k, v)
     expected = selective_attention(q, k, v, tau=0.5)
     assert plain.memory is None and torch.equal(actual.output, plain.output)
     assert torch.equal(actual.state, expected.state)
@@ -258,15 +264,15 @@ def test_a_window_of_ones_own_narrows_the_models(theirs):
     ("norm", "factor"), [("plain", 1.0), ("depth", 1 - (0.8 - 0.6 * math.exp(-0.3 * 2)))]
 )
 def test_norm_is_an_rms_norm_of_each_head(norm, factor):
-    built = layer(MultiToken(norm=norm, conv=None, post_conv=None))
+    attention = layer(MultiToken(norm=norm, conv=None, post_conv=None))
     weight = draw(6)
-    built.norm.weight.data.copy_(weight)
+    attention.norm.weight.data.copy_(weight)
     q, k, v = qkv()
     expected = standard(q, k, v)
     for head in expected.view(-1, 6):
         scale = (sum(x * x for x in head.tolist()) / 6 + 1e-5) ** -0.5
         head.copy_(head * scale * weight * factor)
-    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
+    torch.testing.assert_close(attention(q, k, v).output, expected, **EXACT)
 
 
 def test_depth_factors_are_the_published_ones():
@@ -277,9 +283,11 @@ def test_depth_factors_are_the_published_ones():
 @pytest.mark.parametrize("start", ["published", "identity"])
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
-    built = layer(MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None))
-    perturb(built.gate)
-    weight, bias = built.gate.weight.detach(), built.gate.bias.detach()
+    attention = layer(
+        MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None)
+    )
+    perturb(attention.gate)
+    weight, bias = attention.gate.weight.detach(), attention.gate.bias.detach()
     assert weight.shape == {"scalar": (1, 6), "vector": (6, 6)}[gate]
     q, k, v = qkv()
     expected = standard(q, k, v)
@@ -290,42 +298,42 @@ def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
             dtype=torch.float64,
         )
         head.copy_(normed * opening * (2 if start == "identity" else 1))
-    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
+    torch.testing.assert_close(attention(q, k, v).output, expected, **EXACT)
 
 
 def test_a_published_gate_starts_near_one_half():
-    built = layer(MultiToken.published())
+    attention = layer(MultiToken.published())
     std = 20**-0.5
-    assert bool((built.gate.bias == 0).all())
-    assert 0 < built.gate.weight.abs().max() <= 3 * std
+    assert bool((attention.gate.bias == 0).all())
+    assert 0 < attention.gate.weight.abs().max() <= 3 * std
     wide = MultiToken.published().build(HeadShape(1, 1, 4096, 100, 0))
     assert wide.gate.weight.std().item() == pytest.approx(0.1 * 0.9867, rel=0.05)
 
 
 def test_lambda():
-    built = layer(Differential())
-    vectors = [built.lambda_q1, built.lambda_k1, built.lambda_q2, built.lambda_k2]
+    attention = layer(Differential())
+    vectors = [attention.lambda_q1, attention.lambda_k1, attention.lambda_q2, attention.lambda_k2]
     assert all(v.shape == (6,) for v in vectors)
     q1, k1, q2, k2 = (v.tolist() for v in vectors)
     first = math.exp(sum(a * b for a, b in zip(q1, k1, strict=True)))
     second = math.exp(sum(a * b for a, b in zip(q2, k2, strict=True)))
     start = 0.8 - 0.6 * math.exp(-0.3 * 2)
-    assert built.lam.item() == pytest.approx(first - second + start, abs=1e-12)
+    assert attention.lam.item() == pytest.approx(first - second + start, abs=1e-12)
     wide = Differential().build(HeadShape(2, 2, 10_000, 20, 0))
     assert wide.lambda_q2.std().item() == pytest.approx(0.1, rel=0.05)
 
 
 def test_differential_layer():
     """Heads 2p and 2p + 1 share their joined values, and one norm over both."""
-    built = layer(Differential(), HeadShape(heads=4, key_heads=4, dim=6, hidden=20, layer=1))
-    built.norm.weight.data.copy_(weight := draw(12))
+    attention = layer(Differential(), HeadShape(heads=4, key_heads=4, dim=6, hidden=20, layer=1))
+    attention.norm.weight.data.copy_(weight := draw(12))
     q, k, v = draw(2, 4, 7, 6), draw(2, 4, 7, 6), draw(2, 4, 7, 6)
     maps = (q @ k.mT / 6**0.5).masked_fill(~torch.ones(7, 7).bool().tril(), float("-inf"))
     maps = maps.softmax(-1)
-    out = built(q, k, v).output
+    out = attention(q, k, v).output
     for pair in (0, 1):
         joined = torch.cat([v[:, 2 * pair], v[:, 2 * pair + 1]], dim=-1)
-        wide = (maps[:, 2 * pair] - built.lam * maps[:, 2 * pair + 1]) @ joined
+        wide = (maps[:, 2 * pair] - attention.lam * maps[:, 2 * pair + 1]) @ joined
         wide = wide * (wide.square().mean(-1, keepdim=True) + 1e-5) ** -0.5 * weight
         wide = wide * (1 - (0.8 - 0.6 * math.exp(-0.3)))
         torch.testing.assert_close(out[:, 2 * pair], wide[..., :6], **EXACT)
@@ -357,12 +365,12 @@ def test_selectors():
     }
     actual = []
     for config, by in expected.items():
-        built = own if config.selector == "bilinear" else layer(config)
-        actual.append(built(q, k, v, inputs=LayerInputs(input=hidden)).output)
+        attention = own if config.selector == "bilinear" else layer(config)
+        actual.append(attention(q, k, v, inputs=LayerInputs(input=hidden)).output)
         torch.testing.assert_close(actual[-1], selected(q, k, v, by), **EXACT)
-    for i, one in enumerate(actual):
+    for i, part in enumerate(actual):
         for other in actual[:i]:
-            assert (one - other).abs().max() > 1e-3, "selectors must differ to be told apart"
+            assert (part - other).abs().max() > 1e-3, "selectors must differ to be told apart"
 
 
 def test_unprotected_first_tokens():
@@ -375,30 +383,30 @@ def test_unprotected_first_tokens():
 def test_own_selectors_project_the_last_queries_of_a_longer_input():
     q, k, v = qkv(9, queries=3)
     hidden = draw(2, 9, 20)
-    built = layer(Selective(selector="bilinear"))
+    attention = layer(Selective(selector="bilinear"))
     expected = selective_attention(
         q, k, v,
-        selector_q=(hidden[:, -3:] @ built.query.weight.mT)[:, None],
-        selector_k=(hidden @ built.key.weight.mT)[:, None],
+        selector_q=(hidden[:, -3:] @ attention.query.weight.mT)[:, None],
+        selector_k=(hidden @ attention.key.weight.mT)[:, None],
     )  # fmt: skip
     torch.testing.assert_close(
-        built(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
+        attention(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
     )
     with pytest.raises(
         ValueError, match="SelectiveAttention needs input beside q, k and v: pass inputs"
     ):
-        built(q, k, v)
+        attention(q, k, v)
 
 
 def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
-    built = layer(Selective(selector="extra"))
-    assert bool((built.key.weight == 0).all()) and bool((built.query.weight != 0).any())
+    attention = layer(Selective(selector="extra"))
+    assert bool((attention.key.weight == 0).all()) and bool((attention.query.weight != 0).any())
     q, k, v = qkv()
     (
-        built(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)
+        attention(q, k, v, inputs=LayerInputs(input=draw(2, 9, 20))).output * draw(2, 4, 9, 6)
     ).sum().backward()
-    assert built.key.weight.grad.abs().max() > 1e-3
-    assert bool((built.query.weight.grad == 0).all()), "behind keys of zero"
+    assert attention.key.weight.grad.abs().max() > 1e-3
+    assert bool((attention.query.weight.grad == 0).all()), "behind keys of zero"
 
 
 @pytest.mark.parametrize(
@@ -426,14 +434,19 @@ def test_the_standard_layer_is_multi_token_attention_without_its_steps(visibilit
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
-    built, inputs = ALL[name].build(SHAPE), LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype))
-    perturb(built)
+    attention, inputs = (
+        ALL[name].build(SHAPE),
+        LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype)),
+    )
+    perturb(attention)
     rounded = [x.to(dtype) for x in qkv(40)]
-    actual = built(*opened(built, *rounded, inputs), inputs=inputs).output
+    actual = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
     assert actual.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
         monkeypatch.setattr(api, "choose", lambda *_: "reference")
-    plain = built(*opened(built, *rounded, inputs), inputs=inputs).output
-    exact, built = LayerInputs(input=inputs.input.double()), built.double()
-    oracle = built(*opened(built, *(x.double() for x in rounded), exact), inputs=exact).output
+    plain = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
+    exact, attention = LayerInputs(input=inputs.input.double()), attention.double()
+    oracle = attention(
+        *opened(attention, *(x.double() for x in rounded), exact), inputs=exact
+    ).output
     assert_matches_oracle(name, actual, plain, oracle, terms=40)

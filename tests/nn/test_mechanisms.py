@@ -33,8 +33,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_json_gives_the_same_configuration_back(name):
-    written = json.dumps(to_json(CONFIGS[name]))
-    assert from_json(json.loads(written)) == CONFIGS[name]
+    text = json.dumps(to_json(CONFIGS[name]))
+    assert from_json(json.loads(text)) == CONFIGS[name]
 
 
 def test_json_names_kind_and_every_field():
@@ -81,10 +81,10 @@ def test_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("selectve", "selective"), ("talking_heads", "talking-heads")]
+    ("name", "nearest"), [("selectve", "selective"), ("talking_heads", "talking-heads")]
 )
-def test_an_unknown_name_is_answered_with_the_nearest(name, meant):
-    expected = f"mechanism must be one of standard, .* got '{name}'; did you mean '{meant}'"
+def test_an_unknown_name_is_answered_with_the_nearest(name, nearest):
+    expected = f"mechanism must be one of standard, .* got '{name}'; did you mean '{nearest}'"
     with pytest.raises(ValueError, match=expected):
         mechanism(name)
     with pytest.raises(ValueError, match=r"got 'xyz'$"):
@@ -139,10 +139,11 @@ def test_configurations_that_do_not_fit_a_model(message):
 
 
 @pytest.mark.parametrize(
-    ("heads", "key_heads", "which"), [(3, 3, "heads must be even, got 3"), (4, 1, "key heads .* 1")]
+    ("heads", "key_heads", "message"),
+    [(3, 3, "heads must be even, got 3"), (4, 1, "key heads .* 1")],
 )
-def test_differential_needs_pairs(heads, key_heads, which):
-    with pytest.raises(ValueError, match=f"differential attention pairs heads, .* {which}"):
+def test_differential_needs_pairs(heads, key_heads, message):
+    with pytest.raises(ValueError, match=f"differential attention pairs heads, .* {message}"):
         Differential().build(HeadShape(heads, key_heads, 8, 32, 0))
 
 

@@ -34,20 +34,20 @@ def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
 
 
 def stirred(config):
-    built = config.build(SHAPE).double()
+    module = config.build(SHAPE).double()
     with torch.no_grad():
-        for p in built.parameters():
+        for p in module.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    return built
+    return module
 
 
-def second(built, x: Tensor) -> Tensor:
-    return (x @ built.second.weight.mT).unflatten(2, (4, 6)).transpose(1, 2)
+def second(module, x: Tensor) -> Tensor:
+    return (x @ module.second.weight.mT).unflatten(2, (4, 6)).transpose(1, 2)
 
 
 def test_parallax_by_loops():
-    built, (q, k, v, x) = stirred(Parallax()), qkvx(5)
-    r, expected = second(built, x).detach(), torch.zeros_like(q)
+    module, (q, k, v, x) = stirred(Parallax()), qkvx(5)
+    r, expected = second(module, x).detach(), torch.zeros_like(q)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         dots = [
             [sum(float(y[b, h, i, c] * k[b, h // 2, j, c]) for c in range(6)) for j in range(i + 1)]
@@ -59,13 +59,13 @@ def test_parallax_by_loops():
         for j, (w, s) in enumerate(zip(p, dots[1], strict=True)):
             expected[b, h, i] += (w * (1 + mean) - w * s) * v[b, h // 2, j]
     inputs = LayerInputs(input=x)
-    torch.testing.assert_close(built(q, k, v, inputs=inputs).output, expected, **EXACT)
-    last = built(q[:, :, 3:], k, v, inputs=inputs).output
+    torch.testing.assert_close(module(q, k, v, inputs=inputs).output, expected, **EXACT)
+    last = module(q[:, :, 3:], k, v, inputs=inputs).output
     torch.testing.assert_close(last, expected[:, :, 3:], **EXACT)
 
 
 def test_the_correction_is_the_slope_of_attention_along_the_second_query():
-    built, (q, k, v, x) = stirred(Parallax()), qkvx(70)
+    module, (q, k, v, x) = stirred(Parallax()), qkvx(70)
     plain, scale = Standard().build(SHAPE), 0.4
     wide = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
 
@@ -73,16 +73,16 @@ def test_the_correction_is_the_slope_of_attention_along_the_second_query():
         hidden = torch.ones(70, 70).bool().triu(1)
         return (q @ wide[0].mT * scale).masked_fill(hidden, -math.inf).softmax(-1) @ wide[1]
 
-    slope = jvp(attend, (q,), (second(built, x) / scale,))[1]
-    out = built(q, k, v, scale=scale, inputs=LayerInputs(input=x)).output
+    slope = jvp(attend, (q,), (second(module, x) / scale,))[1]
+    out = module(q, k, v, scale=scale, inputs=LayerInputs(input=x)).output
     expected = plain(q, k, v, scale=scale).output - slope
     torch.testing.assert_close(out, expected, **EXACT)
 
 
 def test_cap_bias_and_sinks_of_a_family():
-    built, (q, k, v, x) = stirred(Parallax()), (y.requires_grad_() for y in qkvx(70))
+    module, (q, k, v, x) = stirred(Parallax()), (y.requires_grad_() for y in qkvx(70))
     bias, sinks = draw(1, 4, 70, 70).requires_grad_(), draw(4).requires_grad_()
-    r = second(built, x)
+    r = second(module, x)
     wide = k.repeat_interleave(2, 1)
     logits = 3 * torch.tanh(q @ wide.mT / 6**0.5 / 3) + bias
     logits = logits.masked_fill(torch.ones(70, 70).bool().triu(1), -math.inf)
@@ -91,17 +91,17 @@ def test_cap_bias_and_sinks_of_a_family():
     other = r @ wide.mT
     weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
     inputs = LayerInputs(input=x, bias=bias, sinks=sinks, softcap=3.0)
-    actual, expected = built(q, k, v, inputs=inputs).output, weights @ v.repeat_interleave(2, 1)
+    actual, expected = module(q, k, v, inputs=inputs).output, weights @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(actual, expected, **EXACT)
-    leaves, factor = (q, k, v, x, bias, sinks, built.second.weight), draw(*q.shape)
+    leaves, factor = (q, k, v, x, bias, sinks, module.second.weight), draw(*q.shape)
     slopes = (torch.autograd.grad((y * factor).sum(), leaves) for y in (actual, expected))
     for a, b in zip(*slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-    torch.testing.assert_close(built.maps(q, k, inputs=inputs).weights, weights, **EXACT)
+    torch.testing.assert_close(module.maps(q, k, inputs=inputs).weights, weights, **EXACT)
 
 
 def test_second_queries_are_rotated_to_their_positions():
-    built, (q, k, v, x) = stirred(Parallax()), qkvx(5)
+    module, (q, k, v, x) = stirred(Parallax()), qkvx(5)
     turns = []
 
     def rotation(r: Tensor, positions: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ def test_second_queries_are_rotated_to_their_positions():
         return r.flip(-1)
 
     inputs = LayerInputs(input=x, positions=torch.arange(3, 8)[None], rotation=rotation)
-    actual = built(q[:, :, 2:], k, v, inputs=inputs).output
-    rows = built.second.weight.unflatten(0, (4, 6)).flip(1).flatten(0, 1).detach()
-    built.second.weight.data.copy_(rows)
-    expected = built(q, k, v, inputs=LayerInputs(input=x)).output
+    actual = module(q[:, :, 2:], k, v, inputs=inputs).output
+    rows = module.second.weight.unflatten(0, (4, 6)).flip(1).flatten(0, 1).detach()
+    module.second.weight.data.copy_(rows)
+    expected = module(q, k, v, inputs=LayerInputs(input=x)).output
     torch.testing.assert_close(actual, expected[:, :, 2:], **EXACT)
     assert turns[0].tolist() == [[5, 6, 7]]
 
@@ -120,17 +120,17 @@ def test_second_queries_are_rotated_to_their_positions():
 @pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)
 def test_gradients(config):
     small = HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)
-    built, sizes = config.build(small).double(), ((2, 3, 2), (1, 3, 2), (1, 3, 2), (3, 3))
+    module, sizes = config.build(small).double(), ((2, 3, 2), (1, 3, 2), (1, 3, 2), (3, 3))
     q, k, v, x = (draw(1, *size).requires_grad_() for size in sizes)
 
     def attend(*tensors: Tensor) -> Tensor:
         *heads, x = tensors[:4]
-        names = [name for name, _ in built.named_parameters()]
+        names = [name for name, _ in module.named_parameters()]
         own = dict(zip(names, tensors[4:], strict=True))
         options = {"inputs": LayerInputs(input=x)}
-        return torch.func.functional_call(built, own, tuple(heads), options).output
+        return torch.func.functional_call(module, own, tuple(heads), options).output
 
-    parameters = [draw(*p.shape).requires_grad_() for p in built.parameters()]
+    parameters = [draw(*p.shape).requires_grad_() for p in module.parameters()]
     assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
 
 
@@ -146,15 +146,15 @@ VISIBILITIES = {
 @pytest.mark.parametrize("name", VISIBILITIES)
 def test_blocks_see_what_they_may(name):
     """Also where the rows are more than one block."""
-    built, visibility = stirred(Parallax()), VISIBILITIES[name]
+    module, visibility = stirred(Parallax()), VISIBILITIES[name]
     q, k, v, x = (y.requires_grad_() for y in qkvx(90))
     inputs = LayerInputs(input=x)
-    out = built(q, k, v, visibility=visibility, inputs=inputs).output
+    out = module(q, k, v, visibility=visibility, inputs=inputs).output
     visible = visibility.dense(90, 90, q.device)[:, None]
     wide = k.repeat_interleave(2, 1)
     logits = (q @ wide.mT / 6**0.5).masked_fill(~visible, -math.inf)
     p = logits.softmax(-1).nan_to_num(0)
-    other = second(built, x) @ wide.mT
+    other = second(module, x) @ wide.mT
     weights = p * (1 + (p * other).sum(-1, keepdim=True) - other)
     expected = weights @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(out, expected, **EXACT)
@@ -166,12 +166,12 @@ def test_blocks_see_what_they_may(name):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_later_token_changes_a_bit(dtype):
-    built = stirred(Parallax()).to(torch.float32)
+    module = stirred(Parallax()).to(torch.float32)
 
     def attend(tokens: Tensor) -> Tensor:
         q, k, v, x = tokens.split([24, 12, 12, 20], dim=2)
         q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
-        return built(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
+        return module(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
 
     q, k, v, x = qkvx(70, batch=1)
     parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
@@ -181,18 +181,18 @@ def test_no_later_token_changes_a_bit(dtype):
 @pytest.mark.parametrize("config", [Parallax(), Dex()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_new_layer_changes_no_bit(config, dtype):
-    (q, k, v, x), built = qkvx(70), config.build(SHAPE)
+    (q, k, v, x), module = qkvx(70), config.build(SHAPE)
     q, k, v, x = (y.to(dtype) for y in (q, k, v, x))
     plain = Standard().build(SHAPE)(q, k, v).output
-    out = built(q, k, v, inputs=LayerInputs(input=x)).output
-    assert torch.equal(out, plain) and built.standard_form() is not None
+    out = module(q, k, v, inputs=LayerInputs(input=x)).output
+    assert torch.equal(out, plain) and module.standard_form() is not None
     (out.float() * torch.randn(out.shape)).sum().backward()
-    slopes = [bool((p.grad != 0).any()) for p in built.parameters()]
+    slopes = [bool((p.grad != 0).any()) for p in module.parameters()]
     assert any(slopes), "it learns from there"
     with torch.no_grad():
-        for p in built.parameters():
+        for p in module.parameters():
             p.add_(0.1)
-    assert built.standard_form() is None
+    assert module.standard_form() is None
 
 
 def test_memory_grows_linearly():
@@ -201,26 +201,26 @@ def test_memory_grows_linearly():
 import torch
 from heedful.nn import HeadShape, LayerInputs, Parallax
 torch.set_num_threads(1)
-built = Parallax().build(HeadShape(4, 2, 16, 64, 0))
+module = Parallax().build(HeadShape(4, 2, 16, 64, 0))
 q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
 x = torch.randn(1, 2048, 64)
 def run():
-    built(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
 """
     assert peak_memory_mib(code) < 120
 
 
 @pytest.mark.parametrize("heads", [None, (2,), (3, 0)])
 def test_dex_by_loops(heads):
-    built, (q, k, v, _) = stirred(Dex(heads)), qkvx(5)
+    module, (q, k, v, _) = stirred(Dex(heads)), qkvx(5)
     plain = Standard().build(SHAPE)(q, k, v).output
-    matrix, factor = built.matrix.tolist(), built.factor.item()
+    matrix, factor = module.matrix.tolist(), module.factor.item()
     expected = plain.clone()
     for b, h, i, c in torch.cartesian_prod(*map(torch.arange, plain.shape)).tolist():
         if heads is None or h in heads:
             row = plain[b, h, i].tolist()
             expected[b, h, i, c] -= factor * sum(row[a] * matrix[a][c] for a in range(6))
-    torch.testing.assert_close(built(q, k, v).output, expected, **EXACT)
+    torch.testing.assert_close(module(q, k, v).output, expected, **EXACT)
 
 
 @pytest.mark.parametrize("config", [Parallax(), Dex(), Dex((2, 0))], ids=str)

@@ -31,11 +31,11 @@ def draw(*shape: int) -> Tensor:
 
 
 def stirred(config, shape: HeadShape = SHAPE):
-    built = config.build(shape).double()
+    module = config.build(shape).double()
     with torch.no_grad():
-        for p in built.parameters():
+        for p in module.parameters():
             p.add_(0.5 * torch.randn_like(p))
-    return built
+    return module
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
@@ -59,21 +59,21 @@ def attended(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tens
 
 @pytest.mark.parametrize("parts", [("v",), ("q", "k", "v"), ("k",)])
 def test_knocking_heads_multiply_every_head_by_one_matrix(parts):
-    built = stirred(KnockingHeads(parts))
-    assert set(built.shared) == set(parts)
+    module = stirred(KnockingHeads(parts))
+    assert set(module.shared) == set(parts)
     for part, heads in ROWS.items():
         x = draw(2, 3, heads, 6)
         expected = x.clone()
         if part in parts:
-            matrix = built.shared[part].tolist()
+            matrix = module.shared[part].tolist()
             for b, t, h, c in torch.cartesian_prod(*map(torch.arange, x.shape)).tolist():
                 expected[b, t, h, c] = sum(float(x[b, t, h, a]) * matrix[a][c] for a in range(6))
-        torch.testing.assert_close(built.before_rotation(part, x), expected, **EXACT)
+        torch.testing.assert_close(module.before_rotation(part, x), expected, **EXACT)
 
 
 def test_knocking_heads_with_a_gate():
-    built = stirred(KnockingHeads(form="mlp"))
-    up, gate, down = (built.shared[name].tolist() for name in ("up", "gate", "down"))
+    module = stirred(KnockingHeads(form="mlp"))
+    up, gate, down = (module.shared[name].tolist() for name in ("up", "gate", "down"))
     x = draw(2, 3, 2, 6)
     expected = torch.zeros_like(x)
     for b, t, h in torch.cartesian_prod(*map(torch.arange, x.shape[:3])).tolist():
@@ -84,15 +84,15 @@ def test_knocking_heads_with_a_gate():
             inner.append(2 * opening * sum(row[a] * up[a][c] for a in range(6)))
         for c in range(6):
             expected[b, t, h, c] = sum(inner[a] * down[a][c] for a in range(6))
-    torch.testing.assert_close(built.before_rotation("v", x), expected, **EXACT)
+    torch.testing.assert_close(module.before_rotation("v", x), expected, **EXACT)
 
 
 def test_linear_knocking_heads_fold_into_the_projection():
     """What the paper says of inference: W' = W T per head."""
-    built, weight, x = stirred(KnockingHeads()), draw(2 * 6, 20), draw(2, 3, 20)
+    module, weight, x = stirred(KnockingHeads()), draw(2 * 6, 20), draw(2, 3, 20)
     values = (x @ weight.mT).unflatten(-1, (2, 6))
-    folded = torch.cat([built.shared["v"].mT @ head for head in weight.split(6)])
-    actual = built.before_rotation("v", values).flatten(2)
+    folded = torch.cat([module.shared["v"].mT @ head for head in weight.split(6)])
+    actual = module.before_rotation("v", values).flatten(2)
     torch.testing.assert_close(actual, x @ folded.mT, **EXACT)
 
 
@@ -124,35 +124,35 @@ SEGMENTS = {
 
 
 @pytest.mark.parametrize("segments", SEGMENTS)
-@pytest.mark.parametrize("known", [0, 1, 2, 3])
+@pytest.mark.parametrize("cached", [0, 1, 2, 3])
 @pytest.mark.parametrize("kernel", [1, 2, 4, 9])
-def test_canon_adds_a_causal_convolution_of_every_channel(kernel, known, segments):
-    built, segments = stirred(Canon(kernel=kernel)), SEGMENTS[segments]
-    assert built.past_inputs == kernel - 1
-    new = 8 - known
+def test_canon_adds_a_causal_convolution_of_every_channel(kernel, cached, segments):
+    module, segments = stirred(Canon(kernel=kernel)), SEGMENTS[segments]
+    assert module.past_inputs == kernel - 1
+    new = 8 - cached
     x, inputs = draw(2, 8, 4, 6), draw(2, 8, 20)
-    past = (None, None) if not known else (inputs[:, :known], x[:, :known])
+    past = (None, None) if not cached else (inputs[:, :cached], x[:, :cached])
     beside = Tokens(past=past[0], segments=segments)
-    expected = convolved(inputs[:, known:], built.kernels["input"], past[0], segments)
-    actual = built.before_projection(inputs[:, known:], beside)
+    expected = convolved(inputs[:, cached:], module.kernels["input"], past[0], segments)
+    actual = module.before_projection(inputs[:, cached:], beside)
     torch.testing.assert_close(actual, expected, **EXACT)
     for part, heads in ROWS.items():
-        one = x[:, :, :heads]
-        before = None if not known else one[:, :known]
+        queries = x[:, :, :heads]
+        before = None if not cached else queries[:, :cached]
         expected = convolved(
-            one[:, known:].flatten(2), built.kernels[part],
+            queries[:, cached:].flatten(2), module.kernels[part],
             None if before is None else before.flatten(2), segments,
         )  # fmt: skip
         beside = Tokens(past=before, segments=segments)
-        actual = built.before_rotation(part, one[:, known:], beside)
+        actual = module.before_rotation(part, queries[:, cached:], beside)
         assert actual.shape == (2, new, heads, 6)
         torch.testing.assert_close(actual.flatten(2), expected, **EXACT)
 
 
 def test_what_padding_holds_does_not_reach_a_convolution():
-    built, inputs = stirred(Canon("A")), draw(1, 5, 20)
+    module, inputs = stirred(Canon("A")), draw(1, 5, 20)
     inputs[:, 1] = float("nan")
-    actual = built.before_projection(inputs, Tokens(segments=torch.tensor([[-1, -1, 0, 0, 0]])))
+    actual = module.before_projection(inputs, Tokens(segments=torch.tensor([[-1, -1, 0, 0, 0]])))
     assert bool(actual[:, 2:].isfinite().all())
 
 
@@ -162,38 +162,38 @@ def test_where_canon_stands_and_how_it_starts():
 
     assert parts(Canon("A")) == {"input"} and parts(Canon("B")) == {"q", "k", "v"}
     assert parts(Canon()) == {"input", "q", "k", "v"}
-    built = Canon(start="random").build(SHAPE)
-    assert all(0 < kernel.abs().max() <= 0.5 for kernel in built.kernels.values())
+    module = Canon(start="random").build(SHAPE)
+    assert all(0 < kernel.abs().max() <= 0.5 for kernel in module.kernels.values())
     assert all(bool((kernel == 0).all()) for kernel in Canon().build(SHAPE).kernels.values())
-    assert built.roles == {"decoder"} and not built.plain_cache
+    assert module.roles == {"decoder"} and not module.plain_cache
 
 
 def test_differential_v2():
     """Pairs of queries over one key and value, and a lambda per token and head."""
-    built = stirred(DifferentialV2())
+    module = stirred(DifferentialV2())
     inputs, q = draw(2, 5, 20), draw(2, 5, 4, 6)
     k, v = draw(2, 5, 2, 6), draw(2, 5, 2, 6)
     second = torch.zeros_like(q)
     for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
-        row = built.query.weight.detach()[h * 6 + c]
+        row = module.query.weight.detach()[h * 6 + c]
         second[b, t, h, c] = sum(float(inputs[b, t, e] * row[e]) for e in range(20))
-    pairs = built.before_rotation("q", q, Tokens(input=inputs))
+    pairs = module.before_rotation("q", q, Tokens(input=inputs))
     torch.testing.assert_close(pairs[:, :, 0::2], q, **EXACT)
     torch.testing.assert_close(pairs[:, :, 1::2], second, **EXACT)
-    assert built.before_rotation("k", k, Tokens(input=inputs)) is k
+    assert module.before_rotation("k", k, Tokens(input=inputs)) is k
     expected = attended(q, k, v)
     less = attended(second, k, v)
     for b, t, h in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
-        logit = sum(float(inputs[b, t, e] * built.lam.weight.detach()[h, e]) for e in range(20))
+        logit = sum(float(inputs[b, t, e] * module.lam.weight.detach()[h, e]) for e in range(20))
         expected[b, t, h] -= less[b, t, h] / (1 + math.exp(-logit))
-    out = built(
+    out = module(
         *(x.transpose(1, 2) for x in (pairs, k, v)), inputs=LayerInputs(input=inputs)
     ).output
     torch.testing.assert_close(out.transpose(1, 2), expected, **EXACT)
 
 
 def test_both_queries_of_differential_v2_get_the_familys_bias_and_sink():
-    built, inputs = stirred(DifferentialV2()), draw(2, 5, 20)
+    module, inputs = stirred(DifferentialV2()), draw(2, 5, 20)
     q, k, v = draw(2, 8, 5, 6), draw(2, 2, 5, 6), draw(2, 2, 5, 6)
     bias, sinks = draw(1, 4, 5, 5), draw(4)
     logits = q @ k.repeat_interleave(4, 1).mT / 6**0.5 + bias.repeat_interleave(2, 1)
@@ -201,24 +201,24 @@ def test_both_queries_of_differential_v2_get_the_familys_bias_and_sink():
     column = sinks.repeat_interleave(2)[:, None, None].expand(2, 8, 5, 1)
     both = torch.cat([logits, column], -1).softmax(-1)[..., :5] @ v.repeat_interleave(4, 1)
     beside = LayerInputs(input=inputs, bias=bias, sinks=sinks)
-    expected = both[:, 0::2] - built.lambdas(beside, 5) * both[:, 1::2]
-    torch.testing.assert_close(built(q, k, v, inputs=beside).output, expected, **EXACT)
+    expected = both[:, 0::2] - module.lambdas(beside, 5) * both[:, 1::2]
+    torch.testing.assert_close(module(q, k, v, inputs=beside).output, expected, **EXACT)
 
 
 def test_lambdas_of_differential_v2_start_at_one_half():
-    built, inputs = DifferentialV2().build(SHAPE).double(), draw(2, 5, 20)
-    assert bool((built.lambdas(LayerInputs(input=inputs), 3) == 0.5).all())
-    assert built.query.weight.std().item() == pytest.approx(20**-0.5, rel=0.1)
+    module, inputs = DifferentialV2().build(SHAPE).double(), draw(2, 5, 20)
+    assert bool((module.lambdas(LayerInputs(input=inputs), 3) == 0.5).all())
+    assert module.query.weight.std().item() == pytest.approx(20**-0.5, rel=0.1)
     # One more query projection, and a lambda per head: what the published count has beyond ours.
-    assert sum(p.numel() for p in built.parameters()) == 4 * 6 * 20 + 4 * 20
+    assert sum(p.numel() for p in module.parameters()) == 4 * 6 * 20 + 4 * 20
 
 
 @pytest.mark.parametrize("per", ["channel", "head"])
 @pytest.mark.parametrize("start", ["published", "identity"])
 def test_gates_open_by_the_input_of_their_token(per, start):
     """Also of the newest tokens alone, whose input comes with that of earlier ones."""
-    built, inputs = stirred(Gated(per, start)), draw(2, 5, 20)
-    weights = built.gate.weight.tolist()
+    module, inputs = stirred(Gated(per, start)), draw(2, 5, 20)
+    weights = module.gate.weight.tolist()
     q, k, v = draw(2, 5, 4, 6), draw(2, 5, 2, 6), draw(2, 5, 2, 6)
     expected = attended(q, k, v)
     for b, t, h, c in torch.cartesian_prod(*map(torch.arange, q.shape)).tolist():
@@ -227,9 +227,9 @@ def test_gates_open_by_the_input_of_their_token(per, start):
         expected[b, t, h, c] *= (2 if start == "identity" else 1) / (1 + math.exp(-x))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     beside = LayerInputs(input=inputs)
-    actual = built(q, k, v, inputs=beside).output.transpose(1, 2)
+    actual = module(q, k, v, inputs=beside).output.transpose(1, 2)
     torch.testing.assert_close(actual, expected, **EXACT)
-    last = built(q[:, :, 3:], k, v, inputs=beside).output.transpose(1, 2)
+    last = module(q[:, :, 3:], k, v, inputs=beside).output.transpose(1, 2)
     torch.testing.assert_close(last, expected[:, 3:], **EXACT)
 
 
@@ -250,18 +250,18 @@ def test_local_global_layers():
     assert windows == [*[1024] * 5, None, *[1024] * 5, None, 1024]
     q, k, v = draw(1, 5, 4, 6), draw(1, 5, 2, 6), draw(1, 5, 2, 6)
     for layer, window in ((0, 2), (1, None)):
-        built = LocalGlobal(window=2, every=2).build(HeadShape(4, 2, 6, 20, layer))
-        actual = built(*(x.transpose(1, 2) for x in (q, k, v))).output.transpose(1, 2)
+        module = LocalGlobal(window=2, every=2).build(HeadShape(4, 2, 6, 20, layer))
+        actual = module(*(x.transpose(1, 2) for x in (q, k, v))).output.transpose(1, 2)
         torch.testing.assert_close(actual, attended(q, k, v, window), **EXACT)
-    assert built.roles == {"decoder", "encoder"}
+    assert module.roles == {"decoder", "encoder"}
 
 
 def test_a_model_with_a_narrower_window_keeps_it():
-    built, plain = (x.build(SHAPE) for x in (LocalGlobal(window=4, every=9), Standard()))
+    module, plain = (x.build(SHAPE) for x in (LocalGlobal(window=4, every=9), Standard()))
     q, k, v = draw(1, 4, 7, 6), draw(1, 2, 7, 6), draw(1, 2, 7, 6)
     narrow = Visibility(window=2)
     expected = plain(q, k, v, visibility=narrow).output
-    torch.testing.assert_close(built(q, k, v, visibility=narrow).output, expected, **EXACT)
+    torch.testing.assert_close(module(q, k, v, visibility=narrow).output, expected, **EXACT)
 
 
 CONFIGS = [
@@ -305,6 +305,6 @@ def test_refused_values(message):
 
 
 def test_differential_v2_needs_the_modules_input():
-    built = DifferentialV2().build(SHAPE).double()
+    module = DifferentialV2().build(SHAPE).double()
     with pytest.raises(ValueError, match="DifferentialV2Attention needs input beside q, k and v"):
-        built(draw(1, 8, 3, 6), draw(1, 2, 3, 6), draw(1, 2, 3, 6))
+        module(draw(1, 8, 3, 6), draw(1, 2, 3, 6), draw(1, 2, 3, 6))

@@ -42,7 +42,7 @@ VISIBILITIES = {
 every = pytest.mark.parametrize(("name", "role"), CASES)
 
 
-def built(name: str, role: str) -> Layer:
+def layer_of(name: str, role: str) -> Layer:
     """With parameters that are no identities."""
     layer = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)).double()
     with torch.no_grad():
@@ -71,7 +71,7 @@ def test_where_mechanisms_are_defined():
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
-    layer, (q, k, v, bias) = built(name, role), draw(5 if role == "cross" else 9)
+    layer, (q, k, v, bias) = layer_of(name, role), draw(5 if role == "cross" else 9)
     sinks = torch.randn(4, dtype=torch.float64) if sunk else None
     inputs = LayerInputs(bias=bias if biased else None, softcap=softcap, sinks=sinks)
     out = layer(q, k, v, visibility=VISIBILITIES[role], scale=0.7, inputs=inputs).output
@@ -86,7 +86,7 @@ def test_maps_are_what_multiplies_the_values(name, role, biased, softcap, sunk):
 
 @every
 def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
-    layer, (q, k, v, bias) = built(name, role), draw()
+    layer, (q, k, v, bias) = layer_of(name, role), draw()
     plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
     leaf = bias.requires_grad_()
     actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(bias=leaf)).output
@@ -97,7 +97,7 @@ def test_a_bias_changes_outputs_and_gets_a_gradient(name, role):
 
 @every
 def test_sinks_change_outputs_and_get_a_gradient(name, role):
-    layer, (q, k, v, _) = built(name, role), draw()
+    layer, (q, k, v, _) = layer_of(name, role), draw()
     assert "sinks" in layer.takes
     plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
     leaf = torch.randn(4, dtype=torch.float64, requires_grad=True)
@@ -125,7 +125,7 @@ def test_grouped_attention_refuses_dropout():
 
 @every
 def test_a_cap_changes_outputs(name, role):
-    layer, (q, k, v, _) = built(name, role), draw()
+    layer, (q, k, v, _) = layer_of(name, role), draw()
     assert "softcap" in layer.takes
     plain = layer(q, k, v, visibility=VISIBILITIES[role]).output
     actual = layer(q, k, v, visibility=VISIBILITIES[role], inputs=LayerInputs(softcap=0.5)).output
@@ -134,7 +134,7 @@ def test_a_cap_changes_outputs(name, role):
 
 @pytest.mark.parametrize("impl", ["auto", "reference", "tiled"])
 def test_standard_attention_with_a_bias(impl):
-    layer, (q, k, v, bias) = built("standard", "decoder"), draw()
+    layer, (q, k, v, bias) = layer_of("standard", "decoder"), draw()
     layer.impl = impl
     mask = bias.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
@@ -143,7 +143,7 @@ def test_standard_attention_with_a_bias(impl):
 
 
 def test_an_even_kernel_gets_a_middle_row_in_an_encoder():
-    encoder, decoder = (built("mta", role) for role in ("encoder", "decoder"))
+    encoder, decoder = (layer_of("mta", role) for role in ("encoder", "decoder"))
     assert encoder.conv.shape == (4, 5, 3) and decoder.conv.shape == (4, 4, 3)
     assert encoder.post_conv.shape == decoder.post_conv.shape == (4, 3, 5)
     assert (encoder.past_queries, decoder.past_queries) == (0, 5)
@@ -173,4 +173,4 @@ def test_depth_scaling_is_of_self_attention():
         for role in ("decoder", "encoder", "cross")
     }
     assert factors["decoder"] == factors["encoder"] < 1 == factors["cross"]
-    assert isinstance(built("mta", "cross")(*draw()[:3]), LayerOutput)
+    assert isinstance(layer_of("mta", "cross")(*draw()[:3]), LayerOutput)

@@ -41,25 +41,25 @@ def layer(first: int, second: int, **options) -> SimplicialAttention:
 
 
 def stirred(first: int, second: int, **options) -> SimplicialAttention:
-    built = layer(first, second, **options)
+    module = layer(first, second, **options)
     with torch.no_grad():
-        for p in built.parameters():
+        for p in module.parameters():
             p.add_(0.2 * torch.randn_like(p))
-    return built
+    return module
 
 
-def second(built: SimplicialAttention, x: Tensor) -> tuple[Tensor, Tensor]:
+def second(module: SimplicialAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """Second keys and values, a head after another."""
-    offset = 1.0 if built.config.start == "identity" else 0.0
+    offset = 1.0 if module.config.start == "identity" else 0.0
     return tuple(
         torch.stack([x @ w.mT for w in projection.weight.split(6)], dim=1) + offset
-        for projection in (built.second_key, built.second_value)
+        for projection in (module.second_key, module.second_value)
     )
 
 
-def by_loops(built, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
+def by_loops(module, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
     """The definition, for the last queries of all keys."""
-    (more_k, more_v), config = (y.detach() for y in second(built, x)), built.config
+    (more_k, more_v), config = (y.detach() for y in second(module, x)), module.config
     before = k.shape[2] - q.shape[2]
     out = torch.zeros_like(q)
     for b, h, row in itertools.product(*map(range, q.shape[:3])):
@@ -76,13 +76,13 @@ def by_loops(built, q, k, v, x, sees=lambda b, i, j: True) -> Tensor:
     return out
 
 
-def dense(built, q, k, v, x, visible: Tensor) -> Tensor:
+def dense(module, q, k, v, x, visible: Tensor) -> Tensor:
     """All pairs at once, of keys that each query sees, `[1 or B, T, T]`, apart from windows."""
-    wide = [y.repeat_interleave(2, 1) for y in (k, v, *second(built, x))]
+    wide = [y.repeat_interleave(2, 1) for y in (k, v, *second(module, x))]
     back = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
     near = [
         visible & (back >= 0) & (back < size)
-        for size in (built.config.window, built.config.second_window)
+        for size in (module.config.window, module.config.second_window)
     ]
     pairs = near[0][:, None, :, :, None] & near[1][:, None, :, None, :]
     logits = torch.einsum("bhid,bhjd,bhmd->bhijm", q, wide[0], wide[2]) / 6**0.5
@@ -94,15 +94,15 @@ def dense(built, q, k, v, x, visible: Tensor) -> Tensor:
 @pytest.mark.parametrize("start", ["random", "identity"])
 @pytest.mark.parametrize("windows", [(4, 2), (2, 3), (1, 1), (9, 9), (100, 3), (3, 100)], ids=str)
 def test_by_loops(windows, start):
-    built, (q, k, v, x) = stirred(*windows, start=start), qkvx(6)
-    expected, inputs = by_loops(built, q, k, v, x), LayerInputs(input=x)
-    torch.testing.assert_close(built(q, k, v, inputs=inputs).output, expected, **EXACT)
-    last = built(q[:, :, 4:], k, v, inputs=inputs).output
+    module, (q, k, v, x) = stirred(*windows, start=start), qkvx(6)
+    expected, inputs = by_loops(module, q, k, v, x), LayerInputs(input=x)
+    torch.testing.assert_close(module(q, k, v, inputs=inputs).output, expected, **EXACT)
+    last = module(q[:, :, 4:], k, v, inputs=inputs).output
     torch.testing.assert_close(last, expected[:, :, 4:], **EXACT)
 
 
 def test_documents_and_padding_by_loops():
-    built, (q, k, v, x) = stirred(4, 3), qkvx(7)
+    module, (q, k, v, x) = stirred(4, 3), qkvx(7)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [-1, 0, 0, 0, 0, 1, 1]])
     padding = torch.tensor([[True] * 7, [True] * 3 + [False] + [True] * 3])
     visibility = Visibility(documents=documents, padding=padding)
@@ -111,8 +111,8 @@ def test_documents_and_padding_by_loops():
     def sees(b: int, i: int, j: int) -> bool:
         return bool(place[b, i] == place[b, j]) and bool(place[b, i] >= 0)
 
-    actual = built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
-    torch.testing.assert_close(actual, by_loops(built, q, k, v, x, sees), **EXACT)
+    actual = module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
+    torch.testing.assert_close(actual, by_loops(module, q, k, v, x, sees), **EXACT)
     assert bool((actual[0, :, 6] == 0).all()) and bool((actual[1, :, 3] == 0).all())
 
 
@@ -128,12 +128,12 @@ VISIBILITIES = {
 @pytest.mark.parametrize("name", VISIBILITIES)
 def test_blocks_and_their_gradients(name, windows):
     """Where the rows are several blocks, and the last one is shorter."""
-    built, visibility = stirred(*windows), VISIBILITIES[name]
+    module, visibility = stirred(*windows), VISIBILITIES[name]
     q, k, v, x = (y.requires_grad_() for y in qkvx(70))
-    out = built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
-    expected = dense(built, q, k, v, x, visibility.dense(70, 70, q.device))
+    out = module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x)).output
+    expected = dense(module, q, k, v, x, visibility.dense(70, 70, q.device))
     torch.testing.assert_close(out, expected, **EXACT)
-    leaves, factor = (q, k, v, x, *built.parameters()), draw(*q.shape)
+    leaves, factor = (q, k, v, x, *module.parameters()), draw(*q.shape)
     slopes = (torch.autograd.grad((y * factor).sum(), leaves) for y in (out, expected))
     for a, b in zip(*slopes, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-11)
@@ -142,30 +142,30 @@ def test_blocks_and_their_gradients(name, windows):
 @pytest.mark.parametrize("windows", [(2, 2), (3, 1), (1, 3)], ids=str)
 def test_gradients(windows):
     small = HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)
-    built = Simplicial(*windows, every=1).build(small).double()
+    module = Simplicial(*windows, every=1).build(small).double()
     sizes = ((2, 3, 2), (1, 4, 2), (1, 4, 2), (4, 3))
     q, k, v, x = (draw(1, *size).requires_grad_() for size in sizes)
 
     def attend(*tensors: Tensor) -> Tensor:
         *heads, x = tensors[:4]
-        names = [name for name, _ in built.named_parameters()]
+        names = [name for name, _ in module.named_parameters()]
         own = dict(zip(names, tensors[4:], strict=True))
         options = {"inputs": LayerInputs(input=x)}
-        return torch.func.functional_call(built, own, tuple(heads), options).output
+        return torch.func.functional_call(module, own, tuple(heads), options).output
 
-    parameters = [draw(*p.shape).requires_grad_() for p in built.parameters()]
+    parameters = [draw(*p.shape).requires_grad_() for p in module.parameters()]
     assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
 
 
 @pytest.mark.parametrize("windows", [(20, 6), (6, 20)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_later_token_changes_a_bit(dtype, windows):
-    built = stirred(*windows).to(torch.float32)
+    module = stirred(*windows).to(torch.float32)
 
     def attend(tokens: Tensor) -> Tensor:
         q, k, v, x = tokens.split([24, 12, 12, 20], dim=2)
         q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
-        return built(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
+        return module(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
 
     q, k, v, x = qkvx(70, batch=1)
     parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
@@ -175,58 +175,58 @@ def test_no_later_token_changes_a_bit(dtype, windows):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_precisions(dtype):
     """Errors are those of rounding the inputs and the products of queries and second keys."""
-    built, (q, k, v, x) = stirred(30, 8).float(), qkvx(70)
+    module, (q, k, v, x) = stirred(30, 8).float(), qkvx(70)
     rounded = [y.to(dtype) for y in (q, k, v, x)]
-    out = built(*rounded[:3], inputs=LayerInputs(input=rounded[3])).output
+    out = module(*rounded[:3], inputs=LayerInputs(input=rounded[3])).output
     assert out.dtype == dtype
     q, k, v, x = (y.double() for y in rounded)
-    exact = built.double()(q, k, v, inputs=LayerInputs(input=x)).output
+    exact = module.double()(q, k, v, inputs=LayerInputs(input=x)).output
     error = (out - exact).abs().max() / exact.abs().max()
     assert error < 8 * torch.finfo(dtype).eps
 
 
 def test_autocast_takes_its_own_precision():
-    built, (q, k, v, x) = stirred(30, 8).float(), (y.float() for y in qkvx(40))
+    module, (q, k, v, x) = stirred(30, 8).float(), (y.float() for y in qkvx(40))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = built(q, k, v, inputs=LayerInputs(input=x)).output
+        out = module(q, k, v, inputs=LayerInputs(input=x)).output
     assert out.dtype == torch.bfloat16
-    plain = built(q, k, v, inputs=LayerInputs(input=x)).output
+    plain = module(q, k, v, inputs=LayerInputs(input=x)).output
     assert (out - plain).abs().max() < 0.1 * plain.abs().max()
 
 
 def test_only_the_windows_are_read():
     """The newest output depends on as many tokens as the wider window has."""
     for windows in ((9, 4), (4, 9)):
-        built, (q, k, v, x) = stirred(*windows), qkvx(30)
-        whole = built(q[:, :, -1:], k, v, inputs=LayerInputs(input=x)).output
-        assert built.window == 9
+        module, (q, k, v, x) = stirred(*windows), qkvx(30)
+        whole = module(q[:, :, -1:], k, v, inputs=LayerInputs(input=x)).output
+        assert module.window == 9
         q, k, v, x = q[:, :, -1:], k[:, :, -9:], v[:, :, -9:], x[:, -9:]
-        out = built(q, k, v, inputs=LayerInputs(input=x)).output
+        out = module(q, k, v, inputs=LayerInputs(input=x)).output
         torch.testing.assert_close(out, whole, **EXACT)
-        fewer = built(q, k[:, :, 1:], v[:, :, 1:], inputs=LayerInputs(input=x[:, 1:])).output
+        fewer = module(q, k[:, :, 1:], v[:, :, 1:], inputs=LayerInputs(input=x[:, 1:])).output
         assert (fewer - whole).abs().max() > 1e-6
 
 
 def test_kept_second_keys_and_values_are_those_of_the_input():
-    built, (q, k, v, x) = stirred(9, 4), qkvx(30)
-    kept = built.beside(LayerInputs(input=x))
-    assert kept.shape == (2, 2, 30, 12) and built.keeps == ("second keys", "second values")
-    for actual, expected in zip(kept.chunk(2, dim=3), second(built, x), strict=True):
+    module, (q, k, v, x) = stirred(9, 4), qkvx(30)
+    second_state = module.beside(LayerInputs(input=x))
+    assert second_state.shape == (2, 2, 30, 12) and module.keeps == ("second keys", "second values")
+    for actual, expected in zip(second_state.chunk(2, dim=3), second(module, x), strict=True):
         torch.testing.assert_close(actual, expected, **EXACT)
-    whole = built(q, k, v, inputs=LayerInputs(input=x)).output
-    inputs = LayerInputs(input=x[:, -5:], beside=kept)
-    out = built(q[:, :, -5:], k, v, inputs=inputs).output
+    whole = module(q, k, v, inputs=LayerInputs(input=x)).output
+    inputs = LayerInputs(input=x[:, -5:], beside=second_state)
+    out = module(q[:, :, -5:], k, v, inputs=inputs).output
     torch.testing.assert_close(out, whole[:, :, -5:], **EXACT)
 
 
 def test_identity_start_is_standard_attention_with_the_first_window():
-    (q, k, v, x), built = qkvx(40), layer(7, 5, start="identity")
+    (q, k, v, x), module = qkvx(40), layer(7, 5, start="identity")
     inputs = LayerInputs(input=x)
-    out = built(q, k, v, inputs=inputs).output
+    out = module(q, k, v, inputs=inputs).output
     torch.testing.assert_close(out, Standard(7).build(SHAPE)(q, k, v).output, **EXACT)
-    assert built.standard_form().window == 7
+    assert module.standard_form().window == 7
     (out * draw(*q.shape)).sum().backward()
-    assert all(bool((p.grad != 0).any()) for p in built.parameters()), "it learns from there"
+    assert all(bool((p.grad != 0).any()) for p in module.parameters()), "it learns from there"
     whole = layer(40, 40, start="identity")(q, k, v, inputs=inputs).output
     torch.testing.assert_close(whole, Standard().build(SHAPE)(q, k, v).output, **EXACT)
     assert stirred(7, 5, start="identity").standard_form() is None
@@ -251,14 +251,14 @@ def test_layers():
 
 
 def test_maps_are_the_weights_of_keys_over_all_pairs():
-    built, (q, k, v, x) = stirred(30, 8), qkvx(70)
+    module, (q, k, v, x) = stirred(30, 8), qkvx(70)
     inputs = LayerInputs(input=x)
-    maps = built.maps(q[:, :, 20:], k, inputs=inputs).weights
+    maps = module.maps(q[:, :, 20:], k, inputs=inputs).weights
     assert maps.shape == (2, 4, 50, 70)
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 50).double(), **EXACT)
-    kept = built.beside(inputs)
-    kept[..., 6:] = 1
-    out = built(q, k, v, inputs=LayerInputs(input=x, beside=kept)).output
+    second_state = module.beside(inputs)
+    second_state[..., 6:] = 1
+    out = module(q, k, v, inputs=LayerInputs(input=x, beside=second_state)).output
     torch.testing.assert_close(maps @ v.repeat_interleave(2, 1), out[:, :, 20:], **EXACT)
 
 
@@ -268,12 +268,12 @@ def test_memory_grows_linearly():
 import torch
 from heedful.nn import HeadShape, LayerInputs, Simplicial
 torch.set_num_threads(1)
-built = Simplicial(64, 8, every=1).build(HeadShape(4, 2, 16, 64, 0))
+module = Simplicial(64, 8, every=1).build(HeadShape(4, 2, 16, 64, 0))
 tokens = {tokens}
 q, k, v = (torch.randn(1, heads, tokens, 16, requires_grad=True) for heads in (4, 2, 2))
 x = torch.randn(1, tokens, 64)
 def run():
-    built(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
 """
     short, long = (peak_memory_mib(code.replace("{tokens}", str(n))) for n in (2048, 8192))
     assert long < 5 * short and long < 60, "a map of 8,192 tokens and four heads has 1,024 MiB"
@@ -291,19 +291,19 @@ def test_refused():
                 Simplicial(**{name: value})
     with pytest.raises(ValueError, match="start must be one of 'random', 'identity', got 'zero'"):
         Simplicial(start="zero")
-    built, (q, k, v, x) = layer(4, 2), qkvx(5)
+    module, (q, k, v, x) = layer(4, 2), qkvx(5)
     with pytest.raises(ValueError, match="SimplicialAttention needs input beside q, k and v"):
-        built(q, k, v)
+        module(q, k, v)
     with pytest.raises(ValueError, match=r"inputs.input must hold all 5 tokens .* got 3"):
-        built(q, k, v, inputs=LayerInputs(input=x[:, :3]))
+        module(q, k, v, inputs=LayerInputs(input=x[:, :3]))
     terms = {"bias": draw(1, 4, 5, 5), "softcap": 3.0, "sinks": draw(4)}
     for name, value in terms.items():
-        for call in (lambda inputs: built(q, k, v, inputs=inputs),
-                     lambda inputs: built.maps(q, k, inputs=inputs)):  # fmt: skip
+        for call in (lambda inputs: module(q, k, v, inputs=inputs),
+                     lambda inputs: module.maps(q, k, inputs=inputs)):  # fmt: skip
             with pytest.raises(ValueError, match=f"{name} must be None for simplicial attention"):
                 call(LayerInputs(input=x, **{name: value}))
     with pytest.raises(ValueError, match=r"dropout must be 0 for simplicial attention.* got 0.1"):
-        built(q, k, v, inputs=LayerInputs(input=x, dropout=0.1))
+        module(q, k, v, inputs=LayerInputs(input=x, dropout=0.1))
     for name, visibility in {
         "causal": Visibility(causal=False),
         "mutual": Visibility(mutual=torch.zeros(1, 5).long()),
@@ -311,10 +311,10 @@ def test_refused():
         "queries": Visibility(queries=Queries(positions=torch.arange(5)[None])),
     }.items():
         with pytest.raises(ValueError, match=f"visibility.{name} must be its default"):
-            built(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
+            module(q, k, v, visibility=visibility, inputs=LayerInputs(input=x))
     with pytest.raises(
         ValueError, match=r"StreamingLLM cannot serve SimplicialAttention.* 4 newest"
     ):
-        check_policy(StreamingLLM(tokens=16), built, 16)
+        check_policy(StreamingLLM(tokens=16), module, 16)
     with pytest.raises(ValueError, match="MostHidden cannot serve SimplicialAttention"):
-        check_policy(MostHidden(tokens=16), built, 16)
+        check_policy(MostHidden(tokens=16), module, 16)

@@ -18,9 +18,9 @@ def problems(request) -> dict[str, str | None]:
     mine = [x for x in request.session.items if getattr(x, "originalname", "") == "test_compile"]
     checks = [x.callspec.params["check"] for x in mine]
     program = [sys.executable, "-m", "helpers.compiled", *checks]
-    done = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    process = subprocess.run(program, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     return {line["check"]: line["problem"] for line in lines}
 
 

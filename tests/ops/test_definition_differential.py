@@ -75,5 +75,5 @@ def test_equal_maps_cancel(impl):
     q, k = (draw(1, 2, 30, 8).repeat_interleave(2, dim=1).bfloat16() for _ in range(2))
     v = draw(1, 2, 30, 16).bfloat16()
     out = differential_attention(q, k, v, lam=torch.tensor(1.0), impl=impl)
-    left = 30 * torch.finfo(torch.float32).eps * v.abs().max()
-    assert bool((out.abs() <= left).all())
+    tolerance = 30 * torch.finfo(torch.float32).eps * v.abs().max()
+    assert bool((out.abs() <= tolerance).all())

@@ -117,10 +117,10 @@ def by_loops(x, groups, case, features, visibility, window, asking) -> Tensor:
                     logits.append(score + x["beta"][h].item() * size)
                     values.append(vbar[j])
                 for i in range(TOKENS):
-                    left = 1 - sum(shares[j].get(i, 0.0) for j in away)
-                    if i in number and sees(b, t, i) and left > 1e-9:
+                    remainder = 1 - sum(shares[j].get(i, 0.0) for j in away)
+                    if i in number and sees(b, t, i) and remainder > 1e-9:
                         score = dot(q[b, h, t].tolist(), k[b, e, i].tolist()) / 6**0.5
-                        logits.append(score + math.log(left))
+                        logits.append(score + math.log(remainder))
                         values.append(v[b, e, i])
                 for p, value in zip(softmax(logits), values, strict=True):
                     out[b, h, t] += p * value
@@ -220,9 +220,9 @@ def test_groups_of_a_target_ask_in_cross_attention(impl):
         visibility=visibility, impl=impl,
     )  # fmt: skip
     # Tokens 0 and 1 ask for themselves, from 2 on the newest complete group of three does.
-    asks = [x["q"][:, :, t] if t < 2 else sums.q[:, :, (t - 2) // 3] for t in range(11)]
+    queries = [x["q"][:, :, t] if t < 2 else sums.q[:, :, (t - 2) // 3] for t in range(11)]
     alone = grouped_attention(
-        torch.stack(asks, 2), x["k"], x["v"], groups=groups, summaries=sums._replace(q=None),
+        torch.stack(queries, 2), x["k"], x["v"], groups=groups, summaries=sums._replace(q=None),
         visibility=visibility, impl=impl,
     )  # fmt: skip
     torch.testing.assert_close(actual, alone, **EXACT)

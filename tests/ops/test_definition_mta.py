@@ -88,10 +88,10 @@ def by_loops(
 
 def check(queries: int, keys: int, visibility: Visibility | None, sizes: dict) -> None:
     q, k, v = draw(2, 4, queries, 3), draw(2, 2, keys, 3), draw(2, 2, keys, 5)
-    built = {name: None if size is None else draw(*size) for name, size in sizes.items()}
-    expected = by_loops(q, k, v, **built, visibility=visibility)
+    parameters = {name: None if size is None else draw(*size) for name, size in sizes.items()}
+    expected = by_loops(q, k, v, **parameters, visibility=visibility)
     for impl in ("reference", "tiled"):
-        actual = multi_token_attention(q, k, v, **built, visibility=visibility, impl=impl)
+        actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
@@ -103,10 +103,10 @@ ALL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (1, 4, 4), "post_mix": 
 def test_a_bias_is_added_right_before_the_softmax(rows, heads):
     visibility = cases(9)["both in a window"]
     q, k, v, bias = draw(2, 4, 9, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5), draw(rows, heads, 9, 9)
-    built = {name: draw(*size) for name, size in ALL.items()} | {"bias": bias}
-    expected = by_loops(q, k, v, **built, visibility=visibility)
+    parameters = {name: draw(*size) for name, size in ALL.items()} | {"bias": bias}
+    expected = by_loops(q, k, v, **parameters, visibility=visibility)
     for impl in ("reference", "tiled"):
-        actual = multi_token_attention(q, k, v, **built, visibility=visibility, impl=impl)
+        actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
         torch.testing.assert_close(actual, expected, **EXACT)
 
 
@@ -114,11 +114,11 @@ def test_a_bias_is_added_right_before_the_softmax(rows, heads):
 def test_logits_are_capped_before_the_bias_and_sinks_are_not(queries):
     visibility = cases(9)["both in a window"]
     q, k, v = draw(2, 4, queries, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5)
-    built = {name: draw(*size) for name, size in ALL.items()}
-    built |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
-    expected = by_loops(q, k, v, **built, visibility=visibility)
+    parameters = {name: draw(*size) for name, size in ALL.items()}
+    parameters |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
+    expected = by_loops(q, k, v, **parameters, visibility=visibility)
     for impl in ("reference", "tiled"):
-        actual = multi_token_attention(q, k, v, **built, visibility=visibility, impl=impl)
+        actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
         torch.testing.assert_close(actual, expected, **EXACT)
 
 

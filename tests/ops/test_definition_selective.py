@@ -81,8 +81,8 @@ def by_loops(
                     None if sinks is None else sinks[h].item(),
                 )
             for s in range(selectors):
-                counted = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
-                memory[b, i] += sum(counted) / selectors
+                clipped = [min(f[b][s][i][j], TAU) for j in range(keys) if sees(b, i, j)]
+                memory[b, i] += sum(clipped) / selectors
     f = torch.tensor(f, dtype=torch.float64)
     return weighted(weights, v.tolist(), group), f[:, :, -1], memory
 
@@ -100,8 +100,8 @@ def test_loops(kind, queries, selector, protect_first):
     options = {"visibility": cases(10)[kind], "protect_first": protect_first, "state": state}
     options |= {"softcap": softcap, "sinks": draw(4) if queries == 4 else None}
     inputs = {} if selector == "head 0" else own
-    meant = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
-    expected = by_loops(q, k, v, **meant, **options)
+    selectors = {"selector_q": q[:, :1], "selector_k": k[:, :1]} if selector == "head 0" else own
+    expected = by_loops(q, k, v, **selectors, **options)
     for impl in ("reference", "tiled"):
         actual = selective_attention(q, k, v, **inputs, **options, tau=TAU, impl=impl)
         for x, y in zip(actual, expected, strict=True):
@@ -181,8 +181,8 @@ def test_a_selector_that_starts_at_zero_hides_nothing_and_can_learn(impl):
 def test_f_is_summed_in_fp32_for_half_precision(impl):
     """Each of 2047 queries adds one; a total in bfloat16 would stop at 256."""
     tokens = 2048
-    one = torch.ones(1, 1, tokens, 1, dtype=torch.bfloat16)
-    actual = selective_attention(one, one, one, tau=1.0, impl=impl)
+    ones = torch.ones(1, 1, tokens, 1, dtype=torch.bfloat16)
+    actual = selective_attention(ones, ones, ones, tau=1.0, impl=impl)
     assert actual.state.dtype == torch.float32
     expected = torch.arange(tokens - 1, -1, -1).float()
     expected[0] = 0

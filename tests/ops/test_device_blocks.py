@@ -135,13 +135,13 @@ def test_a_tile_of_a_long_sequence_has_fewer_rows(monkeypatch):
 
 
 def test_convolutions_leave_the_choice_of_tf32_as_it_was():
-    chosen = torch.backends.cudnn.allow_tf32
+    setting = torch.backends.cudnn.allow_tf32
     x, kernels = torch.randn(1, 2, 6, 8), torch.randn(2, 1, 3, 3)
     expected = torch.conv2d(x, kernels, None, 1, (1, 1), 1, 2)
     torch.testing.assert_close(_conv2d(x, kernels, (1, 1)), expected)
     with pytest.raises(RuntimeError):
         _conv2d(x, torch.randn(2, 1, 30, 30), (0, 0))
-    assert torch.backends.cudnn.allow_tf32 == chosen
+    assert torch.backends.cudnn.allow_tf32 == setting
 
 
 @pytest.mark.parametrize("cpu", [True, False])

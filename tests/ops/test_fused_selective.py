@@ -126,7 +126,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
+def test_nothing_of_the_size_of_a_map_is_allocated(monkeypatch):
     """The largest tensors grow as T does, in the operators themselves."""
     monkeypatch.setattr("heedful.ops.selective.fused.flash.PIECE", 32)
     narrow = {"dim": 2, "value_dim": 2, "selector_dim": 2}  # beside which a map would be large
@@ -135,15 +135,15 @@ def test_nothing_of_the_size_of_a_map_is_held(monkeypatch):
         x = cast(draw(tokens, tokens, heads=1, selectors=1, **narrow), torch.float32)
         inputs = (*(x[n] for n in ("q", "k", "v", "selector_q", "selector_k")), None, None, None)
         options = (None, 0.5, SCALE, True, list(SMALL))
-        with Largest() as built:
+        with Largest() as allocations:
             out, last, memory, *_ = _fused._init_fn(*inputs, *options, False)
-        forward.append(built.size)
+        forward.append(allocations.size)
         *_, remainder, lse, states = _fused._init_fn(*inputs, *options, True)
-        with Largest() as built:
+        with Largest() as allocations:
             _fused_backward._init_fn(
                 out, last, memory, out, remainder, lse, states, *inputs, *options
             )
-        backward.append(built.size)
+        backward.append(allocations.size)
     assert forward[1] <= 2 * forward[0] and backward[1] <= 2 * backward[0], (forward, backward)
 
 
@@ -191,17 +191,17 @@ def test_segments_with_state_are_the_whole():
     tensors = draw(40, 40, selectors=2, state=True)
 
     def in_pieces(q, k, v, selector_q, selector_k, *, state, **options):
-        done, results = 0, []
+        start, results = 0, []
         for stop in (23, 24, 40):
-            queries = slice(done, stop)
-            state = torch.cat([state[:, :, :done], whole_state[:, :, queries]], 2)
+            queries = slice(start, stop)
+            state = torch.cat([state[:, :, :start], whole_state[:, :, queries]], 2)
             results.append(
                 selective_attention_fused(
                     q[:, :, queries], k[:, :, :stop], v[:, :, :stop], selector_q[:, :, queries],
                     selector_k[:, :, :stop], state=state, tile=SMALL, **options,
                 )
             )  # fmt: skip
-            state, done = results[-1][1], stop
+            state, start = results[-1][1], stop
         outputs, _, memories = zip(*results, strict=True)
         return torch.cat(outputs, 2), state, torch.cat(memories, 1)
 
@@ -258,9 +258,9 @@ def test_tiles_without_weight_are_left_out_and_no_bit_changes(queries, state):
     # What is not read cannot spoil anything.
     x["v"][:, :, columns : 3 * columns] = float("nan")
     last = slice((queries - 1) // rows * rows, queries)
-    read = run(selective_attention_fused, x, **options, skip=False)["output"][:, :, last]
-    left = run(selective_attention_fused, x, **options)["output"][:, :, last]
-    assert read.isnan().all() and left.isfinite().all()
+    full = run(selective_attention_fused, x, **options, skip=False)["output"][:, :, last]
+    skipping = run(selective_attention_fused, x, **options)["output"][:, :, last]
+    assert full.isnan().all() and skipping.isfinite().all()
 
 
 @pytest.mark.parametrize(("hidden", "own", "reach"), [(150, 0, 100), (500, 1000, 3)])

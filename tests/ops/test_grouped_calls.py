@@ -120,15 +120,15 @@ def test_pairs_are_counted_as_the_definition_has_them(window):
     """Full groups of four: summaries that ended far enough back, and every token after them."""
     far = near = 0
     for t in range(100):
-        done = sum(4 * j + 3 <= t - window for j in range(25))
-        far, near = far + done, near + t + 1 - 4 * done
+        summaries = sum(4 * j + 3 <= t - window for j in range(25))
+        far, near = far + summaries, near + t + 1 - 4 * summaries
     groups = fixed_groups(4, 100)
     assert score_pairs(groups, window=window) == far + near
-    asks = score_pairs(groups, window=window, asking=True)
+    pairs = score_pairs(groups, window=window, asking=True)
     units = {}
     for t in range(100):
         units[(t + 1) // 4, sum(4 * j + 3 <= t - window for j in range(25))] = t
-    assert asks == sum(done for _, done in units) + near
+    assert pairs == sum(summaries for _, summaries in units) + near
 
 
 def test_pairs_of_a_source_and_of_rows_with_padding():

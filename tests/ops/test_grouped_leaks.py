@@ -73,9 +73,9 @@ def test_a_leak_through_groups_that_are_chosen_before_they_are_masked():
             if masked_first:
                 logits = logits.masked_fill(~far, -torch.inf)
             best = logits.topk(3, dim=-1).indices
-            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True) & far
+            selected = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True) & far
             own = (x["q"] * x["k"].repeat_interleave(2, 1)).sum(-1, keepdim=True)
-            p = torch.cat([logits.masked_fill(~chosen, -torch.inf), own], -1).softmax(-1)
+            p = torch.cat([logits.masked_fill(~selected, -torch.inf), own], -1).softmax(-1)
             values = sums.v.repeat_interleave(2, 1)
             return p[..., :-1] @ values + p[..., -1:] * x["v"].repeat_interleave(2, 1)
 
@@ -93,16 +93,16 @@ def test_a_leak_through_a_refined_copy_that_two_groups_share():
     def run(shared: bool):
         def function(x):
             rows = x["k"].transpose(1, 2).flatten(2)
-            taken = member_attention(*(rows @ into).split(6, dim=-1), groups)
+            results = member_attention(*(rows @ into).split(6, dim=-1), groups)
             at, share = groups.members
             if shared:
                 per_token = torch.zeros(2, 24, 6, dtype=torch.float64)
                 for m in range(groups.count):
                     for i in range(6):
-                        per_token[:, at[0, m, i]] += taken[:, m, i] * share[0, m, i]
-                taken = per_token[:, at[0].flatten()].unflatten(1, at.shape[1:])
+                        per_token[:, at[0, m, i]] += results[:, m, i] * share[0, m, i]
+                results = per_token[:, at[0].flatten()].unflatten(1, at.shape[1:])
             weight = share / share.sum(-1, keepdim=True)
-            more = (taken * weight[..., None]).sum(2)[:, None].expand(-1, 2, -1, -1)
+            more = (results * weight[..., None]).sum(2)[:, None].expand(-1, 2, -1, -1)
             sums = summarise(x["k"], x["v"], groups)
             sums = Summaries(sums.k + more, sums.v + more)
             return grouped_attention(
@@ -163,5 +163,5 @@ def test_gradients_by_finite_differences(impl, asking):
 
 def test_attention_inside_a_group_of_one_takes_nothing():
     """I5, to the last bit, whatever the parameters."""
-    taken = member_attention(*(draw(2, 9, 5) for _ in range(3)), fixed_groups(1, 9))
-    assert not bool(taken.any())
+    result = member_attention(*(draw(2, 9, 5) for _ in range(3)), fixed_groups(1, 9))
+    assert not bool(result.any())

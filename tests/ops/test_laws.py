@@ -262,13 +262,13 @@ def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
 
     def function(tokens):
         parts = tokens.split([heads * dim for _, heads, _, dim in widths], dim=2)
-        named = {
+        all_tensors = {
             name: part.unflatten(2, (heads, dim)).transpose(1, 2)
             for name, part, (_, heads, _, dim) in zip(
                 mechanism.per_token, parts, widths, strict=True
             )
         }
-        return mechanism.run(tensors | named, impl, visibility)[0].transpose(1, 2)
+        return mechanism.run(tensors | all_tensors, impl, visibility)[0].transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
 
@@ -325,7 +325,7 @@ def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
 
 @pytest.mark.parametrize("mechanism", [*filterfalse(joins_neighbours, MECHANISMS)], ids=str)
 @each_impl
-def test_keys_may_lie_anywhere_if_their_positions_are_told(mechanism, impl):
+def test_keys_may_lie_anywhere_with_their_positions(mechanism, impl):
     """As in a cache under a budget: what is left, in any order, is a sequence with padding."""
     tensors, fewer, evicted, rest = with_evicted_keys(mechanism)
     whole = mechanism.run(tensors, impl, Visibility(padding=rest[None], window=60))

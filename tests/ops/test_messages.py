@@ -79,14 +79,14 @@ NO_TENSORS = {
 
 
 @every
-@pytest.mark.parametrize("got", NO_TENSORS)
+@pytest.mark.parametrize("value", NO_TENSORS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_no_dense_tensor(operator, got):
+def test_what_is_no_dense_tensor(operator, value):
     for place, name in enumerate("qkv"):
         inputs = [Q, Q, Q]
-        inputs[place] = NO_TENSORS[got]()
+        inputs[place] = NO_TENSORS[value]()
         function = {"differential_attention": _differential}.get(operator, OPERATORS[operator])
-        with pytest.raises(ValueError, match=rf"^{name} must be .* got {got}"):
+        with pytest.raises(ValueError, match=rf"^{name} must be .* got {value}"):
             function(*inputs)
 
 
@@ -130,17 +130,17 @@ NO_NUMBERS = {
 
 
 @every
-@pytest.mark.parametrize("got", NO_NUMBERS)
-def test_scales_that_are_no_finite_numbers(operator, got):
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_scales_that_are_no_finite_numbers(operator, value):
     for name in ("auto", "reference"):
-        with pytest.raises(ValueError, match=f"^scale must be a finite number, got .*{got}"):
-            OPERATORS[operator](Q, Q, Q, scale=NO_NUMBERS[got], impl=name)
+        with pytest.raises(ValueError, match=f"^scale must be a finite number, got .*{value}"):
+            OPERATORS[operator](Q, Q, Q, scale=NO_NUMBERS[value], impl=name)
 
 
-@pytest.mark.parametrize("got", NO_NUMBERS)
-def test_caps_that_are_no_finite_numbers(got):
-    with pytest.raises(ValueError, match=f"^tau must be a finite number, got .*{got}"):
-        selective_attention(Q, Q, Q, tau=NO_NUMBERS[got])
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_caps_that_are_no_finite_numbers(value):
+    with pytest.raises(ValueError, match=f"^tau must be a finite number, got .*{value}"):
+        selective_attention(Q, Q, Q, tau=NO_NUMBERS[value])
 
 
 @every
@@ -330,10 +330,12 @@ def test_pairs(message):
 
 
 @pytest.mark.parametrize(
-    ("lam", "got"), [(0.5, "0.5"), (x(3), r"\(3,\)"), (x(2, 1), r"\(2, 1\)")], ids=str
+    ("lam", "message"), [(0.5, "0.5"), (x(3), r"\(3,\)"), (x(2, 1), r"\(2, 1\)")], ids=str
 )
-def test_lambda(lam, got):
-    with pytest.raises(ValueError, match=rf"lam must be a tensor \[\] or \[[2P]\] .* got {got}"):
+def test_lambda(lam, message):
+    with pytest.raises(
+        ValueError, match=rf"lam must be a tensor \[\] or \[[2P]\] .* got {message}"
+    ):
         differential_attention(Q, Q, x(2, 2, 5, 16), lam=lam)
 
 

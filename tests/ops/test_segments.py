@@ -33,15 +33,15 @@ def upto(visibility: Visibility | None, keys: int) -> Visibility | None:
 
 def in_pieces(lengths: list[int], x: dict[str, Tensor], impl: str, visibility: Visibility | None):
     """Selective attention piece by piece, the state handed on."""
-    outputs, memories, state, done = [], [], None, 0
+    outputs, memories, state, position = [], [], None, 0
     for length in lengths:
-        old, done = done, done + length
+        old, position = position, position + length
         piece = {
-            name: t[:, :, old:done] if name in ("q", "selector_q") else t[:, :, :done]
+            name: t[:, :, old:position] if name in ("q", "selector_q") else t[:, :, :position]
             for name, t in x.items()
         }
         actual = selective_attention(
-            **piece, state=state, tau=0.5, visibility=upto(visibility, done), impl=impl
+            **piece, state=state, tau=0.5, visibility=upto(visibility, position), impl=impl
         )
         state = actual.state
         outputs.append(actual.output)

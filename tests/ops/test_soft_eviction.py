@@ -24,13 +24,13 @@ def rising(rows: int, seed: int = 0) -> torch.Tensor:
 
 def hard(f: torch.Tensor, tokens: int, sinks: int, recent: int) -> torch.Tensor:
     """Which tokens a cache holds after each chunk, token by token."""
-    held, states = [], []
+    cached, states = [], []
     for chunk in range(CHUNKS):
-        held += range(chunk * CHUNK, (chunk + 1) * CHUNK)
-        while len(held) > tokens:
-            free = [j for j in held[sinks : len(held) - recent]]
-            held.remove(max(free, key=lambda j: (f[chunk, j].item(), -j)))
-        states.append([float(j in held) for j in range(TOKENS)])
+        cached += range(chunk * CHUNK, (chunk + 1) * CHUNK)
+        while len(cached) > tokens:
+            free = [j for j in cached[sinks : len(cached) - recent]]
+            cached.remove(max(free, key=lambda j: (f[chunk, j].item(), -j)))
+        states.append([float(j in cached) for j in range(TOKENS)])
     return torch.tensor(states, dtype=f.dtype)
 
 

@@ -34,8 +34,8 @@ def visibilities(draw) -> tuple[Visibility, int]:
         joined = draw(st.lists(st.booleans(), min_size=keys, max_size=keys))
         runs = torch.tensor(joined).logical_not().long().cumsum(0)
         mutual = runs.where(torch.tensor(draw(st.sampled_from([joined, [False] * keys]))), -1)[None]
-    built = Visibility(causal, window, documents, padding, mutual)
-    return built, keys
+    rule = Visibility(causal, window, documents, padding, mutual)
+    return rule, keys
 
 
 def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
@@ -44,8 +44,8 @@ def whole(visibility: Visibility, queries: int, keys: int) -> torch.Tensor:
 
 @given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_whole_map_is_what_the_conditions_say(built, data):
-    visibility, keys = built
+def test_the_whole_map_is_what_the_conditions_say(rule, data):
+    visibility, keys = rule
     queries = data.draw(st.integers(1, keys))
     sees = sight(visibility, queries, keys)
     expected = [
@@ -56,9 +56,9 @@ def test_the_whole_map_is_what_the_conditions_say(built, data):
 
 @given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_positions_and_queries_of_their_own(built, data):
+def test_positions_and_queries_of_their_own(rule, data):
     """Keys that stand anywhere, and queries that are none of them."""
-    visibility, keys = built
+    visibility, keys = rule
     queries = data.draw(st.integers(1, 9))
     at = torch.tensor(data.draw(st.permutations(range(3 * keys))))[None, :keys]
     visibility = replace(visibility, positions=at, mutual=None)
@@ -90,8 +90,8 @@ def test_moving_to_another_device_moves_every_tensor():
 
 @given(visibilities(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_tile_is_a_part_of_the_whole_map(built, data):
-    visibility, keys = built
+def test_a_tile_is_a_part_of_the_whole_map(rule, data):
+    visibility, keys = rule
     cut = st.tuples(st.integers(0, keys), st.integers(0, keys)).map(sorted)
     rows, columns = (range(*data.draw(cut)) for _ in range(2))
     i, j = (torch.arange(x.start, x.stop) for x in (rows, columns))
@@ -102,8 +102,8 @@ def test_a_tile_is_a_part_of_the_whole_map(built, data):
 
 @given(visibilities())
 @settings(max_examples=100, deadline=None)
-def test_first_tokens_begin_a_document_or_a_padded_row(built):
-    visibility, keys = built
+def test_first_tokens_begin_a_document_or_a_padded_row(rule):
+    visibility, keys = rule
     first = visibility.first_tokens(keys, CPU).expand(2, -1).tolist()
     for row in range(2):
         documents = [0] * keys
@@ -121,10 +121,10 @@ def test_first_tokens_begin_a_document_or_a_padded_row(built):
 
 
 def test_packed_numbers_the_documents_and_pads_the_rest():
-    built = Visibility.packed(torch.tensor([0, 2, 3, 6]), length=8, window=2)
-    assert built.documents[:, :6].tolist() == [[0, 0, 1, 2, 2, 2]]
-    assert built.padding.tolist() == [[True] * 6 + [False] * 2]
-    assert built.window == 2 and built.causal
+    rule = Visibility.packed(torch.tensor([0, 2, 3, 6]), length=8, window=2)
+    assert rule.documents[:, :6].tolist() == [[0, 0, 1, 2, 2, 2]]
+    assert rule.padding.tolist() == [[True] * 6 + [False] * 2]
+    assert rule.window == 2 and rule.causal
     exact = Visibility.packed(torch.tensor([0, 2, 3]))
     assert exact.documents.tolist() == [[0, 0, 1]] and exact.padding is None
     empty = Visibility.packed(torch.tensor([0, 2, 2, 3]))

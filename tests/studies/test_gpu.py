@@ -37,10 +37,10 @@ def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
     command = ["-m", "benchmarks.gpu.session", "--stage", "4", "--small"]
     command += ["--device", "cpu", "--out", str(out)]
     for words in (["-c", ALL_STAGES, str(out)], command):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, *words], cwd=ROOT, env=clean, capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr[-3000:]
+        assert process.returncode == 0, process.stderr[-3000:]
     records = read(out)
     for stage in range(1, 7):
         check_stage([record for record in records if record["stage"] == stage], stage)

@@ -98,7 +98,7 @@ def test_what_is_trained_side_by_side(run, tmp_path):
     only = [("rate", "differential-v2", 100, 200, rate) for rate in training.RATES]
     only += [("steps", narrow, seed, 800, None) for seed in (0, 1)]
     assert planned(("only", [narrow])) == only
-    config = training.Wanted("steps", narrow, 0, 1).config
+    config = training.RunSpec("steps", narrow, 0, 1).config
     assert config == training.CONFIG | {"intermediate_size": 447}
     longer = [("long", x, 0, 2000, None) for x in ("standard", "mta")]
     assert planned(("long", 2000)) == rates + longer
@@ -136,17 +136,17 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
     from benchmarks.training import run as training
     from benchmarks.training import table as training_tables
 
-    known = ablations()
+    studied = ablations()
     *forms, (control, alone) = training.FORMS.items()
     for name, words in forms:
-        assert mechanisms_named(words) == {known[name]: None}
+        assert mechanisms_named(words) == {studied[name]: None}
         assert name in training_tables.PUBLISHED
     assert control in training_tables.UNPUBLISHED
     nothing = MultiToken(None, None, mix=None, post_mix=None, input_scaling="depth")
     assert mechanisms_named(alone) == {nothing: None}
 
 
-def test_what_a_model_learned_is_told_by_layer_and_kind(run):
+def test_what_a_model_learned_is_reported_by_layer_and_kind(run):
     from heedful.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()

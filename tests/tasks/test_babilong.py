@@ -21,25 +21,25 @@ def words(text: str) -> int:
 
 def track(lines: tuple[str, ...]) -> tuple[dict, dict]:
     """Where everybody is, and every place at which each thing was, from the words alone."""
-    where, holds, been = {}, {}, {}
+    place_of, owners, visits = {}, {}, {}
 
     def note(thing):
-        if been.setdefault(thing, [])[-1:] != [where[holds[thing]]]:
-            been[thing].append(where[holds[thing]])
+        if visits.setdefault(thing, [])[-1:] != [place_of[owners[thing]]]:
+            visits[thing].append(place_of[owners[thing]])
 
     for sentence in lines:
         words = sentence.rstrip(".").split()
-        who, last = words[0], words[-1]
+        person, last = words[0], words[-1]
         if last in PLACES:
-            where[who] = last
-            for thing in [x for x, owner in holds.items() if owner == who]:
+            place_of[person] = last
+            for thing in [x for x, owner in owners.items() if owner == person]:
                 note(thing)
         elif last == "there":
-            holds[words[-2]] = who
+            owners[words[-2]] = person
             note(words[-2])
         else:
-            assert holds.pop(last) == who
-    return where, been
+            assert owners.pop(last) == person
+    return place_of, visits
 
 
 def derived(kind: int, lines: tuple[str, ...], question: str) -> str:
@@ -206,8 +206,8 @@ def test_the_published_stories(kind):
     assert set(tales[0].labels) == (things if kind == 5 else places)
     if kind == 1:
         for tale in tales:
-            who = tale.question.removeprefix("Where is ").rstrip("?")
-            last = [x for x in tale.sentences if x.startswith(f"{who} ")][-1]
+            person = tale.question.removeprefix("Where is ").rstrip("?")
+            last = [x for x in tale.sentences if x.startswith(f"{person} ")][-1]
             assert last.endswith(f" {tale.answer}.")
     if kind == 4:
         assert all(derived(4, tale.sentences, tale.question) == tale.answer for tale in tales)

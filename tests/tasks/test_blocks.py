@@ -45,8 +45,8 @@ def test_answer_follows_from_the_text(task):
         assert len(question) == len(set(question)) == task.question
         holding = [block for block in blocks if set(question) <= set(block)]
         assert len(holding) == 1
-        wanted = {"all": holding[0], "first": holding[0][0], "last": holding[0][-1]}
-        assert answer == wanted[task.answer]
+        answers = {"all": holding[0], "first": holding[0][0], "last": holding[0][-1]}
+        assert answer == answers[task.answer]
 
 
 @pytest.mark.parametrize("task", SIZES, ids=str)

@@ -93,7 +93,7 @@ def test_selective_copy_repeats_the_letters_among_the_noise(task):
     assert (places - expected).abs().max() <= 5 * expected**0.5  # letters lie anywhere
 
 
-def test_selective_copy_is_longer_where_it_is_asked():
+def test_selective_copy_is_longer_where_requested():
     task = SelectiveCopy().cut(200, "byte")
     assert task.length == 200 and task.symbols == SelectiveCopy().symbols
     assert SelectiveCopy().cut(None, "byte") == SelectiveCopy()

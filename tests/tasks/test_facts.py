@@ -24,7 +24,7 @@ def texts(number: int, chat=spell, length: int = 400, seed: int = 0):
     return [next(documents) for _ in range(number)]
 
 
-def test_the_answers_are_where_they_are_said_to_be_and_follow_from_the_text():
+def test_answers_are_at_their_places_and_follow_from_the_text():
     documents = texts(60)
     assert all(count(x.text) <= 400 for x in documents)
     for x in documents:
@@ -32,8 +32,8 @@ def test_the_answers_are_where_they_are_said_to_be_and_follow_from_the_text():
         before = x.text[: x.answers[0][0]]
         for start, stop in x.answers:
             values = re.findall(r"\d+|[A-Z][a-z]+", x.text[start:stop])
-            known = {word for words in WORDS.values() for word in words}
-            assert all(v in before for v in values if v.isdigit() or v in known)
+            vocabulary = {word for words in WORDS.values() for word in words}
+            assert all(v in before for v in values if v.isdigit() or v in vocabulary)
 
 
 def test_half_of_the_texts_are_conversations_where_there_is_a_template():

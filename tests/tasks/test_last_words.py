@@ -73,8 +73,8 @@ def test_every_token_but_the_first_counts_once(tokens, length, stride):
     ids = list(range(tokens))
     ends = [3 * (i + 1) for i in ids]
     result = windows(ids, ends, length, stride)
-    counted = [token for x in result for token in x.ids[x.first :]]
-    assert counted == ids[1:]
+    scored = [token for x in result for token in x.ids[x.first :]]
+    assert scored == ids[1:]
     assert sum(x.nbytes for x in result) == 3 * (tokens - 1)
     for x in result[1:]:
         assert x.first >= length - stride and 1 < len(x.ids) <= length

@@ -13,7 +13,7 @@ _NEEDLE = re.compile(r"magic number of (\w+) is (\d+) (\. )?")
     "task", [MagicNumbers(), MagicNumbers(27, 2), MagicNumbers(14, 1), MagicNumbers(600, 40)],
     ids=str,
 )  # fmt: skip
-def test_every_city_is_told_once_and_asked_for_once(task):
+def test_every_city_is_stated_once_and_requested_once(task):
     samples = task.sample(60, seed=1)
     assert samples.input_ids.shape == (60, task.length)
     assert samples.input_ids.max() < task.vocab_size and samples.input_ids[:, 0].eq(0).all()

@@ -29,7 +29,7 @@ def taken_apart(question) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize("count", [words, bytes_of])
 @pytest.mark.parametrize("depth", [0, 0.25, 0.5, 0.75, 1])
-def test_the_asked_needle_stands_at_its_depth(count, depth):
+def test_the_requested_needle_is_at_its_depth(count, depth):
     background = Background(TEXT, count)
     for question in Needles(3000, needles=6, depth=depth).sample(8, 0, background, count):
         text, numbers = taken_apart(question)
@@ -45,7 +45,7 @@ def test_the_asked_needle_stands_at_its_depth(count, depth):
         assert abs(before - depth * sum(sizes)) == nearest
 
 
-def test_prompts_are_as_long_as_asked_up_to_a_sentence():
+def test_prompts_have_the_requested_length_up_to_a_sentence():
     background = Background(TEXT, bytes_of)
     longest = max(bytes_of(" " + x) for x in TEXT)
     for length in (600, 1000, 5000, 40_000):  # the last is longer than the text: it begins anew

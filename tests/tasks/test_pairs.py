@@ -34,9 +34,9 @@ def test_lines_and_json_and_folders_in_order(tmp_path):
         TextPair(f"{tmp_path}/b.tsv:1", "ein Haus", "a house"),
         TextPair(f"{tmp_path}/b.tsv:2", "zwei", "two"),
     ]
-    named = tmp_path / "any.name"
-    named.write_text("one\teins\n")
-    assert text_pairs([str(named)]) == [TextPair(f"{named}:1", "one", "eins")]
+    path = tmp_path / "any.name"
+    path.write_text("one\teins\n")
+    assert text_pairs([str(path)]) == [TextPair(f"{path}:1", "one", "eins")]
 
 
 BAD = {

@@ -167,10 +167,10 @@ def test_evaluations():
 
 
 def test_a_row_to_be_read_is_short_and_whole():
-    shown = Recall().shown()
-    answers, facts = read(Recall().decode(shown))
-    assert len(shown) <= 100 and len(answers) == 2 and len(facts) == 2
-    assert len(Recall().tokens(shown)) == len(shown)
+    ids = Recall().shown()
+    answers, facts = read(Recall().decode(ids))
+    assert len(ids) <= 100 and len(answers) == 2 and len(facts) == 2
+    assert len(Recall().tokens(ids)) == len(ids)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_bad_configurations(fields, message):
         Recall(**fields)
 
 
-def test_the_least_length_that_is_said_always_suffices():
+def test_the_least_length_in_the_message_always_suffices():
     few = {"names": 4, "references": 2, "questions": 2}
     with pytest.raises(ValueError) as refused:
         Recall(length=1, **few)

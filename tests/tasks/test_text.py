@@ -87,9 +87,9 @@ def test_evaluation_is_the_held_out_part(task):
     (name, split), *others = task.evaluations().items()
     assert name == "held-out" and not others and split.part == "held-out"
     assert split._corpus is task._corpus
-    known = names("".join(task.decode(ids) for ids in task.held_out().input_ids))
+    evaluation_names = names("".join(task.decode(ids) for ids in task.held_out().input_ids))
     words = names("".join(split.decode(ids) for ids in split.sample(200, 0).input_ids))
-    assert words <= known
+    assert words <= evaluation_names
 
 
 def test_one_document_is_cut(tmp_path):

@@ -50,23 +50,23 @@ def translated(source: str) -> str:
         parts += [] if number is None else spelled(number, language)
         return noun, agrees, " ".join(parts)
 
-    done, because = [], language.conjunctions[1][1]
+    conjunctions, because = [], language.conjunctions[1][1]
     while True:
         _, agrees, subject = noun_phrase("")
         word = words.pop(0)
         past = word not in verbs
         verb = verbs[word[:-1] if past else word]
-        thing, _, shown = noun_phrase("m")
-        clause = f"{subject} {shown} {verb.stems[thing.living[topic]]}{'sh' * past}{agrees}"
-        if not done:
+        thing, _, object_text = noun_phrase("m")
+        clause = f"{subject} {object_text} {verb.stems[thing.living[topic]]}{'sh' * past}{agrees}"
+        if not conjunctions:
             whole = clause
-        elif done[-1] == because:
+        elif conjunctions[-1] == because:
             whole = f"{clause} {because} {whole}"
         else:
-            whole = f"{whole} {done[-1]} {clause}"
+            whole = f"{whole} {conjunctions[-1]} {clause}"
         if not words:
             return f"{adverb} {whole}"
-        done.append(joined[words.pop(0)])
+        conjunctions.append(joined[words.pop(0)])
 
 
 @pytest.mark.parametrize("task", [Translate(), Translate(clauses=1), Translate(clauses=5)], ids=str)

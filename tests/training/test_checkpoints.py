@@ -7,7 +7,7 @@ from heedful.training.checkpoints import Checkpoints, differences, saved_step
 RUN = {"task": {"kind": "Parity", "bits": 6}, "seed": 0}
 
 
-def written(state: Checkpoints, step: int, sealed: bool = True) -> None:
+def write_checkpoint(state: Checkpoints, step: int, sealed: bool = True) -> None:
     place = state.folder / f"checkpoint-{step}"
     place.mkdir()
     (place / "weights").write_bytes(bytes(range(100)))
@@ -19,7 +19,7 @@ def test_the_newest_whole_checkpoint_counts(tmp_path):
     state = Checkpoints(tmp_path / "run", RUN)
     assert state.newest() is None and saved_step(state.folder) is None
     for step in (9, 10):
-        written(state, step)
+        write_checkpoint(state, step)
     assert state.newest() == state.folder / "checkpoint-10" and saved_step(state.folder) == 10
     state.remove()
     assert not state.folder.exists() and saved_step(state.folder) is None
@@ -28,13 +28,13 @@ def test_the_newest_whole_checkpoint_counts(tmp_path):
 def test_cut_short_checkpoints_go_and_the_one_before_counts(tmp_path):
     state = Checkpoints(tmp_path / "run", RUN)
     for step in (1, 2, 3):
-        written(state, step, sealed=step < 3)
+        write_checkpoint(state, step, sealed=step < 3)
     with open(state.folder / "checkpoint-2" / "weights", "r+b") as file:
         file.truncate(50)
     assert saved_step(state.folder) == 1
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning) as warnings:
         assert state.newest() == state.folder / "checkpoint-1"
-    texts = [str(warning.message) for warning in caught]
+    texts = [str(warning.message) for warning in warnings]
     assert [text.rpartition("/")[2] for text in texts] == [
         "checkpoint-3 is cut short or damaged, and removed",
         "checkpoint-2 is cut short or damaged, and removed",
@@ -64,7 +64,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 
 def test_only_the_run_s_own_files_are_removed(tmp_path):
     state = Checkpoints(tmp_path / "run", RUN)
-    written(state, 1)
+    write_checkpoint(state, 1)
     (state.folder / "notes.txt").write_text("put here meanwhile")
     state.remove()
     assert [path.name for path in state.folder.iterdir()] == ["notes.txt"]

@@ -18,16 +18,16 @@ def converted(grouping: str = "cif", **options):
 
 def test_it_is_the_mean_over_the_layers_that_make_groups():
     model, ids = converted(share=2), tokens(2, 40)
-    heard = []
+    collected = []
     layers = [m.heedful for m in model.modules() if isinstance(getattr(m, "heedful", None),
               torch.nn.Module)]  # fmt: skip
     for layer in layers:
-        layer.register_forward_hook(lambda _, args, out: heard.append(out.grouping))
+        layer.register_forward_hook(lambda _, args, out: collected.append(out.grouping))
     with GroupingLoss(model) as grouping_loss:
         model(input_ids=ids, use_cache=False)
         loss = grouping_loss()
-        reports = [report for report in heard if report is not None]
-        assert len(reports) == 2 and len(heard) == 3, (
+        reports = [report for report in collected if report is not None]
+        assert len(reports) == 2 and len(collected) == 3, (
             "layers 0 and 2 make groups, 1 takes those of 0"
         )
         expected = torch.stack([report.loss for report in reports]).mean()
@@ -49,7 +49,7 @@ def push(model, by: float) -> list[torch.nn.Module]:
     return groupings
 
 
-def test_a_collapsed_grouping_is_told_once_until_it_is_back(caplog):
+def test_a_collapsed_grouping_is_reported_once_until_it_is_back(caplog):
     model, ids = converted("cif"), tokens(4, 120)
 
     def warnings() -> int:

@@ -77,7 +77,7 @@ def by_loops(recorded: Recorded, way: dict, tau: float, window: int | None = Non
         logits = (selectors[0] @ selectors[1].mT * kwargs["scale"]).tolist()
         for row, parts in enumerate(documents(way)):
             for part in parts:
-                needs = []
+                memories = []
                 for i in range(len(part)):
                     reach = i + 1 if window is None else min(i + 1, window)
                     hidden = 0.0
@@ -89,8 +89,8 @@ def by_loops(recorded: Recorded, way: dict, tau: float, window: int | None = Non
                                 if sees and k_at > 0:
                                     f += max(selector[part[p]][part[k_at]], 0.0)
                             hidden += min(f, tau) / len(logits[row])
-                    needs.append(reach - 1 - hidden / tau)
-                total += max(needs)
+                    memories.append(reach - 1 - hidden / tau)
+                total += max(memories)
                 count += len(part)
     return total / count  # tokens count in every layer
 
@@ -126,7 +126,7 @@ def test_a_key_out_of_the_window_is_not_needed(way):
     assert term < by_loops(recorded, WAYS[way], 1.0)
 
 
-def test_the_wrong_factors_of_others_are_told_apart():
+def test_the_wrong_factors_of_others_are_distinguished():
     """Nearly everything is needed, so the term is near 1: not L times it, nor a tenth of it."""
     model = selective()
     memory, recorded = heedful.MemoryLoss(model), Recorded(model)
@@ -266,17 +266,17 @@ def test_it_trains_and_forgets_nothing_between_passes():
 
 def test_less_is_needed_after_some_steps():
     model = selective(dtype=torch.float32)
-    ids, needs = tokens(4), []
+    ids, values = tokens(4), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     with heedful.MemoryLoss(model) as memory:
         for _ in range(20):
             model(input_ids=ids)
             term = memory()
-            needs.append(term.item())
+            values.append(term.item())
             term.backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert needs[-1] < needs[0] - 0.05
+    assert values[-1] < values[0] - 0.05
 
 
 def test_bf16_sums_in_fp32():

@@ -164,7 +164,7 @@ def test_too_little_text_is_refused_and_nothing_is_left(tmp_path):
     assert not list((tmp_path / "made").iterdir())
 
 
-def test_a_file_cut_short_is_told(tmp_path):
+def test_a_file_cut_short_is_reported(tmp_path):
     (tmp_path / "a.txt").write_text("long " * 1000)
     options = {"length": 64, "most_tokens": 10**6}
     encoding = encode([tmp_path / "a.txt"], (), ByteTokenizer(), tmp_path / "made", **options)

@@ -95,9 +95,9 @@ def test_the_loss_is_its_formula(family, monkeypatch):
                 for h in range(q.shape[1]):
                     weights = maps[row, h, i]
                     values = v[row, h // (q.shape[1] // k.shape[1])]
-                    left = (weights * share).sum()
-                    log_share += left.log() / q.shape[1]
-                    difference = (weights * share / left - weights) @ values
+                    remaining = (weights * share).sum()
+                    log_share += remaining.log() / q.shape[1]
+                    difference = (weights * share / remaining - weights) @ values
                     error += difference.square().sum()
                     size[row] += (weights @ values).square().sum() / 9
                 of_queries[row].append((log_share, error))
@@ -135,8 +135,8 @@ def test_answers_are_read_where_only_answers_are_learned():
     labels[0, 250:260] = ids[0, 250:260]
     order = EvictionOrderLoss(model)
     order.draw(labels, 0)
-    chosen = order._queries[order._weights == 2]
-    assert sorted(chosen.tolist()) == list(range(249, 259))
+    rows = order._queries[order._weights == 2]
+    assert sorted(rows.tolist()) == list(range(249, 259))
     order.draw(ids, 0)
     assert (order._weights == 1).all() and order._queries.max() < 299
 

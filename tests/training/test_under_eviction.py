@@ -106,10 +106,10 @@ def test_what_is_evicted_matters_no_more(short_chunks):
     with owner.evicting():
         layer = layers[0].train()
         bias = owner.bias(layer, q, k, heedful.Visibility(), 0.3, inputs)
-        gone = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
-        assert len(gone) == 51 - 51 % CHUNK - 14
+        evicted = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
+        assert len(evicted) == 51 - 51 % CHUNK - 14
         before = layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
-        v[:, :, gone] = 100.0
+        v[:, :, evicted] = 100.0
         assert torch.equal(layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1], before)
 
 

@@ -90,18 +90,18 @@ class LayerImpl(AttentionImpl[Batch]):
     ) -> Float[Tensor, "T H D"]:
         """One request's new tokens; its state is kept for the next ones."""
         layer, page, new, size = self.layer, request.page, len(q), kv_cache.shape[2]
-        room, known = kv_cache.shape[0] * size, request.slots[: request.before]
+        room, cached = kv_cache.shape[0] * size, request.slots[: request.before]
         inputs = LayerInputs(input=None if self.input is None else self.input[None, request.new])
         beside = layer.beside(inputs)
         if beside is not None:
             own, earlier = (
                 beside[0].transpose(0, 1).to(kv_cache.dtype),
-                self.beside.read(page, known),
+                self.beside.read(page, cached),
             )
             self.beside.write(page, request.slots, own, room)
             every = own if earlier is None else torch.cat([earlier, own])
             inputs = inputs._replace(beside=every.transpose(0, 1)[None])
-        state = self.state.read(page, known) if layer.has_state else None
+        state = self.state.read(page, cached) if layer.has_state else None
         inputs = inputs._replace(state=None if state is None else state.T[None])
         q = self.rows.join(page, request.before, q)
         kv = kv_cache[request.slots // size, :, request.slots % size].to(q.dtype)

@@ -41,11 +41,11 @@ class ServedConfig(PreTrainedConfig):
         _check_heads(family, inner)
         for part in about["mechanisms"]:
             _check_served(from_json(part["mechanism"]))
-        made = CONFIG_MAPPING[inner["model_type"]].from_dict(inner, **options)
-        config = made[0] if isinstance(made, tuple) else made  # with options that nobody used
+        result = CONFIG_MAPPING[inner["model_type"]].from_dict(inner, **options)
+        config = result[0] if isinstance(result, tuple) else result  # with options that nobody used
         config.architectures = [FAMILIES[family]]
         setattr(config, ABOUT, about["mechanisms"])
-        return made
+        return result
 
 
 def _check_heads(family: str, config: dict[str, Any]) -> None:

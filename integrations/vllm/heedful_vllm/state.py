@@ -35,11 +35,11 @@ class Rows:
         """
         if not self.count:
             return new
-        known = self._rows.pop(page, None)  # also of one that has ended: the new one is the newest
-        known = known if before else None
-        if (0 if known is None else known.shape[0]) != min(before, self.count):
-            raise _gone("the rows of a request with {} tokens are", before)
-        joined = new if known is None else torch.cat([known, new])
+        rows = self._rows.pop(page, None)  # also of one that has ended: the new one is the newest
+        rows = rows if before else None
+        if (0 if rows is None else rows.shape[0]) != min(before, self.count):
+            raise _missing("the rows of a request with {} tokens are", before)
+        joined = new if rows is None else torch.cat([rows, new])
         self._rows[page] = joined[-self.count :].clone()  # at the end, as the newest
         while len(self._rows) > self.room:
             self._rows.popitem(last=False)
@@ -63,7 +63,7 @@ class Slots:
         if not len(slots):
             return None
         if self._values is None or self._tokens.get(page) != len(slots):
-            raise _gone("the state of a request with {} tokens is", len(slots))
+            raise _missing("the state of a request with {} tokens is", len(slots))
         return self._values[slots]
 
     def write(
@@ -83,5 +83,5 @@ class Slots:
         self._tokens[page] = len(slots)
 
 
-def _gone(what: str, tokens: int) -> RuntimeError:
+def _missing(what: str, tokens: int) -> RuntimeError:
     return RuntimeError(f"{what.format(tokens)} gone; please report this, with the options of vLLM")

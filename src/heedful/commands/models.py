@@ -205,13 +205,13 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
 
 
 def _with_options(config: Mechanism, name: str, options: str) -> Mechanism:
-    known = [field.name for field in dataclasses.fields(config)]
+    fields = [field.name for field in dataclasses.fields(config)]
     values = {}
     for option in re.split(r",(?![^\[]*\])", options) if options else ():
         key, equals, value = option.partition("=")
-        if not equals or key not in known:
+        if not equals or key not in fields:
             raise ValueError(
-                f"mechanism {name} has no option {option!r}; it has {', '.join(known) or 'none'}, "
+                f"mechanism {name} has no option {option!r}; it has {', '.join(fields) or 'none'}, "
                 "spelled as in conv_every=1"
             )
         try:

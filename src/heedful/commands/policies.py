@@ -81,16 +81,16 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
 
 def _suited(model: nn.Module) -> str:
     """The policy that suits the mechanism of all layers."""
-    kept = [module.heedful.keeps for module in attention_modules(model)]
+    states = [module.heedful.keeps for module in attention_modules(model)]
     for part, name in (("F", "most-hidden"), ("gate", "lowest-gate")):
-        if all(part in parts for parts in kept):
+        if all(part in parts for parts in states):
             return name
     return "streaming-llm"
 
 
 def spelled(name: str) -> str:
     """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
-    known = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
-    known |= {"TriAttention": "triattention"}
+    names = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
+    names |= {"TriAttention": "triattention"}
     words = "".join("-" + c.lower() if c.isupper() else c for c in name)
-    return known.get(name, words.lstrip("-"))
+    return names.get(name, words.lstrip("-"))

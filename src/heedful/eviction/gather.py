@@ -59,13 +59,13 @@ def _check_calibration(policy: Eviction, layer: Layer) -> None:
     """Raise unless the policy's calibration has a layer of this one's heads."""
     layers, shape = policy.calibration.layers, layer.shape
     own = (shape.heads * layer.queries_per_head, shape.dim)
-    known = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
-    if known != own:
-        what = "no such layer" if known is None else f"{known[0]} query heads of {known[1]}"
+    heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
+    if heads != own:
+        there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"
         raise ValueError(
             f"eviction: {type(policy).__name__} has the calibration of another model: layer "
-            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {what} there; calibrate "
-            "this one with heedful calibrate"
+            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
+            "calibrate this one with heedful calibrate"
         )
 
 
@@ -203,11 +203,11 @@ def moves(slots: Int[Tensor, "B m"], count: int) -> Moves:
     What stays of the last m slots goes into the holes before them, in the holes' order. The other
     slots to evict are last slots themselves: what is moved there is dropped with them.
     """
-    left = count - slots.shape[1]
+    size = count - slots.shape[1]
     evicted = torch.zeros(len(slots), count, dtype=torch.bool, device=slots.device)
-    source = left + evicted.scatter_(1, slots, True)[:, left:].int().argsort(dim=1, stable=True)
+    source = size + evicted.scatter_(1, slots, True)[:, size:].int().argsort(dim=1, stable=True)
     keep = torch.arange(count, device=slots.device).repeat(len(slots), 1)
-    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :left])
+    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :size])
 
 
 def attention_received(

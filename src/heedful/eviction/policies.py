@@ -70,7 +70,7 @@ class LowestGate(Eviction):
 class StreamingLLM(Eviction):
     """Keeps the first `sinks` tokens and the newest ones.
 
-    Positions go on counting; the published form counts them anew inside the cache.
+    Positions continue to count; the published form renumbers them inside the cache.
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks",
     arXiv 2309.17453, section 3.2.
@@ -116,10 +116,10 @@ class TOVA(Eviction):
 class SnapKV(Eviction):
     """Keeps what the newest 32 queries attend to, smoothed over neighbours at the prompt's end.
 
-    It wants the whole prompt at once: until its end nothing is known of these votes, so prefill it
-    in one piece, whose memory counts. In later steps the votes go on with a memory of as many
-    queries; the published form evicts at the prompt's end only. The heads of a layer share their
-    tokens here; the published form lets them differ.
+    It needs the whole prompt in one call, as it scores from the prompt's end; the memory of that
+    call counts. Later steps keep scoring by the newest 32 queries; the published form evicts at the
+    prompt's end only. The heads of a layer share their tokens here; the published form lets them
+    differ.
 
     Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation",
     arXiv 2404.14469, section 4.

@@ -54,9 +54,9 @@ class Bands(NamedTuple):
 
     def lengths(self, x: Float[Tensor, "... D"]) -> Float[Tensor, "... F"]:
         """The length of a vector in each band, which no rotation changes."""
-        one, other = x[..., self.first], x[..., self.partners[self.first]]
+        real, imaginary = x[..., self.first], x[..., self.partners[self.first]]
         alone = self.partners[self.first] == self.first
-        return torch.where(alone, one.abs(), torch.hypot(one, other))
+        return torch.where(alone, real.abs(), torch.hypot(real, imaginary))
 
 
 class QueryStatistics(NamedTuple):

@@ -1,4 +1,4 @@
-"""The integration with transformers, the only room that imports it."""
+"""The integration with transformers, with everything that reads a family."""
 
 import transformers
 

@@ -42,7 +42,7 @@ def save_adapter(
     base: str,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Save what a converted model has beside its base; `heedful.load(base, adapter=folder)` opens.
+    """Save what a converted model adds to its base, for `heedful.load(base, adapter=folder)`.
 
     Arguments:
         model: converted, or what `heedful.get_peft_model` returned.
@@ -58,9 +58,9 @@ def save_adapter(
     conversion = conversion_of(converted)
     own = conversion.parameters()
     if not own:
-        known = ", ".join(map(str, conversion.mechanisms))
+        names = ", ".join(map(str, conversion.mechanisms))
         raise ValueError(
-            f"model has no parameters beside its base: {known}; there is nothing to save, convert "
+            f"model has no parameters beside its base: {names}; there is nothing to save, convert "
             "the base again instead"
         )
     about = {
@@ -174,16 +174,16 @@ def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def fingerprint_of_base(model: nn.Module) -> dict:
-    """What tells a base from another one, whatever stands beside its weights."""
-    named = {}
+    """What distinguishes a base from another one, whatever is added to its weights."""
+    parameters = {}
     for name, parameter in model.named_parameters():
         beside_it = (f".{NAME}.", ".lora_", ".modules_to_save.")
         if any(mark in name for mark in beside_it):
             continue
         for mark in (".base_layer", ".original_module"):
             name = name.replace(mark, "")
-        named[name.removeprefix("base_model.model.")] = parameter
-    return fingerprint_of(named)
+        parameters[name.removeprefix("base_model.model.")] = parameter
+    return fingerprint_of(parameters)
 
 
 def read_about(folder: Path) -> dict:

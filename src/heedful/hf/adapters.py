@@ -28,6 +28,9 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
             changed.
         options: for PEFT's function, such as `adapter_name`.
 
+    Returns:
+        PEFT's model around `model`, whose adapter is to be trained.
+
     Raises:
         ValueError: the model is not converted, or holds an adapter already, or this kind of adapter
             saves no modules of the model.

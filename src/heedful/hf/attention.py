@@ -251,7 +251,7 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
 
 
 def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The forward pre-hook of attention modules: hands over what the layer needs beside q, k, v.
+    """The forward pre-hook of attention modules: passes what the layer needs beside q, k, v.
 
     The family's forward passes what it does not know on to its attention function.
     """

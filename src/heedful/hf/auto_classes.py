@@ -26,13 +26,13 @@ class HeedfulConfig(PreTrainedConfig):
         about = config_dict.get("heedful")
         inner = about.get("base") if isinstance(about, dict) else None
         plain = (int, float, str, type(None))
-        shown = {
+        common = {
             name: value
             for name, value in (inner if isinstance(inner, dict) else {}).items()
             if isinstance(value, plain)
         }
         own = {name: x for name, x in config_dict.items() if name not in REFUSED_ELSEWHERE}
-        return super().from_dict(shown | own, **options)
+        return super().from_dict(common | own, **options)
 
 
 class HeedfulModel(PreTrainedModel):
@@ -52,10 +52,10 @@ class HeedfulModel(PreTrainedModel):
 
 
 def register() -> None:
-    """Teach transformers' Auto classes the checkpoints of converted models; repeats do nothing.
+    """Register converted models' checkpoints with transformers' Auto classes; repeats do nothing.
 
-    `heedful.load` and `heedful.convert` do it too. Call it in a process that hands the path of a
-    saved folder to a tool which knows the Auto classes alone.
+    `heedful.load` and `heedful.convert` do this too. Call it in a process that passes the path of a
+    saved folder to a tool which knows only the Auto classes.
     """
     AutoConfig.register(MODEL_TYPE, HeedfulConfig, exist_ok=True)
     for name in AUTO:

@@ -30,6 +30,9 @@ def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "B T"]]) -
         model: a converted decoder, in eval mode.
         sequences: token ids without padding, each sequence from its beginning.
 
+    Returns:
+        The statistics of every layer, for `TriAttention`.
+
     Raises:
         ValueError: the model is not converted, has no decoder, a layer has no rotary embedding or
             one that cannot be followed, or there are no sequences.
@@ -151,6 +154,9 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
     Arguments:
         path: the file.
         model: the converted model that it is for.
+
+    Returns:
+        The calibration, for `TriAttention`.
 
     Raises:
         ValueError: there is no such file, it is damaged, or the calibration of another model.

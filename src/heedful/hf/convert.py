@@ -160,7 +160,7 @@ def convert(
 
     Raises:
         ValueError: the model cannot be converted, is converted already, does not fit the mechanism,
-            or fails the proof. The model is left as it was.
+            or fails the verification. The model is left as it was.
     """
     _check_convertible(model)
     check_impl(impl)
@@ -282,7 +282,7 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
 
 
 def _call_hooks(model: PreTrainedModel, modules: list[Attention]) -> list:
-    """Hooks by which every model inside tells of packed documents, ids and positions.
+    """Hooks by which every model inside reports packed documents, ids and positions.
 
     A head hands them on to the model below it, where masks are made, and has none.
     """
@@ -312,6 +312,12 @@ def _own_config(model: PreTrainedModel) -> None:
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `convert`: the model's classes, parameters, settings and outputs are as they were.
+
+    Arguments:
+        model: a converted model.
+
+    Returns:
+        The same object, of its former class.
 
     Raises:
         ValueError: the model is not converted.

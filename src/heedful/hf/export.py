@@ -44,17 +44,17 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
 
     Linear knocking heads are multiplied into the projections, in fp64 and rounded once. Windows
     (`Standard(window=...)`, `LocalGlobal`) become `layer_types`; Llama and Mistral, which have
-    none, are written as Ministral, which is the same otherwise. What has learnt nothing and is the
-    identity is left out. Budgets and eviction stay behind: engines keep whole caches. The model
-    itself does not change.
+    none, are written as Ministral, which is the same otherwise. A mechanism that is still the
+    identity is left out. Budgets and eviction are not exported: engines keep whole caches. The
+    model itself does not change.
 
     Arguments:
         model: a converted model, without an adapter of PEFT around its projections.
         folder: must be new or empty; it appears whole or not at all.
 
     Raises:
-        ValueError: a mechanism is not standard attention in other words, the family cannot say a
-            layer's window, a projection is quantised, or `folder` is in use.
+        ValueError: a mechanism cannot be written as standard attention, the family has no windows
+            of single layers, a projection is quantised, or `folder` is in use.
     """
     conversion_of(model)  # raises where there is none
     family = family_of(model)
@@ -186,8 +186,8 @@ def _with_windows(
     if kind in _AS_MINISTRAL:
         _check_is_ministral(config, family)
         kind, name = "ministral", "MinistralForCausalLM"
-        known = CONFIG_MAPPING[kind]().to_dict()
-        fields = {key: x for key, x in fields.items() if key in known} | {"model_type": kind}
+        defaults = CONFIG_MAPPING[kind]().to_dict()
+        fields = {key: x for key, x in fields.items() if key in defaults} | {"model_type": kind}
     kinds = ["full_attention" if x is None else "sliding_attention" for x in windows]
     fields |= {
         "architectures": [name],

@@ -1,4 +1,4 @@
-"""What tells a model from others, as files beside models have it."""
+"""What distinguishes a model from others, as files beside models record it."""
 
 import hashlib
 import math
@@ -13,23 +13,23 @@ _ROUNDING = 2**-8  # relative: what half precision changes, twice over
 
 
 def fingerprint(model: nn.Module) -> dict:
-    """What tells a converted model from another one, as JSON-ready values."""
+    """What distinguishes a converted model from another one, as JSON-ready values."""
     modules = attention_modules(model)
     layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
     return fingerprint_of(dict(model.named_parameters()), layers)
 
 
 def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:
-    """What tells parameters from others, as JSON-ready values.
+    """What distinguishes parameters from others, as JSON-ready values.
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters.
     """
-    named = sorted(parameters.items())
-    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in named)]
+    ordered = sorted(parameters.items())
+    parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in ordered)]
     weights = []
     for i in range(_NUMBERS):
-        p = named[i * len(named) // _NUMBERS][1].detach().flatten()
+        p = ordered[i * len(ordered) // _NUMBERS][1].detach().flatten()
         place = int(i * 0.618034 % 1 * p.numel())  # spread evenly, whatever the number of layers
         weights.append(float(f"{p[place].item():.6g}"))
     return {"sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16], "weights": weights}

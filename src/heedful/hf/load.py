@@ -59,8 +59,8 @@ def load(
     about = saved_conversion(folder)
     inner = about["base"]
     tensors = read_parameters(folder)
-    named = [name for name in inner.get("architectures") or [] if isinstance(name, str)]
-    config = AutoConfig.for_model(**inner | {"architectures": named})
+    architectures = [name for name in inner.get("architectures") or [] if isinstance(name, str)]
+    config = AutoConfig.for_model(**inner | {"architectures": architectures})
     family = _family(inner, config)
     # The mechanism's parameters are expected here, so transformers need not report them.
     model, report = ignoring(family, r"\.heedful\.").from_pretrained(
@@ -79,9 +79,9 @@ def load(
 def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The class that a saved configuration names, else the causal model of its type."""
     for name in inner.get("architectures") or []:
-        named = getattr(transformers, str(name), None)
-        if isinstance(named, type) and issubclass(named, PreTrainedModel):
-            return named
+        candidate = getattr(transformers, str(name), None)
+        if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel):
+            return candidate
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"the checkpoint names no model class of this transformers (architectures="

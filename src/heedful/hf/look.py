@@ -18,7 +18,7 @@ from heedful.nn.layer import Step
 
 
 class LayerLook(NamedTuple):
-    """What one layer did with one row of tokens, and what multi-token attention has learned.
+    """What one layer did with one sequence, and what multi-token attention has learned.
 
     weights: the map that multiplies the values, `[H, T, T]`; differential has one per pair.
     hiding: for selective attention, how much token p hides token j from later ones, `[Hs, T, T]`.
@@ -27,7 +27,7 @@ class LayerLook(NamedTuple):
     conv, post_conv, mix, post_mix: the layer's parameters, as the operator takes them.
     two_sided: whether kernels look at later queries too, with the current one in the middle row.
     groups: the first and the last token of every group of grouped attention, `[G, 2]`.
-    steps: the maps on the way to the weights, each `[H, T, T]`, where `look_into` was asked.
+    steps: the maps on the way to the weights, each `[H, T, T]`; only from `look_into`.
     """
 
     weights: Float[Tensor, "H T T"]
@@ -44,7 +44,7 @@ class LayerLook(NamedTuple):
 
 
 def look(model: PreTrainedModel, input_ids: Int[Tensor, "1 T"]) -> dict[int, LayerLook]:
-    """Attention maps of one row in every converted layer, dense: for short rows.
+    """Attention maps of one sequence in every converted layer; dense, so for short sequences.
 
     Arguments:
         model: a converted model.
@@ -54,7 +54,7 @@ def look(model: PreTrainedModel, input_ids: Int[Tensor, "1 T"]) -> dict[int, Lay
         What each layer did, by layer index.
 
     Raises:
-        ValueError: the model is not converted, or not one row is given.
+        ValueError: the model is not converted, or `input_ids` is not one sequence.
     """
     return dict(look_into(model, input_ids, steps=False))
 
@@ -66,9 +66,9 @@ def look_into(
     *,
     steps: bool = True,
 ) -> Iterator[tuple[int, LayerLook]]:
-    """As `look`, one layer after the other: the maps of one layer are made when it is asked for.
+    """As `look`, one layer at a time: the maps of a layer are computed when it is reached.
 
-    The model runs once, before this returns; what of it is kept are queries and keys.
+    The model runs once, before this returns; only queries and keys are kept.
 
     Arguments:
         model: a converted model.
@@ -82,13 +82,13 @@ def look_into(
     Raises:
         ValueError: as `look`, or a layer is none of the model's.
     """
-    taken, calls = _calls(model, input_ids, layers)
-    return ((index, _look(taken[index], *calls[index], steps)) for index in sorted(taken))
+    modules, calls = _calls(model, input_ids, layers)
+    return ((index, _look(modules[index], *calls[index], steps)) for index in sorted(modules))
 
 
 @torch.no_grad()
 def _calls(
-    model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], wanted: Sequence[int]
+    model: PreTrainedModel, input_ids: Int[Tensor, "1 T"], indices: Sequence[int]
 ) -> tuple[dict[int, Layer], dict[int, tuple]]:
     """The layers by index, and what each was called with."""
     layers_of_model = [getattr(module, NAME, None) for module in model.modules()]
@@ -103,11 +103,11 @@ def _calls(
         )
     if input_ids.ndim != 2 or len(input_ids) != 1:
         raise ValueError(f"input_ids must be one row [1, T], got {tuple(input_ids.shape)}")
-    for index in wanted:
+    for index in indices:
         if index not in layers:
-            known = ", ".join(map(str, sorted(layers)))
-            raise ValueError(f"layers must be converted ones ({known}), got {index}")
-    layers = {index: layers[index] for index in wanted or layers}
+            names = ", ".join(map(str, sorted(layers)))
+            raise ValueError(f"layers must be converted ones ({names}), got {index}")
+    layers = {index: layers[index] for index in indices or layers}
     calls: dict[int, tuple] = {}
     hooks = [
         layer.register_forward_pre_hook(

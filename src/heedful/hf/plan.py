@@ -48,13 +48,13 @@ def make_plan(
     plan: dict[Mechanism, Assignment] = {}
     for name, layers_of_it in mechanisms.items():
         config, (roles, explicit) = _mechanism(name), _roles(roles_of[name], indices, model)
-        chosen = _layers(layers_of_it, _union(indices, roles))
+        assigned = _layers(layers_of_it, _union(indices, roles))
         others = [x.layers for x in plan.values() if {*x.roles} & {*roles}]
-        if twice := sorted({i for taken in others for i in taken} & set(chosen)):
+        if twice := sorted({i for earlier in others for i in earlier} & set(assigned)):
             raise ValueError(f"layers must have one mechanism each, got several for {twice}")
         if config in plan:
             raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
-        plan[config] = Assignment(chosen, roles, explicit)
+        plan[config] = Assignment(assigned, roles, explicit)
     return plan
 
 
@@ -90,27 +90,27 @@ def _roles(
     if where is None:
         return tuple(role for role in ROLES if role in indices), False
     several = isinstance(where, Iterable) and not isinstance(where, str)
-    named = list(where) if several else [where]
-    if not named or not all(isinstance(x, str) and x in ROLES for x in named):
+    requested = list(where) if several else [where]
+    if not requested or not all(isinstance(x, str) and x in ROLES for x in requested):
         raise ValueError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
-    if missing := [role for role in named if role not in indices]:
+    if missing := [role for role in requested if role not in indices]:
         raise ValueError(
             f"where={missing[0]!r}: {model} has no such attention, but {' and '.join(indices)}"
         )
-    return tuple(role for role in ROLES if role in named), True
+    return tuple(role for role in ROLES if role in requested), True
 
 
 def _where_each(where: object, mechanisms: Mapping) -> dict:
     """Roles by mechanism, as it is named in `mechanisms`."""
     if not isinstance(where, Mapping):
         return dict.fromkeys(mechanisms, where)
-    named = {_mechanism(name): roles for name, roles in where.items()}
-    if named.keys() != {_mechanism(name) for name in mechanisms}:
+    by_mechanism = {_mechanism(name): roles for name, roles in where.items()}
+    if by_mechanism.keys() != {_mechanism(name) for name in mechanisms}:
         raise ValueError(
             f"where must name the roles of the same mechanisms, got {list(where)} for "
             f"{list(mechanisms)}"
         )
-    return {name: named[_mechanism(name)] for name in mechanisms}
+    return {name: by_mechanism[_mechanism(name)] for name in mechanisms}
 
 
 def _union(indices: dict[Role, set[int]], roles: Iterable[Role]) -> set[int]:
@@ -135,9 +135,9 @@ def _layers(layers: Iterable[int] | None, indices: set[int]) -> tuple[int, ...]:
     layers = list(layers) if whole else layers
     if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
         raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
-    chosen = sorted(set(layers))
-    if unknown := [index for index in chosen if index not in indices]:
+    ordered = sorted(set(layers))
+    if unknown := [index for index in ordered if index not in indices]:
         raise ValueError(f"layers must be among 0 to {max(indices)}, got {unknown}")
-    if not chosen:
+    if not ordered:
         raise ValueError("layers must name at least one layer, got none; None converts all")
-    return tuple(chosen)
+    return tuple(ordered)

@@ -116,11 +116,11 @@ def _ways(model: PreTrainedModel, only: str | None = None) -> Ways:
         return out if mask is None or pair else out[mask.bool()]
 
     def generated() -> Tensor:
-        written = model.generate(
+        output = model.generate(
             ids, attention_mask=mask, max_new_tokens=_NEW, do_sample=False, num_beams=1,
             eos_token_id=None, return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        return torch.stack(written.logits)
+        return torch.stack(output.logits)
 
     calls = {"no mask": lambda: once(None), "padding on the left": lambda: once(mask)}
     if model.can_generate():
@@ -139,11 +139,11 @@ def _token_ids(model: PreTrainedModel) -> Int[Tensor, "2 T"]:
     """Two rows of ordinary tokens."""
     embedding = model.get_input_embeddings().weight
     config = model.config.get_text_config()
-    named = [x for name, x in config.to_dict().items() if name.endswith("token_id")]
-    special = {i for x in named for i in (x if isinstance(x, list) else [x])}
-    known = [i for i in range(3, min(embedding.shape[0], 1000)) if i not in special]
-    chosen = [known[7 * i % len(known)] for i in range(2 * _TOKENS)]
-    return torch.tensor(chosen, device=embedding.device).view(2, _TOKENS)
+    fields = [x for name, x in config.to_dict().items() if name.endswith("token_id")]
+    special = {i for x in fields for i in (x if isinstance(x, list) else [x])}
+    ordinary = [i for i in range(3, min(embedding.shape[0], 1000)) if i not in special]
+    ids = [ordinary[7 * i % len(ordinary)] for i in range(2 * _TOKENS)]
+    return torch.tensor(ids, device=embedding.device).view(2, _TOKENS)
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ def restore(
         elif not bool(tensors[name].isfinite().all()):
             problems.append(f"{name} holds NaN or infinity")
     if problems:
-        known = ", ".join(map(str, conversion.mechanisms))
-        raise ValueError(f"the checkpoint does not fit {known}: {problems}")
+        names = ", ".join(map(str, conversion.mechanisms))
+        raise ValueError(f"the checkpoint does not fit {names}: {problems}")
     for name, parameter in own.items():
         parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
     return conversion

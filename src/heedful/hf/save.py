@@ -60,9 +60,9 @@ def save_converted(
         finally:
             set_use_cache(model, converted[0])
             model.config.architectures = converted[1]
-        written = Path(staging) / "config.json"
-        if written.exists():  # only the main process of a distributed run writes
-            inner = json.loads(written.read_text())
+        config_file = Path(staging) / "config.json"
+        if config_file.exists():  # only the main process of a distributed run writes
+            inner = json.loads(config_file.read_text())
             inner["architectures"] = [base.__name__]
             auto = _auto_class(base, model.config)
             outer = {
@@ -77,9 +77,9 @@ def save_converted(
                     "base": inner,
                 },
             }
-            written.write_text(json.dumps(outer, indent=2) + "\n")
+            config_file.write_text(json.dumps(outer, indent=2) + "\n")
             (Path(staging) / SHIM).write_text(SHIM_TEXT)
-        if written.exists():
+        if config_file.exists():
             carry_budgets(model, folder, Path(staging), changed="state_dict" in options)
         # config.json first: from then on no stock loader can take the folder for a stock model.
         files = sorted(Path(staging).iterdir(), key=lambda path: path.name != "config.json")
@@ -125,7 +125,7 @@ def use_cache_settings(model: PreTrainedModel) -> dict[str, bool | None]:
 
 
 def set_use_cache(model: PreTrainedModel, settings: dict[str, bool | None]) -> None:
-    """Set what `use_cache_settings` told."""
+    """Set what `use_cache_settings` returned."""
     for name, value in settings.items():
         getattr(model, name).use_cache = value
 
@@ -137,5 +137,5 @@ def _weights(folder: Path) -> set[Path]:
 
 def _auto_class(family: type, config: PreTrainedConfig) -> str | None:
     """The name of the Auto class that makes this class of such a configuration, if one here."""
-    known = (name for name, models in _MODELS.items() if models.get(type(config), None) is family)
-    return next(known, None)
+    names = (name for name, models in _MODELS.items() if models.get(type(config), None) is family)
+    return next(names, None)

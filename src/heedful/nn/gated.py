@@ -64,8 +64,8 @@ class GatedAttention(StandardAttention):
 
     def standard_form(self) -> StandardForm | None:
         """Standard attention while a gate that starts at one has learnt nothing."""
-        learnt = self.config.start != "identity" or bool(self.gate.weight.any())
-        return None if learnt else StandardForm()
+        changed = self.config.start != "identity" or bool(self.gate.weight.any())
+        return None if changed else StandardForm()
 
     def forward(
         self,

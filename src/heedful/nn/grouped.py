@@ -30,7 +30,7 @@ _REFINES = ("mean", "weighted", "channel", "attention")
 
 @dataclass(frozen=True)
 class Grouped:
-    """How tokens are grouped, how a group is summed up, and who asks.
+    """Grouped attention: how tokens are grouped and summarised, and whose query attends.
 
     Arguments:
         grouping: `"fixed"` (every `size` tokens), `"sliding"` (overlapping), `"sentence"` (at
@@ -42,10 +42,11 @@ class Grouped:
         refine: attention inside a group: `"mean"` (none), `"weighted"` (a learned weighted average
             per key head), `"channel"` (per channel) or `"attention"` (self-attention inside the
             group, then weighted).
-        queries: `"tokens"`, or `"groups"` (the literal reading of grouping: the newest complete
-            group asks for its tokens; near tokens are seen by the token's own query).
+        queries: `"tokens"`, or `"groups"` (the literal reading of grouping: distant groups are
+            attended to by the mean query of the newest complete group, near tokens by the token's
+            own).
         closing: ids of the tokens that close a sentence.
-        share: so many layers share one learned grouping, that of the first of them.
+        share: how many consecutive layers share one learned grouping, that of the first of them.
         stride: from one sliding group to the next; default half of `size`. For slots, how many
             groups a block has; default 4.
         shortest, longest: bounds of a sentence or a learned group in tokens; default 1 and four
@@ -231,7 +232,7 @@ class GroupedAttention(Layer):
         return LayerOutput(out, grouping=report)
 
     def _for_role(self, visibility: Visibility | None) -> Visibility | None:
-        """In cross-attention, that the queries are another row's is told by the visibility."""
+        """In cross-attention the visibility says that the queries are another sequence's."""
         if self.shape.role != "cross" or (visibility and visibility.queries is not None):
             return visibility
         return replace(visibility or Visibility(causal=False), queries=Queries())
@@ -348,8 +349,8 @@ class GroupedAttention(Layer):
         weights = self._weights(groups, features)
         if self.inside is not None:
             parts = features[..., self.weight.out_features :].split(shape.dim, dim=-1)
-            taken = self.outside(member_attention(*parts, groups))
-            more = taken.unflatten(-1, (2, shape.key_heads, shape.dim)).unbind(-3)
+            attended = self.outside(member_attention(*parts, groups))
+            more = attended.unflatten(-1, (2, shape.key_heads, shape.dim)).unbind(-3)
             of_keys, of_values = of_keys + more[0].to(k.dtype), of_values + more[1].to(v.dtype)
         queries = None
         if self.config.queries == "groups":

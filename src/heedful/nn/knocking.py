@@ -35,14 +35,14 @@ class KnockingHeads:
     form: Literal["linear", "mlp"] = "linear"
 
     def __post_init__(self) -> None:
-        known = ("q", "k", "v")
+        names = ("q", "k", "v")
         several = isinstance(self.parts, Sequence) and not isinstance(self.parts, str)
-        if not several or not self.parts or not all(x in known for x in self.parts):
+        if not several or not self.parts or not all(x in names for x in self.parts):
             raise ValueError(f"parts must be one or several of 'q', 'k', 'v', got {self.parts!r}")
         if len(set(self.parts)) < len(self.parts):
             raise ValueError(f"parts must name each part once, got {self.parts!r}")
         # In one order, so that equal configurations are equal; from JSON it comes as a list.
-        object.__setattr__(self, "parts", tuple(x for x in known if x in self.parts))
+        object.__setattr__(self, "parts", tuple(x for x in names if x in self.parts))
         check_choice("form", self.form, ("linear", "mlp"))
         if self.form == "mlp" and self.parts != ("v",):
             raise ValueError(f"parts must be ('v',) with form='mlp', got {self.parts!r}")

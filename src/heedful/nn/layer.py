@@ -40,16 +40,16 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._kept: dict = {}
+        self._values: dict = {}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept
+        return key in self._values
 
     def __getitem__(self, key: object) -> object:
-        return self._kept[key]
+        return self._values[key]
 
     def __setitem__(self, key: object, value: object) -> None:
-        self._kept[key] = value
+        self._values[key] = value
 
 
 class LayerInputs(NamedTuple):
@@ -119,7 +119,7 @@ NO_INPUTS = LayerInputs()
 
 
 class Tokens(NamedTuple):
-    """What a layer is told of the tokens whose rows it changes before it attends.
+    """What a layer knows about the tokens whose rows it changes before it attends.
 
     input: what the projection took of them, `[B, T, E]`; `None` before the projections.
     past: the newest rows of earlier calls, as they came to the same method, `[B, r, ...]`, oldest
@@ -332,7 +332,7 @@ class Layer(nn.Module):
         Arguments:
             q, k, v: after the rotary embedding; keys and values may have fewer heads, queries
                 `queries_per_head` times as many.
-            visibility: who sees whom; `None` is causal.
+            visibility: which keys each query sees; `None` is causal.
             scale: factor on the logits; default `D ** -0.5`.
             inputs: what `needs` names, the bias, the soft cap and the sinks.
         """

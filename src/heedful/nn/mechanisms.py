@@ -253,8 +253,8 @@ def from_json(data: dict) -> Mechanism:
             f"mechanism kind must be one of {', '.join(_KINDS)}, got {kind!r}; it was written by "
             "another version of heedful"
         )
-    known = {field.name for field in dataclasses.fields(_KINDS[kind])}
-    if unknown := sorted(set(fields) - known):
+    names = {field.name for field in dataclasses.fields(_KINDS[kind])}
+    if unknown := sorted(set(fields) - names):
         raise ValueError(
             f"{kind} has no field {', '.join(unknown)}; it was written by another heedful version"
         )

@@ -219,7 +219,7 @@ class _Covariance(torch.autograd.Function):
                 part = d_logits.sum(shared, keepdim=True) if shared else d_logits
                 d_bias[:, :, block, :keys] += part.to(bias.dtype)
             if sinks is not None:
-                left = 1 - x.weights.sum(-1, keepdim=True)
-                d_sinks -= (left * mean).sum((0, 2, 3)).to(sinks.dtype)
+                sink_weight = 1 - x.weights.sum(-1, keepdim=True)
+                d_sinks -= (sink_weight * mean).sum((0, 2, 3)).to(sinks.dtype)
         queries = [torch.cat(parts, dim=2).to(q.dtype) for parts in (d_q, d_r)]
         return None, *queries, d_k.to(k.dtype), d_v.to(v.dtype), d_bias, d_sinks

@@ -82,12 +82,12 @@ class RetentionGateAttention(StandardAttention):
             ValueError: tokens since the state are not in the input.
         """
         check_inputs(self, inputs)
-        known = 0 if inputs.state is None else inputs.state.shape[2]
-        new = inputs.input[:, max(0, inputs.input.shape[1] - keys + known) :]
-        if new.shape[1] < keys - known:
+        cached = 0 if inputs.state is None else inputs.state.shape[2]
+        new = inputs.input[:, max(0, inputs.input.shape[1] - keys + cached) :]
+        if new.shape[1] < keys - cached:
             raise ValueError(
-                f"inputs.input must hold all {keys - known} tokens since inputs.state, whose gates "
-                f"are kept, got {inputs.input.shape[1]}"
+                f"inputs.input must hold all {keys - cached} tokens since inputs.state, whose "
+                f"gates are kept, got {inputs.input.shape[1]}"
             )
         gates = without_autocast(self.retention)(new).mT
         return gates if inputs.state is None else torch.cat([inputs.state, gates], dim=2)

@@ -27,7 +27,7 @@ from heedful.ops.selective.reference import selection
 
 @dataclass(frozen=True)
 class Selective:
-    """What selects, and whether first tokens are protected.
+    """Selective attention: whose logits select, and whether first tokens are protected.
 
     Arguments:
         selector: `"head"` (one of the layer's heads, the published form, no parameters),
@@ -36,8 +36,8 @@ class Selective:
             same, its key projection zero-initialised: unchanged outputs at initialisation).
         head: the head that selects, for `selector="head"`.
         protect_first: keep the first token of every document from being hidden.
-        dim: of an own selector's queries and keys; by default that of the heads. A cache holds
-            these keys beside K and V, so that a small one costs few bytes.
+        dim: channels of a separate selector's queries and keys; by default those of a head. A cache
+            keeps these keys beside K and V, so a small number saves bytes.
 
     Source: Leviathan et al., arXiv 2410.02703, section 3 and its ablations.
     """

@@ -48,7 +48,7 @@ class Simplicial:
         window: from how many tokens, the query's own included, j is taken. A narrower window of the
             model's stays, for l too. One longer than a sequence is the whole sequence.
         second_window: from how many tokens l is taken.
-        every: one layer of so many is simplicial, `every - 1`, `2 * every - 1` and so on; the
+        every: one layer in this many is simplicial, `every - 1`, `2 * every - 1` and so on; the
             others are standard ones.
         start: `"random"` draws the projections of k' and v'; `"identity"` adds one to both and
             starts the projections at zero, so that the layer is at first standard attention with
@@ -111,8 +111,10 @@ class SimplicialAttention(Layer):
 
     def standard_form(self) -> StandardForm | None:
         """Standard attention with the first window while second keys and values are all one."""
-        learnt = any(bool(p.any()) for p in self.parameters())
-        return None if learnt or self.config.start == "random" else StandardForm(self.config.window)
+        changed = any(bool(p.any()) for p in self.parameters())
+        return (
+            None if changed or self.config.start == "random" else StandardForm(self.config.window)
+        )
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B Hk T D2"]:
         """Second keys and second values of these tokens, side by side."""
@@ -279,8 +281,8 @@ class _PairAttention(torch.autograd.Function):
         for block in blocks.rows():
             _, weights = blocks.maps(block, q, k, second_k)
             near = v[:, :, blocks.tokens(block, blocks.first)]
-            read = few_outputs(weights.flatten(2, 3), near).unflatten(2, weights.shape[2:4])
-            parts.append(_times(read, blocks.spread(block, second_v)).sum(3))
+            values = few_outputs(weights.flatten(2, 3), near).unflatten(2, weights.shape[2:4])
+            parts.append(_times(values, blocks.spread(block, second_v)).sum(3))
         return torch.cat(parts, dim=2)
 
     @staticmethod
@@ -296,10 +298,10 @@ class _PairAttention(torch.autograd.Function):
             pairs, weights = blocks.maps(block, q, k, second_k)
             size = weights.shape[2:4]
             of_k, of_v = (blocks.spread(block, x) for x in (second_k, second_v))
-            read = few_outputs(weights.flatten(2, 3), near_v).unflatten(2, size)
+            values = few_outputs(weights.flatten(2, 3), near_v).unflatten(2, size)
             d_read = _times(rows, of_v)
             d_map = few_scores(d_read.flatten(2, 3), near_v.to(d_read.dtype), 1.0)
-            mean = (d_read * read).sum((3, 4), keepdim=True)
+            mean = (d_read * values).sum((3, 4), keepdim=True)
             d_scores = weights * (d_map.unflatten(2, size) - mean) * blocks.scale
             d_scores = d_scores.flatten(2, 3)
             d_pairs = few_outputs(d_scores, near_k).unflatten(2, size)
@@ -308,7 +310,7 @@ class _PairAttention(torch.autograd.Function):
             d_v[:, :, tokens] += by_keys(weights.flatten(2, 3), d_read.flatten(2, 3), heads)
             for x, factor, total in (
                 (d_pairs, q[:, :, block, None], d_second_k),
-                (read, rows, d_second_v),
+                (values, rows, d_second_v),
             ):
                 of_group = (x * factor).unflatten(1, (heads, -1)).sum(2)
                 blocks.gather(block, of_group, total)

@@ -57,7 +57,7 @@ class LocalGlobal:
     Arguments:
         window: how many tokens a query of the local layers sees, itself included. A narrower
             window of the model's stays.
-        every: one layer of so many is global.
+        every: one layer in this many is global.
 
     Source: Gemma Team, "Gemma 3 Technical Report", arXiv 2503.19786, which has these defaults.
     """

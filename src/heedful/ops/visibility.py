@@ -58,9 +58,9 @@ class Visibility:
         padding: `True` for a real token, `False` for padding, `[B or 1, Tk]`; left, right or both.
         mutual: tokens of the same number, zero or more, see each other later ones included (those
             of one image, say); -1 for a token that is causal, `[B or 1, Tk]`; each a run of tokens.
-        positions: where every key stands, `[B or 1, Tk]`, in any order: for keys that are not all
-            of a row's tokens, as in a cache that has let some go. Causal order and the window
-            count by them. `None` is 0 to Tk - 1.
+        positions: the position of every key, `[B or 1, Tk]`, in any order: for keys that are not
+            all of a sequence's tokens, as in a cache that has evicted some. Causal order and the
+            window count by them. `None` is 0 to Tk - 1.
         queries: of queries that are not the last `Tq` of the keys' tokens, see `Queries`.
     """
 
@@ -109,7 +109,7 @@ class Visibility:
         return {name: x for name, x in tensors.items() if x is not None}
 
     def _check_places(self) -> None:
-        """Raise where positions or queries leave open who sees whom."""
+        """Raise where positions or queries leave open which keys a query sees."""
         if self.mutual is not None and not self.in_place:
             raise ValueError("mutual is not defined beside positions or queries; leave it out")
         if self.queries is None:
@@ -160,16 +160,17 @@ class Visibility:
 
     @property
     def plain(self) -> bool:
-        """Nothing but causal order (or nothing at all): what SDPA's `is_causal` can express."""
+        """Whether nothing but causal order limits attention, or nothing at all, as SDPA can
+        express it."""
         return self.window is None and self.queries is None and not self._tensors()
 
     @property
     def in_place(self) -> bool:
-        """Queries are the last of the keys' tokens, and these stand at 0 to Tk - 1."""
+        """Whether queries are the last of the keys' tokens, and these stand at 0 to Tk - 1."""
         return self.positions is None and self.queries is None
 
     def to(self, device: torch.device | str, **options: object) -> "Visibility":
-        """The same on another device, as tensors have it."""
+        """The same with its tensors on another device."""
         moved = {name: x.to(device, **options) for name, x in self._tensors().items()}
         queries = self.queries
         if queries is not None:
@@ -178,7 +179,7 @@ class Visibility:
         return replace(self, **moved, queries=queries)
 
     def part(self, start: int, stop: int) -> "Visibility":
-        """Who sees whom among the tokens from `start` to before `stop`, the others away."""
+        """The same among the tokens from `start` to before `stop` alone."""
         if self.queries is not None:
             raise ValueError("part needs queries that are the last of the keys' tokens")
         tensors = self._tensors()
@@ -276,7 +277,7 @@ class Visibility:
     def earlier(
         self, queries: int, keys: int, device: torch.device
     ) -> Bool[Tensor, "B_or_1 {queries} {keys}"]:
-        """Where a key stands before a query, seen or not."""
+        """`True` where a key comes before a query, seen or not."""
         places = self.places(queries, keys, device)
         if places is None:
             token = torch.arange(keys, device=device)

@@ -82,8 +82,8 @@ def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         lines = cpuinfo.read_text().splitlines()
-        named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-        name = named[0] if named else name
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        name = names[0] if names else name
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     cores = f"{len(usable)} core{'s' if len(usable) != 1 else ''}"
     described = f"{name}, {cores}, {platform.system()}"

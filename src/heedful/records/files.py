@@ -89,7 +89,7 @@ def append_line(path: str | Path, line: str) -> None:
 
 
 def read_each(
-    path: str | Path, from_json: Callable[[str], Line], called: str
+    path: str | Path, from_json: Callable[[str], Line], kind: str
 ) -> list[tuple[int, Line]]:
     """What `append_line` wrote, each with the number of its line.
 
@@ -98,7 +98,7 @@ def read_each(
     Arguments:
         path: the file.
         from_json: what reads one line; raises a `ValueError` for what is none.
-        called: what a line is, for the message.
+        kind: what a line is, for the message.
 
     Raises:
         ValueError: any other line cannot be read; names the file and the line.
@@ -115,7 +115,7 @@ def read_each(
             entries.append((number, from_json(line.decode())))
         except ValueError as error:
             raise ValueError(
-                f"{path}, line {number}: not {called} ({error}); mend or delete the line"
+                f"{path}, line {number}: not {kind} ({error}); mend or delete the line"
             ) from error
     return entries
 

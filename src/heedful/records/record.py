@@ -127,11 +127,11 @@ class Record:
             raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a record must be a JSON object, got {type(data).__name__}")
-        known = dataclasses.fields(cls)
-        if unknown := sorted(data.keys() - {f.name for f in known}):
+        fields = dataclasses.fields(cls)
+        if unknown := sorted(data.keys() - {f.name for f in fields}):
             raise ValueError(f"a record has no field {', '.join(unknown)}")
         missing = dataclasses.MISSING
-        needed = {f.name for f in known if f.default is f.default_factory is missing}
+        needed = {f.name for f in fields if f.default is f.default_factory is missing}
         if absent := sorted(needed - data.keys()):
             raise ValueError(f"a record needs {', '.join(absent)}")
         return cls(**data)

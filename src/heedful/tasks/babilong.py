@@ -111,11 +111,11 @@ class BabiLong:
         def make(room: int) -> tuple[str, None]:
             text = background.cut(start, room)[0] if room and background is not None else []
             at = [int(share * (len(text) + 1)) for share in shares]
-            parts, done = [], 0
+            parts, position = [], 0
             for gap in range(len(text) + 1):
-                while done < len(at) and at[done] == gap:
-                    parts.append(tale.sentences[done])
-                    done += 1
+                while position < len(at) and at[position] == gap:
+                    parts.append(tale.sentences[position])
+                    position += 1
                 parts += text[gap : gap + 1]
             return _prompt(self.kind, " ".join(parts), tale.question), None
 
@@ -129,11 +129,11 @@ def _prompt(kind: int, context: str, question: str) -> str:
     example, example_question, answer = _EXAMPLES[kind]
     return (
         f"{_INSTRUCTIONS[kind]} The facts may be hidden in a longer text. Answer with one word.\n\n"
-        f"{_shown(example, example_question)} {answer}\n\n{_shown(context, question)}"
+        f"{_as_prompt(example, example_question)} {answer}\n\n{_as_prompt(context, question)}"
     )
 
 
-def _shown(context: str, question: str) -> str:
+def _as_prompt(context: str, question: str) -> str:
     return f"<context>\n{context}\n</context>\nQuestion: {question}\nAnswer:"
 
 
@@ -149,6 +149,6 @@ def only_label(reply: str, answer: str, question: str, labels: Sequence[str]) ->
     sentence = reply.lower()
     for end in (".", "<context>", "<example>"):
         sentence = sentence.split(end)[0]
-    known = {label.lower() for label in labels}
-    matches = {x for x in known if x in sentence} - {x for x in known if x in question.lower()}
+    lowered = {label.lower() for label in labels}
+    matches = {x for x in lowered if x in sentence} - {x for x in lowered if x in question.lower()}
     return matches == {answer.lower()}

@@ -97,8 +97,8 @@ def background_sentences(
         if not any(x in sentence.lower() for x in unwanted)
     ]
     if not usable:
-        named = ", ".join(map(repr, paths)) or "the standard library"
-        raise ValueError(f"haystack {named} holds no sentence of words; name another text")
+        sources = ", ".join(map(repr, paths)) or "the standard library"
+        raise ValueError(f"haystack {sources} holds no sentence of words; name another text")
     return usable
 
 
@@ -188,13 +188,13 @@ def places(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
             f"length must leave room for at least {len(shares) - 1} sentences between needles, got "
             f"{len(sizes)}; ask for more tokens or fewer needles"
         )
-    total, taken = before[-1], []
+    total, positions = before[-1], []
     for share in shares:
         at = bisect_left(before, share * total)
-        free = [i for i in range(len(before)) if i not in taken]
+        free = [i for i in range(len(before)) if i not in positions]
         near = min(free, key=lambda i: (abs(before[i] - share * total), abs(i - at)))
-        taken.append(near)
-    return taken
+        positions.append(near)
+    return positions
 
 
 def draws(seed: int, *words: object) -> np.random.Generator:

@@ -148,9 +148,9 @@ def _draw(rng: np.random.Generator, count: int, letters: int) -> np.ndarray:
     each = np.arange(count)
     for i in range(letters):
         j = rng.integers(i, 26, size=count)
-        chosen = pool[each, j]
+        targets = pool[each, j]
         pool[each, j] = pool[:, i]
-        pool[:, i] = chosen
+        pool[:, i] = targets
     return pool[:, :letters]
 
 

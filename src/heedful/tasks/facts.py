@@ -228,7 +228,10 @@ def _filled(
 ) -> tuple[str, list[tuple[str, str]]]:
     """A statement with its questions and answers, its words taken from those that are left."""
     fact = FACTS[int(rng.integers(len(FACTS)))]
-    fields = {kind: left.pop() if len(left) > 1 else left[0] for kind, left in words.items()}
+    fields = {
+        kind: candidates.pop() if len(candidates) > 1 else candidates[0]
+        for kind, candidates in words.items()
+    }
     letters = "ABCDEFGHJKLMNPQRSTUVWXYZ"
     fields |= {
         "number": str(rng.integers(2, 990)),

@@ -98,13 +98,13 @@ def passages_of(paths: Sequence[str], count: int, seed: int) -> list[str]:
             elif len(words) > 2 * _PASSAGE:
                 words = []
     if not passages:
-        named = ", ".join(map(repr, paths)) or "the standard library"
+        sources = ", ".join(map(repr, paths)) or "the standard library"
         raise ValueError(
-            f"data {named} holds no passage of {_PASSAGE} words whose last word stands in it "
+            f"data {sources} holds no passage of {_PASSAGE} words whose last word stands in it "
             "twice; give more running text"
         )
-    chosen = draws(seed, "last words").permutation(len(passages))[:count]
-    return [passages[i] for i in sorted(chosen.tolist())]
+    order = draws(seed, "last words").permutation(len(passages))[:count]
+    return [passages[i] for i in sorted(order.tolist())]
 
 
 def detokenised(text: str) -> str:

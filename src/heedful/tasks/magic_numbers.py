@@ -117,11 +117,11 @@ class MagicNumbers(Task):
         ]
         filler = self._filler(rng, self.length - 1 - self.needles * (_NEEDLE + _QUESTION))
         places = np.sort(rng.integers(len(filler) + 1, size=self.needles))
-        row, done = [BOS], 0
+        row, end = [BOS], 0
         for place, needle in zip(places, needles, strict=True):
-            row += [*filler[done:place], *needle]
-            done = place
-        row += filler[done:].tolist()
+            row += [*filler[end:place], *needle]
+            end = place
+        row += filler[end:].tolist()
         for index in rng.permutation(self.needles):
             row += needles[index][:_QUESTION]
         return np.array(row)

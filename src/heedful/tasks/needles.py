@@ -119,10 +119,10 @@ def _ending(cities: list[str]) -> str:
             f"\n\nQuestion: What is the magic number of {cities[0]}?\n"
             f"Answer: The magic number of {cities[0]} is"
         )
-    named = f"{', '.join(cities[:-1])} and {cities[-1]}"
+    places = f"{', '.join(cities[:-1])} and {cities[-1]}"
     return (
-        f"\n\nQuestion: What are the magic numbers of {named}?\n"
-        f"Answer: The magic numbers of {named} are"
+        f"\n\nQuestion: What are the magic numbers of {places}?\n"
+        f"Answer: The magic numbers of {places} are"
     )
 
 

@@ -227,13 +227,13 @@ class TextPairTask(PairTask):
         return parts
 
     def _check_fits(self, name: str, source: list[int], target: list[int]) -> None:
-        for what, ids, most in (
+        for side, ids, most in (
             ("source", source, self.length),
             ("target", target, self.target_length),
         ):
             if len(ids) >= most:
                 raise ValueError(
-                    f"{name}: its {what} has {len(ids) + 1} tokens with the end, and sequences "
+                    f"{name}: its {side} has {len(ids) + 1} tokens with the end, and sequences "
                     f"have room for {most}; shorten it, take longer sequences (length), or "
                     'tokenizer="bpe", which makes fewer tokens'
                 )
@@ -258,8 +258,8 @@ class TextPairTask(PairTask):
         check_draw(count, seed)
         if self.paths:
             there = self._checked[self.part]
-            chosen = np.random.default_rng(seed).integers(len(there), size=count)
-            return self.padded(*zip(*(there[i] for i in chosen), strict=True))
+            indices = np.random.default_rng(seed).integers(len(there), size=count)
+            return self.padded(*zip(*(there[i] for i in indices), strict=True))
         sources, targets = map(list, zip(*self.texts(count, seed), strict=True))
         sources, targets = self._encoded(sources), self._encoded(targets)
         for source, target in zip(sources, targets, strict=True):
@@ -282,8 +282,8 @@ class TextPairTask(PairTask):
 
     def decode(self, ids: Int[Tensor, " T"] | Sequence[int]) -> str:
         """The text of one sequence before its end."""
-        known = self._tokens.get_vocab_size()
-        return self._tokens.decode([i for i in self.written(ids) if i < known]).strip()
+        vocabulary_size = self._tokens.get_vocab_size()
+        return self._tokens.decode([i for i in self.written(ids) if i < vocabulary_size]).strip()
 
     def evaluations(self) -> "dict[str, TextPairTask]":
         """The evaluation part; of given pairs it shares what was read."""

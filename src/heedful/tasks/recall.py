@@ -210,9 +210,9 @@ class Recall(Task):
             pieces = [piece._replace(answer=None) for piece in pieces]
         ids, labels = [], []
         for piece in [*pieces, *last]:
-            known = len(piece.ids[: piece.answer])
+            prompt = len(piece.ids[: piece.answer])
             ids += piece.ids
-            labels += [IGNORE] * known + piece.ids[known:]
+            labels += [IGNORE] * prompt + piece.ids[prompt:]
         return np.array(ids), np.array(labels)
 
     def _spread(self, rng, pieces: "list[_Piece]", length: int) -> "list[_Piece]":

@@ -140,7 +140,7 @@ class Task(ABC):
         return {}
 
     def under_budgets(self) -> "dict[str, Task]":
-        """What a model under a small KV cache is scored on; nothing where that tells nothing."""
+        """What a model under a small KV cache is scored on; nothing where that means nothing."""
         return {}
 
     @abstractmethod

@@ -131,8 +131,8 @@ class Spans(PairTask):
     def mask(self, rng: np.random.Generator) -> Bool[np.ndarray, " length"]:
         """Which tokens of a piece are taken out."""
         rest = _divided(rng, self.length - self.lost, self.spans)
-        taken = _divided(rng, self.lost, self.spans)
-        sizes = np.stack([rest, taken], axis=1).ravel()
+        lengths = _divided(rng, self.lost, self.spans)
+        sizes = np.stack([rest, lengths], axis=1).ravel()
         return np.repeat(np.arange(2 * self.spans) % 2 == 1, sizes)
 
     def corrupt(
@@ -143,12 +143,12 @@ class Spans(PairTask):
         source: list[int] = []
         target: list[int] = []
         span = -1
-        for token, taken, begin in zip(piece.tolist(), mask, begins, strict=True):
+        for token, masked, begin in zip(piece.tolist(), mask, begins, strict=True):
             if begin:
                 span += 1
                 source.append(self.sentinel(span))
                 target.append(self.sentinel(span))
-            (target if taken else source).append(token)
+            (target if masked else source).append(token)
         return source, target
 
     def restored(self, source: Sequence[int], target: Sequence[int]) -> list[int]:

@@ -141,9 +141,9 @@ def _two_relations(rng: np.random.Generator) -> Story | None:
     ]
     if rng.integers(2):  # the place in the middle can stand first
         facts[1] = (middle, _OPPOSITE[facts[1][1]], last)
-    known = facts + [(b, _OPPOSITE[way], a) for a, way, b in facts]
-    candidates = [(f"What is {way} of the {b}?", a) for a, way, b in known]
-    candidates += [(f"What is the {a} {way} of?", b) for a, way, b in known]
+    relations = facts + [(b, _OPPOSITE[way], a) for a, way, b in facts]
+    candidates = [(f"What is {way} of the {b}?", a) for a, way, b in relations]
+    candidates += [(f"What is the {a} {way} of?", b) for a, way, b in relations]
     questions = [question for question, _ in candidates]
     can = [(question, answer) for question, answer in candidates if questions.count(question) == 1]
     if not can:

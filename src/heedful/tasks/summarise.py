@@ -168,8 +168,8 @@ def _noise(rng: np.random.Generator, lexicon: _Words, room: int) -> list[str]:
     sentences = []
     while room >= _NOISE[0]:
         size = min(int(rng.integers(_NOISE[0], _NOISE[1] + 1)), room)
-        chosen = rng.integers(_FILLERS, size=size - 1).tolist()
-        sentences.append(" ".join([*(lexicon.fillers[i] for i in chosen), "."]))
+        fillers = rng.integers(_FILLERS, size=size - 1).tolist()
+        sentences.append(" ".join([*(lexicon.fillers[i] for i in fillers), "."]))
         room -= size
     return sentences
 

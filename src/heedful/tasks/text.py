@@ -147,10 +147,10 @@ class Text(Task):
         stream = self._corpus.held_out
         self._places(stream, "held-out")
         fit = len(stream) // (self.length - 1)
-        chosen = np.arange(fit)
+        indices = np.arange(fit)
         if count is not None and count < fit:
-            chosen = np.arange(count) * fit // count
-        return self._rows(stream, chosen * (self.length - 1))
+            indices = np.arange(count) * fit // count
+        return self._rows(stream, indices * (self.length - 1))
 
     def _places(self, stream: np.ndarray, part: str) -> int:
         """How many starts a sequence has in the stream."""
@@ -267,15 +267,15 @@ def _split(texts: list[str]) -> tuple[list[str], list[str]]:
         cut = len(texts[0]) - max(1, int(len(texts[0]) * _HELD_OUT))
         return [texts[0][:cut]], [texts[0][cut:]]
     room = int(sum(map(len, texts)) * _HELD_OUT)
-    chosen = set()
+    held_out = set()
     for index in np.random.default_rng(0).permutation(len(texts)).tolist():
         if len(texts[index]) <= room:
-            chosen.add(index)
+            held_out.add(index)
             room -= len(texts[index])
     # Few documents of like size: none fits into a tenth, so the shortest is for evaluation.
-    chosen = chosen or {min(range(len(texts)), key=lambda index: len(texts[index]))}
-    train = [text for index, text in enumerate(texts) if index not in chosen]
-    return train, [texts[index] for index in sorted(chosen)]
+    held_out = held_out or {min(range(len(texts)), key=lambda index: len(texts[index]))}
+    train = [text for index, text in enumerate(texts) if index not in held_out]
+    return train, [texts[index] for index in sorted(held_out)]
 
 
 def _stream(texts: list[str], tokenizer: "Tokenizer | None", bos: int) -> np.ndarray:

@@ -54,13 +54,13 @@ def windows(
     most = length - max(lead, 1)
     check_whole("stride", stride, 1, most, way_out="a window needs a token of context")
     begin, text, ends = tuple(ids[:lead]), ids[lead:], ends[lead:]
-    result, counted, start = [], 0 if lead else 1, 0
-    while counted < len(text):
+    result, scored, start = [], 0 if lead else 1, 0
+    while scored < len(text):
         stop = min(start + length - lead, len(text))
-        nbytes = ends[stop - 1] - (ends[counted - 1] if counted else 0)
-        first = lead + counted - start
+        nbytes = ends[stop - 1] - (ends[scored - 1] if scored else 0)
+        first = lead + scored - start
         result.append(TextWindow(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
-        counted, start = stop, start + stride
+        scored, start = stop, start + stride
     return result
 
 

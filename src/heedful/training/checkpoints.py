@@ -115,8 +115,8 @@ def _short(value) -> str:
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """The checkpoints in a folder by step, whole or not."""
-    named = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("*"))
-    return sorted((int(match[1]), path) for match, path in named if match and path.is_dir())
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("*"))
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 def _digests(checkpoint: Path) -> dict[str, str]:

@@ -29,7 +29,7 @@ _LEAST_SHARE = 1e-3  # of attention, below which a query has no gradient
 
 
 class _Report(NamedTuple):
-    """What one layer tells of a forward pass."""
+    """What one layer reports of a forward pass."""
 
     f: Float[Tensor, "B C T"]
     visible: Bool[Tensor, "B C T"]

@@ -59,8 +59,8 @@ class _Reports:
     def _read(self, args: tuple[Tensor, ...], kwargs: dict, output: LayerOutput):
         raise NotImplementedError
 
-    def _taken(self) -> list:
-        """What the newest forward pass has left, which is forgotten."""
+    def _collected(self) -> list:
+        """The reports of the newest forward pass, which are then discarded."""
         reports, self._reports = self._reports, []
         if not self._hooks:
             name = type(self).__name__
@@ -133,11 +133,11 @@ class MemoryLoss(_Reports):
     What is counted is the newest forward pass of the model; calling clears it. In a batch of
     several passes (gradient accumulation, pairs of preferences) call after each of them.
 
-    Layers tell by forward hooks, and compute memory while their `tau` is set. `remove()`, or
+    Layers report by forward hooks, and compute memory while their `tau` is set. `remove()`, or
     leaving the `with` block, takes both away. Neither is saved with the model.
 
     Arguments:
-        model: a converted model, or what holds one (an adapter of PEFT, say).
+        model: a converted model, or a wrapper of one, such as PEFT's.
         tau: from which F on a token counts as not needed; the paper has 1.
 
     Raises:
@@ -180,7 +180,7 @@ class MemoryLoss(_Reports):
             ValueError: there was no forward pass since the last call, or the newest one went on
                 from a cache, so that sequences are not whole.
         """
-        reports = self._taken()
+        reports = self._collected()
         terms = [_term(report, self.tau).to(reports[0].memory.device) for report in reports]
         return torch.stack(terms).mean()
 
@@ -201,14 +201,14 @@ def _term(report: _MemoryReport, tau: float) -> Float[Tensor, ""]:
             f"memory() needs whole sequences, and the newest forward pass went on from a cache "
             f"({memory.shape[1]} new of {keys} tokens); call it right after a pass without cache"
         )
-    earlier, document, real = _counted(visibility, memory)
+    earlier, document, real = _counted_rows(visibility, memory)
     needed = (earlier - memory / tau).masked_fill(~real, float("-inf"))
     at = _greatest(needed.detach(), document, real)
     there = at < keys
     return needed.gather(1, at.clamp(max=keys - 1)).where(there, 0).sum() / real.sum().clamp(min=1)
 
 
-def _counted(
+def _counted_rows(
     visibility: Visibility, like: Float[Tensor, "B T"]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """Per token: how many it sees before itself, its document's number, whether it is real.
@@ -242,17 +242,17 @@ def _greatest(
 
 
 class GroupingLoss(_Reports):
-    r"""The loss that holds learned groups (`cif`) at their size.
+    r"""The loss that keeps learned groups (`cif`) at their configured size.
 
-    The mean over the layers that make groups of how far the mean size is from the wanted one g:
-    $(g\,\overline{\alpha} - 1)^2$, for the mean weight of a token.
+    It is $(g\,\overline{\alpha} - 1)^2$ for the configured size g and the mean weight of a token,
+    averaged over the layers that make groups.
 
     Training adds it: `loss = model(**batch).loss + grouping()`. What is counted is the newest
-    forward pass; calling clears it. A grouping whose mean size is below half or above twice the
-    wanted one has collapsed, or is about to: the log warns, once until it is back.
+    forward pass; calling clears it. If the mean size falls below half or rises above twice the
+    configured one, the log warns once, until it is back in range.
 
     Arguments:
-        model: a converted model, or what holds one.
+        model: a converted model, or a wrapper of one.
 
     Raises:
         ValueError: no layer of the model learns where its groups end.
@@ -282,7 +282,7 @@ class GroupingLoss(_Reports):
         Raises:
             ValueError: there was no forward pass of whole sequences since the last call.
         """
-        reports = self._taken()
+        reports = self._collected()
         losses = [report.loss.to(reports[0].loss.device) for report in reports]
         self.sizes = torch.stack([r.size.detach().to(losses[0].device) for r in reports]).tolist()
         for number, (size, report) in enumerate(zip(self.sizes, reports, strict=True)):

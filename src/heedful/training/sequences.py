@@ -79,6 +79,9 @@ def encode(
         most_tokens: to train on.
         show: a bar with what has been read.
 
+    Returns:
+        The tokens to train on and those to evaluate on.
+
     Raises:
         ValueError: the text cannot be read, or is too short for a sequence.
     """
@@ -290,8 +293,8 @@ class TrainingSequences(torch.utils.data.Dataset):
 
     Sequence i of `length` tokens begins with the last one of another sequence, so that in an epoch
     every token is predicted once; a rest shorter than a sequence is left out. What sequence i is
-    depends on the file, the length and the seed alone, so a run can go on anywhere, on any number
-    of processes.
+    depends on the file, the length and the seed alone, so a run can resume at any step, on any
+    number of processes.
 
     Arguments:
         file: the tokens.

@@ -28,14 +28,18 @@ def parameter_groups(
 ) -> list[dict]:
     """A converted model's parameters in the groups that an optimiser of torch takes.
 
-    The mechanism's own parameters have a learning rate of theirs and no weight decay, which would
-    pull a kernel to zero instead of to the identity; nor have vectors, such as norms and biases.
+    The mechanism's own parameters have their own learning rate and no weight decay, which would
+    pull a kernel to zero instead of to the identity. Vectors, such as norms and biases, have no
+    weight decay either.
 
     Arguments:
         model: converted, or PEFT's wrapper of such a model; frozen parameters are left out.
         learning_rate: of the model's weights.
         mechanism_rate: factor on it for the mechanism's parameters.
         weight_decay: of the model's matrices.
+
+    Returns:
+        Groups with `params`, `lr` and `weight_decay`, as torch's optimisers take them.
     """
     own = {id(p) for p in conversion_of(converted_inside(model)).parameters().values()}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -60,7 +64,7 @@ class LayerTrainer(TrainerSteps, Trainer):
     Arguments:
         memory_loss: factor of the memory loss; 0 is none.
         tau: of the memory loss.
-        soft_budgets: smallest and largest cache: each step draws a number of tokens from there,
+        soft_budgets: smallest and largest cache in tokens: each step draws a size between them,
             evenly on a logarithmic scale, and the loss is `EvictionOrderLoss` for a cache of that
             size. The base stays frozen, and neither text nor teacher is the target.
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
@@ -102,7 +106,7 @@ class LayerTrainer(TrainerSteps, Trainer):
             MemoryLoss(self.model).remove()  # refused here, and not after hours of preparation
 
     def train(self, *args, **kwargs):
-        """As Trainer's; the hooks of the added losses stand in the model meanwhile."""
+        """As Trainer's, with the hooks of the added losses in the model meanwhile."""
         if self.memory_factor:
             self._added.append((self.memory_factor, MemoryLoss(self.model, self.tau)))
         if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
@@ -196,8 +200,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         weights = dict(self.model.named_parameters(remove_duplicate=False))
         missing = set(load_result.missing_keys)
         loaded = {id(p) for name, p in weights.items() if name not in missing}
-        left = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
-        super().warn_of_missing(load_result._replace(missing_keys=left))
+        names = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
+        super().warn_of_missing(load_result._replace(missing_keys=names))
 
     def write_checkpoint(self, *args, **kwargs) -> None:
         try:

@@ -123,8 +123,8 @@ class EvictionInTraining:
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
-        kept = before | (place >= (chunk * CHUNK)[:, None])
-        return (-f).masked_fill(~kept[:, None], _EVICTED)
+        attendable = before | (place >= (chunk * CHUNK)[:, None])
+        return (-f).masked_fill(~attendable[:, None], _EVICTED)
 
     def _budget(self, layer: Layer) -> tuple[int, int, int]:
         """How many tokens are left after a chunk, and of these the first and newest that stay."""

@@ -99,13 +99,13 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     model = heedful.load(folder / name)
     rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
     policy = MostHidden if name == "selective" else StreamingLLM
-    known: dict[tuple, float] = {}
+    values: dict[tuple, float] = {}
 
     def value(budgets: tuple[int, ...]) -> float:
-        if budgets not in known:
-            chosen = policy(tokens=budgets, sinks=1, recent=4)
-            known[budgets] = float(perplexity(model, rows, chosen))
-        return known[budgets]
+        if budgets not in values:
+            eviction = policy(tokens=budgets, sinks=1, recent=4)
+            values[budgets] = float(perplexity(model, rows, eviction))
+        return values[budgets]
 
     whole = value((LENGTH,) * 3)
     assert result.whole == pytest.approx(whole, rel=1e-5)
@@ -114,7 +114,7 @@ def test_the_search_finds_no_more_tokens_than_the_plain_one(folder, finished, na
     for i in range(3):  # no layer can give up one more
         less = tuple(n - (j == i) for j, n in enumerate(result.eviction.tokens))
         assert less[i] < 6 or value(less) > result.limit
-    known.clear()
+    values.clear()
     plain = plain_greedy((LENGTH,) * 3, 6, LENGTH // 8, whole * 1.01, value)
     assert result.eviction == policy(tokens=result.eviction.tokens, sinks=1, recent=4)
     assert result.ended and result.share_of_tokens <= sum(plain) / (3 * LENGTH) < 0.9
@@ -299,8 +299,8 @@ def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, mo
     by_token = float(perplexity(model, rows, result.eviction))
     assert result.perplexity == pytest.approx(by_token, rel=1e-10) and by_token <= result.limit
     log = SearchLog(folder / "selective" / LOG, _first(folder / "selective" / LOG), False)
-    assert {step for _, step in log.known} == {1, 4}
-    for (tokens, step), value in log.known.items():
+    assert {step for _, step in log.perplexities} == {1, 4}
+    for (tokens, step), value in log.perplexities.items():
         with evicting(model, MostHidden(tokens=tokens, sinks=1, recent=4), step=step):
             logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
         expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
@@ -315,7 +315,7 @@ def _first(path: Path) -> dict:
     return identity
 
 
-def test_another_search_is_refused_unless_told(searched):
+def test_another_search_is_refused_without_restart(searched):
     folder, first = searched
     before = files_of(folder)
     for options, message in (
@@ -413,7 +413,7 @@ def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):
 
     def interrupted(self, *arguments):
         add(self, *arguments)
-        if len(self.known) == 3:
+        if len(self.perplexities) == 3:
             raise KeyboardInterrupt  # as Python raises on SIGINT
 
     monkeypatch.setattr(SearchLog, "add", interrupted)

@@ -21,14 +21,14 @@ class Costs:
     """A perplexity by tables of what each layer loses with n tokens; counts different trials."""
 
     def __init__(self, tables: torch.Tensor) -> None:
-        self.tables, self.known = tables, {}
+        self.tables, self.trials = tables, {}
 
     def __call__(self, budgets: tuple[int | None, ...]) -> float:
-        if budgets not in self.known:
+        if budgets not in self.trials:
             whole = self.tables.shape[1]
             losses = [float(self.tables[i, whole - n]) for i, n in enumerate(budgets) if n]
-            self.known[budgets] = math.exp(sum(losses))
-        return self.known[budgets]
+            self.trials[budgets] = math.exp(sum(losses))
+        return self.trials[budgets]
 
 
 def tables(kind: str, layers: int, length: int) -> torch.Tensor:
@@ -48,11 +48,11 @@ def test_greedy_on_costs_that_add_up():
         torch.manual_seed(seed)
         costs = torch.rand(6, 40).square().sort().values.cumsum(1)  # of keeping 40, 39, ... tokens
 
-        known = set()
+        tried = set()
 
-        def cost(budgets, kind, costs=costs, known=known) -> float:
-            trials[kind] += (kind, budgets) not in known
-            known.add((kind, budgets))
+        def cost(budgets, kind, costs=costs, tried=tried) -> float:
+            trials[kind] += (kind, budgets) not in tried
+            tried.add((kind, budgets))
             return 1 + sum(float(costs[i, 40 - n]) if n < 40 else 0 for i, n in enumerate(budgets))
 
         limit = 1 + 20 * float(torch.rand(()))
@@ -87,7 +87,7 @@ def test_it_holds_no_more_than_greedy_steps_and_takes_a_fraction_of_the_trials(
                 values[name] = shrink(start, 13, length, limit, cost)
             assert cost(values[name]) <= limit and min(values[name]) >= 13
             sums[name] += total(values[name])
-            trials[name] += len(cost.known)
+            trials[name] += len(cost.trials)
         assert total(values["shrink"]) <= 1.01 * total(values["greedy"])
         for i, tokens in enumerate(values["shrink"]):  # no layer can give up one more
             less = (*values["shrink"][:i], tokens - 1, *values["shrink"][i + 1 :])
@@ -159,6 +159,6 @@ def test_spread_tokens_lose_less_than_a_level(kind):
         rounds = list(spread(begin, start, 5, costs))
         assert all(total(x) <= total(begin) and min(x) >= 5 for x in rounds)
         better += bool(rounds) and costs(rounds[-1]) < costs(begin)
-        assert len(costs.known) <= 1 + 11 * (len(rounds) + 1)
+        assert len(costs.trials) <= 1 + 11 * (len(rounds) + 1)
     assert better >= 18
     assert not list(spread((32,) * 8, (128,) * 8, 5, lambda budgets: 7.0))

@@ -160,8 +160,8 @@ def test_the_first_step_has_the_papers_factor(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_, **__: torch.tensor(1.0))
     with pytest.raises(Killed):
         trained(tmp_path, memory_loss=0.1)
-    for actual, wanted in zip(grads[0], expected, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-7)
+    for actual, target in zip(grads[0], expected, strict=True):
+        torch.testing.assert_close(actual, target, rtol=1e-5, atol=1e-7)
 
 
 def test_a_stopped_run_with_the_memory_loss_goes_on_to_the_same_end(with_loss, tmp_path):
@@ -209,7 +209,7 @@ def test_a_changed_text_is_another_run(tmp_path):
         begin()
 
 
-def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_costs_no_earlier_save(tmp_path, monkeypatch):
     killed_at(4, tmp_path, HYPERPARAMETERS, save_seconds=0)
 
     def full(*_):
@@ -224,7 +224,7 @@ def test_a_full_disk_is_said_and_costs_no_earlier_save(tmp_path, monkeypatch):
     assert steps[0] == 4
 
 
-def test_a_diverged_model_is_said(tmp_path):
+def test_a_diverged_model_is_reported(tmp_path):
     hyperparameters = replace(HYPERPARAMETERS, learning_rate=1e30)
     with pytest.raises(Diverged, match=r"diverged: at step \d+ the loss") as raised:
         trained(tmp_path / "run", mechanism=Standard(), hyperparameters=hyperparameters)

@@ -53,10 +53,10 @@ def test_the_value_of_a_run_is_its_metric_or_its_first_split():
 
 def test_records_append_and_read_back(tmp_path):
     path = tmp_path / "results.jsonl"
-    written = runs("standard", [0.1, 0.2, 0.3])
-    for record in written:
+    records = runs("standard", [0.1, 0.2, 0.3])
+    for record in records:
         append_record(path, record)
-    assert read_records(path) == written
+    assert read_records(path) == records
 
 
 def test_a_truncated_last_line_is_left_out_and_repaired(tmp_path):
@@ -227,7 +227,7 @@ def test_finding_one_seed_says_how_the_runs_ended_and_claims_nothing():
     )
 
 
-def test_one_name_for_two_configurations_is_said():
+def test_one_name_for_two_configurations_is_reported():
     def run_of(task: str, every: int) -> Record:
         return run("mta", task=task, config={"mechanism": {"conv": [6, 11], "conv_every": every}})
 

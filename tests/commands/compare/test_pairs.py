@@ -178,17 +178,17 @@ def test_a_stopped_comparison_goes_on(finished, tmp_path, caplog):
 
 def test_the_memory_loss_of_padded_targets_is_that_of_the_rows_alone():
     """Per token of the targets, as `heedful.MemoryLoss` says; and compare trains with it."""
-    model, rows, needs = text_model(Selective()), Translate().sample(4, 1), 0.0
+    model, rows, memory_sum = text_model(Selective()), Translate().sample(4, 1), 0.0
     with torch.no_grad(), MemoryLoss(model) as memory:
         model(**rows.inputs())
         together = memory().item()
         for ids, mask, labels, label_mask in zip(*rows, strict=True):
             model(input_ids=ids[mask.bool()][None], labels=labels[label_mask.bool()][None])
-            needs += memory().item() * int(label_mask.sum())
+            memory_sum += memory().item() * int(label_mask.sum())
     tokens = int(rows.decoder_attention_mask.sum())
-    assert together == pytest.approx(needs / tokens, rel=1e-9) and together > 0
-    chosen = settings.chosen_setups(replace(COMPARISON, memory_loss=0.1))["translate"]
-    assert chosen.mechanisms == ("standard", "selective", "selective + memory loss")
+    assert together == pytest.approx(memory_sum / tokens, rel=1e-9) and together > 0
+    setup = settings.chosen_setups(replace(COMPARISON, memory_loss=0.1))["translate"]
+    assert setup.mechanisms == ("standard", "selective", "selective + memory loss")
 
 
 @pytest.mark.parametrize("options", [[], ["--budget", "14"]], ids=str)

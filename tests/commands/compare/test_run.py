@@ -94,7 +94,7 @@ def test_the_summary_has_a_line_for_every_run(finished):
     assert "process peak MiB" in text
 
 
-def test_another_comparison_does_not_mix_in_and_what_differs_is_said(finished):
+def test_another_comparison_does_not_mix_in_and_the_difference_is_named(finished):
     out, _ = finished
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     message = r"another comparison: tasks\.blocks\.budget\.batch was 2 and is 3 now; .*choose anoth"
@@ -197,8 +197,8 @@ def test_one_process_writes_at_a_time(one_seed):
     try:
         assert holder.stdout.readline() == "held\n"
         before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
-        who = rf"out is in use by process {holder.pid} on {socket.gethostname()} since 20\d\d-"
-        with pytest.raises(ValueError, match=who):
+        message = rf"out is in use by process {holder.pid} on {socket.gethostname()} since 20\d\d-"
+        with pytest.raises(ValueError, match=message):
             compare(replace(PARITY, seeds=2), out)
         assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before
     finally:

@@ -177,14 +177,14 @@ def test_recall_is_scored_by_kind_of_question():
     assert alone <= 2 * 64 * row + 2 * 16 * 4
 
 
-def test_what_is_held_is_drawn_over_time():
+def test_cached_tokens_are_drawn_over_time():
     model = from_scratch(Text(length=64), Selective(), Size(16, 2, 2), 0)
     maps = cached_over_time(model, torch.randint(0, 256, (1, 40)), MostHidden(tokens=14))
     assert list(maps) == [0, 1]
-    for shown in maps.values():
-        assert not shown.triu(1).any()
-        assert shown.sum(1).tolist() == [*range(1, 14), *[13] * 27]
-        assert shown[:, :4].tril().sum(0).tolist() == [40, 39, 38, 37]  # the sinks
+    for map_ in maps.values():
+        assert not map_.triu(1).any()
+        assert map_.sum(1).tolist() == [*range(1, 14), *[13] * 27]
+        assert map_[:, :4].tril().sum(0).tolist() == [40, 39, 38, 37]  # the sinks
     figure, text = cache_picture(CacheExhibit("text", "selective", "MostHidden", 14, maps))
     titles = [axes.get_title() for axes in figure.axes]
     assert titles == ["layer 0: 13 of 40 at the end", "layer 1: 13 of 40 at the end"]

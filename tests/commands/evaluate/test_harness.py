@@ -86,13 +86,13 @@ def test_the_command_line_of_the_harness_runs_our_tasks(tmp_path, folder, export
     arguments = f"pretrained={tmp_path / 'converted'},trust_remote_code=True"
     words = ["--model", "hf", "--model_args", arguments]
     words += ["--include_path", str(exported), "--tasks", "heedful_needles,heedful_lambada"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lm_eval", *words, "--output_path", str(tmp_path / "out")],
         env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    (written,) = (tmp_path / "out").rglob("results_*.json")
-    results = json.loads(written.read_text())["results"]
+    assert process.returncode == 0, process.stderr[-3000:]
+    (results_file,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(results_file.read_text())["results"]
     assert results["heedful_needles"]["acc,none"] == 0
     assert results["heedful_lambada"]["perplexity,none"] > 1
 

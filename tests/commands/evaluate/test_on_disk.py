@@ -111,12 +111,12 @@ def test_stock_and_standard_are_equal_to_the_last_digit(tmp_path, package, model
                 assert result.harness[model][task].get(measure) == expected, (task, measure)
         assert result.harness[models[0]][task]["samples"] == COUNT
     lines = summed_up(result.samples)
-    named = {(x.task, x.measure.name, x.entry[0]): x for x in lines}
+    by_entry = {(x.task, x.measure.name, x.entry[0]): x for x in lines}
     for task in TASKS:
-        line = named[f"lm-eval:{task}", "acc", models[1]]
+        line = by_entry[f"lm-eval:{task}", "acc", models[1]]
         assert (line.samples, line.difference.value) == (COUNT, 0.0)
         assert line.estimate.value == direct["results"][task]["acc,none"]
-    line = named["lm-eval:lambada_openai", "perplexity", models[0]]
+    line = by_entry["lm-eval:lambada_openai", "perplexity", models[0]]
     expected = direct["results"]["lambada_openai"]["perplexity,none"]
     assert line.estimate.value == pytest.approx(expected, rel=1e-9)
     assert "lm-eval:hellaswag" in evaluated_table(lines)

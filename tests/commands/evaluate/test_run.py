@@ -49,8 +49,8 @@ class Oracle:
             cities = [x for x in re.findall(r"\w+", question) if x in numbers]
             return " " + " and ".join(numbers[x] for x in cities) + "."
         context, question = prompt.split("<context>")[-1].split("</context>")
-        who = re.search(r"Where is (\w+)\?", question)[1]
-        return re.findall(rf"{who} [a-z ]+ to the (\w+)\.", context)[-1]
+        person = re.search(r"Where is (\w+)\?", question)[1]
+        return re.findall(rf"{person} [a-z ]+ to the (\w+)\.", context)[-1]
 
     def read(self, rows):
         self.count += len(rows)
@@ -194,7 +194,7 @@ def test_what_was_stopped_goes_on(tmp_path, monkeypatch):
     assert evaluate(evaluation).samples == again and not calls
 
 
-def test_how_long_it_takes_is_said_after_a_batch_of_each_kind(tmp_path, monkeypatch):
+def test_the_time_is_estimated_after_a_batch_of_each_kind(tmp_path, monkeypatch):
     """A second for a token that is read, and none for one that is written."""
     clock, words, read = [0.0], [], []
 

@@ -96,10 +96,10 @@ def test_a_calibration_beside_the_budget(folders, tmp_path):
     path = tmp_path / "calibration.safetensors"
     text = tmp_path / "text.txt"
     text.write_text("A quiet line of text, and another one. " * 20)
-    measured = CalibrationRun(
+    calibration_run = CalibrationRun(
         str(folders / "selective"), str(path), (str(text),), length=64, rows=3, tokenizer="bytes"
     )
-    assert f"calibration: {path}" in calibrate_model(measured)
+    assert f"calibration: {path}" in calibrate_model(calibration_run)
     options = {"eviction": "triattention", "budget": "20", "max_new_tokens": 24, "chunk": 8}
     generation, _ = generation_of(folders / "selective", calibration=str(path), **options)
     model = heedful.load(folders / "selective")
@@ -115,14 +115,14 @@ def test_a_calibration_beside_the_budget(folders, tmp_path):
         generation_of(folders / "selective", **options)
     with pytest.raises(ValueError, match="calibration is for eviction='triattention', got ev"):
         generation_of(folders / "selective", budget="20", calibration=str(path))
-    kept = path.read_bytes()
+    content = path.read_bytes()
     with pytest.raises(ValueError, match="90 sequences of 64 are requested"):
-        calibrate_model(dataclasses.replace(measured, rows=90))
+        calibrate_model(dataclasses.replace(calibration_run, rows=90))
     with pytest.raises(ValueError, match="length must be at most the 256 positions of the model"):
-        calibrate_model(dataclasses.replace(measured, length=900))
+        calibrate_model(dataclasses.replace(calibration_run, length=900))
     with pytest.raises(ValueError, match="out must be a file, got the folder"):
-        calibrate_model(dataclasses.replace(measured, out=str(tmp_path)))
-    assert path.read_bytes() == kept and len(list(tmp_path.iterdir())) == 2
+        calibrate_model(dataclasses.replace(calibration_run, out=str(tmp_path)))
+    assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_share_of_attention_in_place_of_a_budget(folders):
@@ -140,16 +140,16 @@ def test_a_share_of_attention_in_place_of_a_budget(folders):
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):
     prompt = PROMPT * 5  # 190 tokens
-    taken = {
+    lengths = {
         name: generation_of(folders / "selective", prompt=prompt, eviction=name, budget="20")[
             0
         ].peak_nbytes
         for name in ("auto", "streaming-llm", "snap-kv")
     }
     row = 2 * 2 * 8 * 4  # of one layer; the other has evicted before this one reads the prompt
-    assert taken["snap-kv"] > len(prompt) * row
+    assert lengths["snap-kv"] > len(prompt) * row
     for name in ("auto", "streaming-llm"):
-        assert taken[name] < (2 * 20 + CHUNK + CHUNK // 2) * (row + 16)
+        assert lengths[name] < (2 * 20 + CHUNK + CHUNK // 2) * (row + 16)
 
 
 def test_tokens_are_drawn_by_a_seed(folders):
@@ -190,7 +190,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_characters_of_several_bytes_are_told_whole():
+def test_characters_of_several_bytes_are_printed_whole():
     """And what comes is what was decoded, also where it ends within a character."""
     from heedful.commands.generate.run import _Streamer
 
@@ -404,11 +404,11 @@ def test_the_whole_cache_writes_first_where_both_are_requested(folders, capsys):
     command = ["generate", str(folders / "selective"), *words, "--budget", "16"]
     with pytest.raises(SystemExit, match="0"):
         main([*command, "--beside-whole"])
-    written = capsys.readouterr()
+    captured = capsys.readouterr()
     whole, small_cache = (generation_of(folders / "selective", max_new_tokens=8, budget=x)
                           for x in (None, "16"))  # fmt: skip
-    assert written.out == f"{whole[0].text}\n{small_cache[0].text}\n"
-    first, second = re.findall(r"the cache holds ([\d.]+) KiB", written.err)
+    assert captured.out == f"{whole[0].text}\n{small_cache[0].text}\n"
+    first, second = re.findall(r"the cache holds ([\d.]+) KiB", captured.err)
     assert float(first) > float(second)
     line = refused(capsys, str(folders / "selective"), *words, "--beside-whole")
     assert "beside_whole needs a cache that evicts; give a --budget" in line

@@ -93,11 +93,11 @@ def test_the_page_opens_at_the_last_token(browser, pages, name):
     data, path = pages[name]
     browser.open(path)
     assert browser.run("document.title") == "Inside small"
-    shown = browser.run(
+    state = browser.run(
         "[...document.querySelectorAll('#tokens > [data-at]')].map(x => x.textContent)"
     )
-    assert len(shown) == COUNT
-    assert shown[:10] == ["<s>", "</script>", " a", " ", "↵", "<b>&", "⇥", "é", "\\u0007", "word"]
+    assert len(state) == COUNT
+    assert state[:10] == ["<s>", "</script>", " a", " ", "↵", "<b>&", "⇥", "é", "\\u0007", "word"]
     heads = sum(layer["heads"] for layer in data.about["layers"])
     for inside in ("#scatter circle", "#heads button", "#everywhere button"):
         assert browser.run(f"document.querySelectorAll('{inside}').length") == heads
@@ -249,17 +249,17 @@ def test_hidden_and_evicted_tokens_are_marked(browser, pages):
     marked = browser.run(
         "[...document.querySelectorAll('#tokens > span')].map(x => x.className.split(' '))"
     )
-    since, gone = data.arrays["1/since"][:, 0], data.arrays["1/gone"]
-    assert any(gone[:34] <= 33) and any(since[0][:34] <= 33)
+    since, evicted = data.arrays["1/since"][:, 0], data.arrays["1/gone"]
+    assert any(evicted[:34] <= 33) and any(since[0][:34] <= 33)
     for j in range(COUNT):
         level = int((since[:, j] <= 33).sum()) if j <= 33 else 0
         assert [x for x in marked[j] if re.fullmatch("h[1-4]", x)] == (
             [f"h{level}"] if level else []
         )
-        assert ("out" in marked[j]) is (j <= 33 and bool(gone[j] <= 33))
+        assert ("out" in marked[j]) is (j <= 33 and bool(evicted[j] <= 33))
         assert ("apart" in marked[j]) is (j > 33)
     facts = browser.run("document.getElementById('facts').textContent")
-    cached = sum(int(x) > 33 for x in gone[:34])
+    cached = sum(int(x) > 33 for x in evicted[:34])
     assert f"after it {cached} of 34 are cached" in facts and "it hides" in facts
 
 
@@ -309,11 +309,11 @@ def test_gallery_filters_by_the_name_of_a_pattern(browser, pages):
     assert buttons[0] == f"all {len(names)}"
     assert sorted(buttons[1:]) == sorted(f"{x} {names.count(x)}" for x in set(names))
     browser.click("#filters button:nth-child(2)")
-    shown = browser.run(
+    labels = browser.run(
         "[...document.querySelectorAll('.kernels button')].filter(x => x.offsetParent)"
         ".map(x => x.dataset.pattern)"
     )
-    assert len(set(shown)) == 1 and len(shown) == names.count(shown[0])
+    assert len(set(labels)) == 1 and len(labels) == names.count(labels[0])
 
 
 def darkness(browser: Browser) -> list[int]:

@@ -144,24 +144,24 @@ def test_rows_hold_their_largest_entries(mechanism, count):
         assert len(about["maps"]) == len(maps) and about["logits"] == [x for _, x in maps]
         for number, (map_, logits) in enumerate(maps):
             whole = map_.softmax(-1) if logits else map_
-            got = {n: data.arrays[f"{index}/{number}/{n}"] for n in ("keys", "shares", "rest")}
-            keys, shares = got["keys"].astype(int), got["shares"].astype(np.float32)
+            arrays = {n: data.arrays[f"{index}/{number}/{n}"] for n in ("keys", "shares", "rest")}
+            keys, shares = arrays["keys"].astype(int), arrays["shares"].astype(np.float32)
             assert keys.shape == (len(whole), count, min(count, MOST_KEYS))
             there = keys != NOBODY
             assert (shares[~there] == 0).all() and there[..., 0].all()
-            taken = np.take_along_axis(whole.numpy(), np.where(there, keys, 0), -1)
-            np.testing.assert_allclose(shares[there], taken[there], rtol=HALF, atol=2**-24)
+            entries = np.take_along_axis(whole.numpy(), np.where(there, keys, 0), -1)
+            np.testing.assert_allclose(shares[there], entries[there], rtol=HALF, atol=2**-24)
             # None that is left out is larger than one that is there.
-            left = np.sort(whole.abs().numpy(), -1)[..., : count - keys.shape[-1]]
-            if left.size:
-                assert (left[..., -1] <= np.abs(taken).min(-1) + 1e-7).all()
+            omitted = np.sort(whole.abs().numpy(), -1)[..., : count - keys.shape[-1]]
+            if omitted.size:
+                assert (omitted[..., -1] <= np.abs(entries).min(-1) + 1e-7).all()
             first = data.arrays[f"{index}/{number}/first"]
             np.testing.assert_array_equal(first, whole[..., 0].half().numpy())
             others = whole[..., 1:].abs().sum(-1)
-            np.testing.assert_allclose(got["rest"], others, rtol=HALF, atol=2**-24)
+            np.testing.assert_allclose(arrays["rest"], others, rtol=HALF, atol=2**-24)
             if logits:
                 back = (
-                    np.log(np.maximum(taken, 1e-30))
+                    np.log(np.maximum(entries, 1e-30))
                     + data.arrays[f"{index}/{number}/logz"][..., None]
                 )
                 at = np.take_along_axis(map_.numpy(), np.where(there, keys, 0), -1)
@@ -175,9 +175,9 @@ def test_hidden_since_is_where_F_passes_its_bounds():
     for index, layer in look_into(model, ids):
         f = layer.hiding.double().cumsum(1) - layer.hiding  # for query t, of what is before it
         since = data.arrays[f"{index}/since"]
-        for level, left in enumerate(LEFT):
+        for level, share in enumerate(LEFT):
             for j in range(40):
-                past = [t for t in range(40) if f[0, t, j] >= -math.log(left) - 1e-12]
+                past = [t for t in range(40) if f[0, t, j] >= -math.log(share) - 1e-12]
                 assert since[level, 0, j] == (past[0] if past else 40)
                 late += 0 < since[level, 0, j] < 40
         np.testing.assert_allclose(
@@ -209,8 +209,8 @@ def test_what_is_gone_is_what_the_cache_no_longer_holds(policy):
         with torch.no_grad():
             model(input_ids=ids[:, t : t + 1], cache=cache)
         for index, at in enumerate(cache.positions()):
-            gone = data.arrays[f"{index}/gone"]
-            rest = [j for j in range(t + 1) if gone[j] > t]
+            evicted = data.arrays[f"{index}/gone"]
+            rest = [j for j in range(t + 1) if evicted[j] > t]
             assert rest == at[0].tolist()
     assert (data.arrays["0/gone"] < 30).sum() > 10
 

@@ -38,11 +38,11 @@ def quietly(options: Training, stop=lambda: False):
 
 
 def test_a_recipe_trains_selectors_alone_and_writes_an_adapter(options):
-    done = quietly(options)
+    result = quietly(options)
     assert sorted(os.listdir("run")) == FILES
     trained = load_file("run/adapter.safetensors")
     assert len(trained) == 4 and {x.dtype for x in trained.values()} == {torch.bfloat16}
-    assert done.parameters == sum(x.numel() for x in trained.values()) == 2 * 2 * 32 * 16
+    assert result.parameters == sum(x.numel() for x in trained.values()) == 2 * 2 * 32 * 16
     base, model = stock_model("base"), heedful.load("run")
     for name, parameter in base.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
@@ -59,8 +59,8 @@ def test_a_killed_adapter_run_goes_on_to_the_same_bits(options):
     files = sorted(os.listdir("killed/unfinished/state/checkpoint-3"))
     assert "trained.safetensors" in files and "model.safetensors" not in files
     quietly(replace(options, out="killed"))
-    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole, resumed = (load_file(f"{x}/adapter.safetensors") for x in ("run", "killed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_what_the_base_predicts_is_learned_and_not_the_text(options):
@@ -95,21 +95,23 @@ def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_a_frozen_base_is_held_in_half_precision(options):
-    wanted = options.filled(True)._replace(targets="base")  # with a teacher
-    start = starting_point(options, wanted, Path("none"), half=True)
+def test_a_frozen_base_is_in_half_precision(options):
+    recipe = options.filled(True)._replace(targets="base")  # with a teacher
+    start = starting_point(options, recipe, Path("none"), half=True)
     kinds = {".heedful." in name: p.dtype for name, p in start.model.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
     assert {p.dtype for p in start.teacher.parameters()} == {torch.bfloat16}
-    done = quietly(replace(options, dtype="bfloat16"))
-    assert done.loss < 8 and heedful.load("base", adapter="run") is not None
+    result = quietly(replace(options, dtype="bfloat16"))
+    assert result.loss < 8 and heedful.load("base", adapter="run") is not None
 
 
 def test_training_resumes_from_an_adapter(options):
     quietly(options)
     quietly(replace(options, model="run", out="further", seed=1))
-    one, other = (load_file(f"{x}/adapter.safetensors") for x in ("run", "further"))
-    assert one.keys() == other.keys() and any(not torch.equal(one[x], other[x]) for x in one)
+    first, further = (load_file(f"{x}/adapter.safetensors") for x in ("run", "further"))
+    assert first.keys() == further.keys() and any(
+        not torch.equal(first[x], further[x]) for x in first
+    )
     assert json.loads(Path("further/adapter.json").read_text())["base"]["name"] == "base"
 
 

@@ -68,7 +68,7 @@ def stop_after(steps: int):
 
 
 def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(options):
-    done = quietly(options)
+    result = quietly(options)
     assert sorted(os.listdir("run")) == [
         "config.json", "generation_config.json", "log.jsonl", "model.safetensors",
         "open_with_heedful.py",
@@ -76,12 +76,12 @@ def test_a_run_leaves_a_model_its_tokenizer_and_what_came_out(options):
     ]  # fmt: skip
     scored = [line for line in log("run") if "eval_loss" in line]
     assert [line["step"] for line in scored] == [4, 8, 12]
-    assert scored[-1]["eval_loss"] == done.loss < scored[0]["eval_loss"] < math.log(300)
+    assert scored[-1]["eval_loss"] == result.loss < scored[0]["eval_loss"] < math.log(300)
     model = heedful.load("run")
     assert model.config.vocab_size == 300 == len(AutoTokenizer.from_pretrained("run"))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     before = os.stat("run/model.safetensors").st_mtime_ns
-    assert quietly(options) == done  # a finished run is told, not made again
+    assert quietly(options) == result  # a finished run is told, not made again
     assert os.stat("run/model.safetensors").st_mtime_ns == before
 
 
@@ -89,12 +89,12 @@ def test_bits_per_byte_are_those_of_the_text(options):
     """By hand: of the saved model, over a document given as evaluation set."""
     single = replace(options, held_out=("one.txt",), tokenizer="bytes", out="one")
     Path("one.txt").write_text("x" * 30)
-    done = quietly(single)
+    result = quietly(single)
     tokenizer = AutoTokenizer.from_pretrained("one")
     assert tokenizer("né")["input_ids"] == [tokenizer.bos_token_id, *"né".encode()]
     row = torch.tensor([[tokenizer.bos_token_id, *b"x" * 30, tokenizer.eos_token_id]])
     nats = heedful.load("one").eval()(input_ids=row, labels=row).loss.item() * 31
-    assert done.bits_per_byte == pytest.approx(nats / math.log(2) / 30, rel=1e-5)
+    assert result.bits_per_byte == pytest.approx(nats / math.log(2) / 30, rel=1e-5)
 
 
 def test_how_much_of_the_text_a_run_draws_from(options):
@@ -133,7 +133,7 @@ def test_a_stopped_run_goes_on_to_the_same_end(options, mechanism):
     assert same("run", "whole") and log("run") == log("whole")
 
 
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(options):
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(options):
     quietly(replace(options, out="whole"))
     for steps in (4, 3):
         with pytest.raises(Stopped):
@@ -303,16 +303,16 @@ def test_the_sizes_are_the_papers():
     """880M: 876,553,728 parameters, table 9 of arXiv 2504.00927; d = 8 and 12: about 30M, 100M."""
     from heedful.commands.train.start import _config
 
-    counted = {}
+    sizes = {}
     for name in SIZES:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(_config(name))
-        counted[name] = sum(p.numel() for p in model.parameters())
-    assert counted["880m"] == 876_553_728
-    assert counted["300m"] == 388_277_248 and counted["550m"] == 651_818_240
-    assert counted["1b"] == 1_495_894_016
-    assert counted["30m"] == pytest.approx(29.3e6, rel=0.01)
-    assert counted["100m"] == pytest.approx(91e6, rel=0.01)
+        sizes[name] = sum(p.numel() for p in model.parameters())
+    assert sizes["880m"] == 876_553_728
+    assert sizes["300m"] == 388_277_248 and sizes["550m"] == 651_818_240
+    assert sizes["1b"] == 1_495_894_016
+    assert sizes["30m"] == pytest.approx(29.3e6, rel=0.01)
+    assert sizes["100m"] == pytest.approx(91e6, rel=0.01)
     assert RECIPES["mta"].batch * RECIPES["mta"].length == 262_144
 
 
@@ -376,13 +376,13 @@ def test_a_run_killed_at_any_moment_goes_on_bit_equal(options):
     subprocess.run([*COMMAND, *words, "--out", "whole"], check=True, **settings)
     moments = (".", "model.safetensors", "whole.json", "optimizer.pt")
     for moment in moments:
-        known = checkpoints()
+        earlier = checkpoints()
         process = subprocess.Popen(
             [*COMMAND, *words, "--out", "run"], env=one_thread, stderr=subprocess.DEVNULL
         )
         deadline = time.monotonic() + 120
         while process.poll() is None and time.monotonic() < deadline:
-            if any((new / moment).exists() for new in checkpoints() - known):
+            if any((new / moment).exists() for new in checkpoints() - earlier):
                 break
             time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
@@ -409,8 +409,8 @@ def test_two_processes_train_what_one_does(options, fsdp):
     """DDP and FSDP2 over gloo; the loss and the weights are those of one process."""
     quietly(options)
     more = ["--fsdp"] if fsdp else []
-    done = torchrun(*OPTIONS, *more, "--out", "two")
-    assert done.returncode == 0, done.stderr[-2000:]
+    result = torchrun(*OPTIONS, *more, "--out", "two")
+    assert result.returncode == 0, result.stderr[-2000:]
     single, double = weights("run"), weights("two")
     assert single.keys() == double.keys()
     for name in single:
@@ -445,8 +445,8 @@ def test_a_sharded_run_goes_on_in_one_process_and_back(options):
     with pytest.raises(Stopped), pytest.warns(UserWarning):
         quietly(replace(options, steps=40, out="two"), stop_after(3))
     assert (state / f"checkpoint-{reached + 3}" / "whole.json").exists()
-    done = torchrun(*words)
-    assert done.returncode == 0, done.stderr[-2000:]
+    result = torchrun(*words)
+    assert result.returncode == 0, result.stderr[-2000:]
     single, double = weights("run"), weights("two")
     for name in single:
         torch.testing.assert_close(single[name], double[name], rtol=1e-3, atol=2e-5)

@@ -40,9 +40,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def start_node(rank: int, port: int, *options: str, folder: str = ".") -> psutil.Popen:
@@ -84,10 +84,10 @@ def test_a_run_on_two_nodes_of_which_one_is_killed_goes_on_as_one_process(folder
     whole = {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"}
     assert whole | {"rng_state_0.pth", "rng_state_1.pth"} <= {x.name for x in newest.iterdir()}
     assert status_of("train", *OPTIONS, "--out", "two") == 0
-    one, two = (load_file(Path(x) / "model.safetensors") for x in ("whole", "two"))
-    assert one.keys() == two.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=2e-5)
+    single, two = (load_file(Path(x) / "model.safetensors") for x in ("whole", "two"))
+    assert single.keys() == two.keys()
+    for name in single:
+        torch.testing.assert_close(single[name], two[name], rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -77,11 +77,11 @@ def evicted_weight(layer, inputs, cached, step: int = 1) -> torch.Tensor:
     """The weight of all evicted tokens together, by the whole maps, `[B, H, T]`."""
     q, k, _, x = inputs
     weights = layer.maps(q, k, inputs=LayerInputs(input=x)).weights.detach()
-    gone = torch.ones_like(weights, dtype=torch.bool)
+    absent = torch.ones_like(weights, dtype=torch.bool)
     for number, positions in enumerate(cached):
         for row, at in enumerate(positions):
-            gone[row, :, number * step : (number + 1) * step, at] = False
-    return (weights * gone).sum(-1)
+            absent[row, :, number * step : (number + 1) * step, at] = False
+    return (weights * absent).sum(-1)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 1e-7])
@@ -184,8 +184,8 @@ def test_protected_tokens_stay_and_others_are_freed():
     cache = stepped(layer, inputs, policy)[2]
     assert set(cache.positions()[0].tolist()) >= {0, 1, 2, *range(195, 200)}
     assert cache.keys.untyped_storage().nbytes() < 130 * 2 * 2 * 6 * 8, "the memory is freed"
-    kept = stepped(layer, inputs, Bounded(0.1, 0.1, keep_prompt=True), 100)[2]
-    assert set(kept.positions()[0].tolist()) >= set(range(100))
+    slots = stepped(layer, inputs, Bounded(0.1, 0.1, keep_prompt=True), 100)[2]
+    assert set(slots.positions()[0].tolist()) >= set(range(100))
 
 
 def test_a_model_that_is_saved_with_it_keeps_to_it(tmp_path):

@@ -124,11 +124,11 @@ def by_hand(policy, q, k, v, selective: bool, window: int | None) -> tuple[Tenso
 @pytest.mark.parametrize("window", [None, 14])
 def test_every_policy_is_its_rule_by_hand(policy, selective, window):
     """With a window wider than the budget as well: what it has left behind goes first."""
-    chosen = policy(tokens=9, recent=3, sinks=0 if policy is Window else 2)
+    eviction = policy(tokens=9, recent=3, sinks=0 if policy is Window else 2)
     q, k, v = (torch.randn(1, h, 40, 8, dtype=torch.float64) for h in (4, 2, 2))
     layer = (Selective() if selective else Standard()).build(HeadShape(4, 2, 8, 32, 0))
-    cached = LayerCache(layer, window, Budget(chosen, 9))
-    expected, history = by_hand(chosen, q, k, v, selective, window)
+    cached = LayerCache(layer, window, Budget(eviction, 9))
+    expected, history = by_hand(eviction, q, k, v, selective, window)
     for t in range(40):
         keys, values = cached.update(k[:, :, t : t + 1], v[:, :, t : t + 1])
         assert keys.shape[2] <= 9
@@ -216,11 +216,11 @@ def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):
     model = converted(name, family, dtype=torch.float32)
     rows = [tokens(1, n) for n in (14, 8, 11)]
     ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
-    chosen = policy(tokens=10, sinks=2, recent=3)
-    cache = heedful.new_cache(model, chosen)
+    eviction = policy(tokens=10, sinks=2, recent=3)
+    cache = heedful.new_cache(model, eviction)
     together = greedy(model, ids, 9, attention_mask=(ids != 0).long(), cache=cache)
     for row, actual in zip(rows, together, strict=True):
-        alone = greedy(model, row, 9, cache=heedful.new_cache(model, chosen))
+        alone = greedy(model, row, 9, cache=heedful.new_cache(model, eviction))
         assert torch.equal(actual[14:], alone[0, row.shape[1] :])
 
 

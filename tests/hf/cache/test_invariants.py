@@ -46,18 +46,18 @@ def check(part: AttentionCache) -> None:
 
 
 def check_tokens(part: LayerCache) -> None:
-    counters, stored = part.counters, part._tokens
+    counters, cached = part.counters, part._tokens
     if not part.record_past:
         assert part._undo is None
         most = counters.total if part.window is None else part.window - 1 + part._past_queries
         most = most if part.budget is None else min(most, part.budget.tokens - 1)
         assert part.length == min(counters.total, most)
-    for slots in stored.streams:
+    for slots in cached.streams:
         assert slots.length == part.length
         assert 0 <= slots.start <= slots.buffer.shape[2] - slots.length
-    assert (stored.positions is None) == (part.budget is None or not part.is_initialized)
+    assert (cached.positions is None) == (part.budget is None or not part.is_initialized)
     score = None if part._step is None else part._step.score
-    for x in (stored.positions, part._state, score):
+    for x in (cached.positions, part._state, score):
         assert x is None or x.shape[-1] == part.length
     for past in (part._queries, *part._inputs.values()):
         if past.rows is not None:
@@ -110,11 +110,11 @@ def test_counters_and_tensors_agree_after_every_call(name, policy, family, way):
     """Mistral's window of 20 is wider than the budget, and narrower than the text."""
     window = {"sliding_window": 20} if family == "mistral" else {}
     model, ids = converted(name, family, **window), tokens(2, TOKENS)
-    cache, done = new_cache(model, policy), 0
+    cache, position = new_cache(model, policy), 0
     for piece in ids.split(WAYS[way], dim=1):
         in_steps(model, piece, [piece.shape[1]], cache)
-        done += piece.shape[1]
-        assert cache.get_seq_length() == done
+        position += piece.shape[1]
+        assert cache.get_seq_length() == position
         check_all(cache)
     cache.batch_repeat_interleave(2)
     check_all(cache)
@@ -197,7 +197,7 @@ def one_row(part):
     part._queries.rows = part._queries.rows[:, :, 1:]
 
 
-def grown(part):
+def larger_count(part):
     part._nbytes += 8
 
 
@@ -217,7 +217,7 @@ BREAKS = {
     "state": ("selective", None, without_one("", "_state")),
     "score": ("standard", POLICIES[2], without_one("_step", "score")),
     "query rows": ("mta-everywhere", None, one_row),
-    "bytes": ("standard", None, grown),
+    "bytes": ("standard", None, larger_count),
     "open tokens": ("grouped", None, opened_later),
     "near tokens": ("grouped", None, off_by_one("total")),
 }

@@ -33,7 +33,7 @@ class Moves:
 
     def __init__(self) -> None:
         self.away: WeakSet = WeakSet()
-        self.seen: list[str] = []
+        self.places: list[str] = []
         self.going = "away"
 
 
@@ -47,7 +47,7 @@ def moves(monkeypatch) -> Moves:
     def turn(cache: AttentionCache, where: str) -> None:
         if (where == "away") == (cache in moves.away):
             return
-        moves.seen.append(where)
+        moves.places.append(where)
         (moves.away.add if where == "away" else moves.away.discard)(cache)
         if isinstance(cache, SummaryCache):
             names = ("keys", "values", "group_keys", "group_values")
@@ -90,11 +90,11 @@ def test_offloaded_is_not_offloaded(name, family, beams, moves):
     """Longer than Mistral's window of 4, so that what leaves it is let go in both places."""
     model, ids = converted(name, family), tokens(2, 7)
     expected = generated(model, ids, num_beams=beams)
-    assert not moves.seen
+    assert not moves.places
     actual = generated(model, ids, num_beams=beams, cache_implementation="offloaded")
     assert torch.equal(actual, expected)
     # Of three layers each leaves at each of the six calls, and comes back before the next.
-    assert moves.seen.count("away") == 3 * 6 and moves.seen.count("back") >= 3 * 5
+    assert moves.places.count("away") == 3 * 6 and moves.seen.count("back") >= 3 * 5
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -104,7 +104,7 @@ def test_offloaded_under_a_budget(name, family, moves):
     policy = (MostHidden if name == "selective" else StreamingLLM)(tokens=14)
     caches = [heedful.new_cache(model, policy, offloading=x) for x in (False, True)]
     expected, actual = (generated(model, ids, cache=cache) for cache in caches)
-    assert torch.equal(actual, expected) and moves.seen.count("away") >= 3 * 6
+    assert torch.equal(actual, expected) and moves.places.count("away") >= 3 * 6
     whole = torch.cat([ids, expected[:, 20:]], dim=1)
     assert caches[1].tokens == caches[0].tokens and whole.shape == actual.shape
 

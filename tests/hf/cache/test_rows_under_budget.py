@@ -42,14 +42,14 @@ def same(actual, expected):
 def test_a_whole_row_is_its_steps(name, policy):
     """Token by token, after a prompt at once, and in pieces."""
     model, ids = converted(name), tokens(2, 26)
-    chosen = policy(tokens=(11, 13), sinks=0 if name == "local" else 2, recent=3)
+    eviction = policy(tokens=(11, 13), sinks=0 if name == "local" else 2, recent=3)
     actual = {}
     for whole, step in ((1, 1), (15, 1), (6, 4)):
         sizes = [whole]
         while sum(sizes) < 26:
             sizes.append(min(step, 26 - sum(sizes)))
-        expected = in_steps(model, ids, sizes, heedful.new_cache(model, chosen))
-        actual[whole] = under(model, chosen, ids, whole, step)
+        expected = in_steps(model, ids, sizes, heedful.new_cache(model, eviction))
+        actual[whole] = under(model, eviction, ids, whole, step)
         same(actual[whole], expected)
     assert not torch.allclose(actual[1], logits(model, ids), atol=1e-4)  # something was let go
     assert not torch.equal(actual[1], actual[15])
@@ -59,10 +59,10 @@ def test_a_whole_row_is_its_steps(name, policy):
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_padded_rows_are_their_steps(name, policy):
     model, ids, mask = converted(name), tokens(3, 22), ragged_mask(3, 22)
-    chosen = policy(tokens=10, sinks=2, recent=3)
-    cache = heedful.new_cache(model, chosen)
+    eviction = policy(tokens=10, sinks=2, recent=3)
+    cache = heedful.new_cache(model, eviction)
     expected = in_steps(model, ids, [1] * 22, cache, attention_mask=mask)
-    actual = under(model, chosen, ids, attention_mask=mask)
+    actual = under(model, eviction, ids, attention_mask=mask)
     same(actual[mask.bool()], expected[mask.bool()])
 
 
@@ -73,17 +73,17 @@ def test_sliding_windows_are_their_steps(name, policy, family):
     """Budgets below the window, and above it, where the window alone decides."""
     model, ids = converted(name, family, sliding_window=9, layer_types=None), tokens(2, 17)
     for budgets in ((7, 8), (12, 7)):
-        chosen = policy(tokens=budgets, sinks=2, recent=3)
-        expected = in_steps(model, ids, [1] * 17, heedful.new_cache(model, chosen))
-        same(under(model, chosen, ids), expected)
+        eviction = policy(tokens=budgets, sinks=2, recent=3)
+        expected = in_steps(model, ids, [1] * 17, heedful.new_cache(model, eviction))
+        same(under(model, eviction, ids), expected)
 
 
 def test_layers_that_keep_everything_are_left_alone():
     model, ids = tiny(), tokens(2, 24)
     varied(model, {MultiToken(conv=(3, 3), conv_every=1): [1], Selective(): [0, 2]})
-    chosen = MostHidden(tokens=(14, None, 16))
-    expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, chosen))
-    same(under(model, chosen, ids), expected)
+    eviction = MostHidden(tokens=(14, None, 16))
+    expected = in_steps(model, ids, [1] * 24, heedful.new_cache(model, eviction))
+    same(under(model, eviction, ids), expected)
     with evicting(model, None):
         assert torch.equal(logits(model, ids), logits(model, ids))
 
@@ -137,8 +137,8 @@ def test_wrong_calls_are_refused():
 def test_the_prompt_is_what_comes_at_first(policy):
     """Where it is protected, it matters what came in one call."""
     model, ids = converted("selective"), tokens(2, 26)
-    chosen = policy(tokens=13, sinks=1, recent=3, keep_prompt=True)
+    eviction = policy(tokens=13, sinks=1, recent=3, keep_prompt=True)
     for whole in (1, 7):
         sizes = [whole, *[1] * (26 - whole)]
-        expected = in_steps(model, ids, sizes, heedful.new_cache(model, chosen))
-        same(under(model, chosen, ids, whole), expected)
+        expected = in_steps(model, ids, sizes, heedful.new_cache(model, eviction))
+        same(under(model, eviction, ids, whole), expected)

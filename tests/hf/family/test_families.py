@@ -181,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_where_there_is_no_room_for_second_queries_it_is_said(family):
+def test_families_without_room_for_second_queries_are_refused(family):
     model, ids = tiny(family), tokens()
     before = logits(model, ids)
     with pytest.raises(ValueError, match=REFUSED[family]):

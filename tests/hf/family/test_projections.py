@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_cannot_be_told_apart_is_refused(reason):
+def test_projections_that_cannot_be_distinguished_are_refused(reason):
     model = REFUSED[reason]()
     kind = type(model)
     with pytest.raises(ValueError, match=f"before the rotary embedding, because {reason}"):

@@ -35,7 +35,7 @@ def reader() -> str | None:
 
 
 @contextmanager
-def counted() -> Iterator[list[str]]:
+def recorded_reads() -> Iterator[list[str]]:
     """The places that read values of tensors meanwhile."""
     places: list[str] = []
 
@@ -81,7 +81,7 @@ def test_reads_of_a_forward_pass(model, mechanism):
             ({"attention_mask": left}, 1),
             ({"attention_mask": left, "position_ids": positions}, 1),
         ):
-            with counted() as places:
+            with recorded_reads() as places:
                 model(input_ids=ids, use_cache=False, **options)
             assert len(places) == most, (options, places)
         cache = heedful.new_cache(model)
@@ -90,7 +90,7 @@ def test_reads_of_a_forward_pass(model, mechanism):
                 "attention_mask": left[:, :stop],
                 "position_ids": positions[:, start:stop],
             }
-            with counted() as places:
+            with recorded_reads() as places:
                 model(input_ids=ids[:, start:stop], **options)
             assert len(places) == 1, places
 
@@ -100,7 +100,7 @@ def test_the_count_sees_every_way_of_reading():
     from heedful.hf.family.call import _values, require
 
     yes = torch.tensor(True)
-    with counted() as places:
+    with recorded_reads() as places:
         require(yes, "never")
         assert _values([yes, yes]) == [True, True]
     assert len(places) == 2

@@ -15,22 +15,22 @@ def milliseconds(runs: Sequence[Callable[[], object]], rounds: int) -> list[list
     times: list[list[float]] = [[] for _ in runs]
     if not torch.cuda.is_available():
         for _ in range(rounds):
-            for run, taken in zip(runs, times, strict=True):
+            for run, durations in zip(runs, times, strict=True):
                 start = time.perf_counter()
                 run()
-                taken.append((time.perf_counter() - start) * 1e3)
+                durations.append((time.perf_counter() - start) * 1e3)
         return times
     events = []
     for _ in range(rounds):
-        for taken, run in zip(times, runs, strict=True):
+        for durations, run in zip(times, runs, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()
             end.record()
-            events.append((taken, begin, end))
+            events.append((durations, begin, end))
     torch.cuda.synchronize()
-    for taken, begin, end in events:
-        taken.append(begin.elapsed_time(end))
+    for durations, begin, end in events:
+        durations.append(begin.elapsed_time(end))
     return times
 
 

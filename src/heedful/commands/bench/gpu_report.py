@@ -195,7 +195,7 @@ def primitives(sizes: ReportSizes) -> dict[str, tuple[Callable[[], Callable[[], 
     """What a form for a GPU is made of: a setup that gives the call to time, and its operations."""
     maps, rows, dim, tokens, heads = (getattr(sizes, name) for name in PRIMITIVE_SIZES[:5])
     logits, mixing = 2 * maps * rows * dim * tokens, 2 * maps * heads * rows * tokens
-    named = {
+    calls = {
         "logits, bf16 results": (partial(tile_product, maps, rows, dim, tokens, False), logits),
         "logits, fp32 results": (partial(tile_product, maps, rows, dim, tokens, True), logits),
         "masked softmax": (partial(masked_softmax, maps, rows, tokens, None), 0),
@@ -206,16 +206,16 @@ def primitives(sizes: ReportSizes) -> dict[str, tuple[Callable[[], Callable[[], 
     }  # fmt: skip
     for dtype in ("bfloat16", "float32"):
         setup = partial(mixed, maps // heads, heads, rows * tokens, dtype)
-        named[f"head mixing {dtype}"] = (setup, mixing)
+        calls[f"head mixing {dtype}"] = (setup, mixing)
         for split in (1, 64):
             setup = partial(mixing_gradient, maps // heads, heads, rows * tokens, split, dtype)
-            named[f"gradient of head mixing {dtype}, K in {split}"] = (setup, mixing)
+            calls[f"gradient of head mixing {dtype}, K in {split}"] = (setup, mixing)
     for backend in sizes.backends:
         setup = partial(biased, maps // heads, heads, rows, dim, tokens, backend)
-        named[f"attention with a bias {backend}"] = (setup, 7 * logits)
+        calls[f"attention with a bias {backend}"] = (setup, 7 * logits)
     if launchable():
-        named["Triton launch"] = (partial(launch, sizes.calls), 0)
-    return named
+        calls["Triton launch"] = (partial(launch, sizes.calls), 0)
+    return calls
 
 
 def tile_product(maps: int, rows: int, dim: int, tokens: int, wide: bool) -> Callable[[], object]:

@@ -167,14 +167,14 @@ def _measure(config: Bench, tokens: int, cases: Sequence[Case]) -> Iterator[dict
         run()
     times = milliseconds(runs, config.rounds)
     del runs
-    for case, taken in zip(cases, times, strict=True):
-        ratios = [mine / sdpa for mine, sdpa in zip(taken, times[0], strict=True)]
+    for case, durations in zip(cases, times, strict=True):
+        ratios = [mine / sdpa for mine, sdpa in zip(durations, times[0], strict=True)]
         yield {
             "mechanism": case.mechanism,
             "impl": case.impl,
             "pass": case.passed,
             "tokens": tokens,
-            **spread(taken),
+            **spread(durations),
             "sdpa_ratio": statistics.median(ratios),
             # One new token takes next to nothing.
             "peak_mib": _peak(config, case, tokens)

@@ -20,7 +20,7 @@ _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
 def plot(records: Sequence[dict], path: Path) -> None:
     """Write one panel per pass to `path` (the format of its suffix); both axes are logarithmic.
 
-    The title tells batch, heads, precision and layout.
+    The title gives batch, heads, precision and layout.
     """
     from matplotlib.figure import Figure
 

@@ -50,10 +50,10 @@ def work(stage: int, cases: Iterable[SessionCase], out: Path, until: float, abou
         until: no case is begun after this time (of `time.time()`); the others are "not run".
         about: the environment.
     """
-    known = {_key(r) for r in read(out) if r["status"] != "not run"}
+    recorded = {_key(r) for r in read(out) if r["status"] != "not run"}
     for case in cases:
         record = {"stage": stage, "case": case.name, "config": case.config}
-        if _key(record) in known:
+        if _key(record) in recorded:
             continue
         record |= {"environment": about}
         if time.time() >= until:
@@ -133,9 +133,9 @@ def _append_result(out: Path, record: dict) -> None:
 
 def _say(record: dict) -> None:
     numbers = record.get("numbers", {})
-    shown = [f"{k} {v:,.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
-    what = " ".join(shown) if "numbers" in record else f"{record['status']}: {record['error']}"
-    print(f"{record['stage']} {record['case']}: {what}", flush=True)
+    parts = [f"{k} {v:,.4g}" for k, v in numbers.items() if isinstance(v, int | float)]
+    result = " ".join(parts) if "numbers" in record else f"{record['status']}: {record['error']}"
+    print(f"{record['stage']} {record['case']}: {result}", flush=True)
 
 
 def _running(out: Path) -> Path:

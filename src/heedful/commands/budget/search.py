@@ -153,7 +153,7 @@ def search(options: BudgetSearch) -> SearchResult:
         result = SearchResult(
             path=folder / NAME, eviction=eviction, start=start,
             perplexity=exact(budgets), whole=whole, limit=limit,
-            rows=options.rows, length=options.length, trials=len(log.known),
+            rows=options.rows, length=options.length, trials=len(log.perplexities),
             measured=log.measured, ended=ended,
             seconds=time.perf_counter() - begun,
         )  # fmt: skip
@@ -172,7 +172,7 @@ def _shrunk(
     best, ended = start, False
     length, trials = measure.rows.ids.shape[1], _Trials(measure, most, start)
 
-    def counted(trial: Budgets) -> float:
+    def cost(trial: Budgets) -> float:
         nonlocal best
         value = trials(trial)
         if value <= limit and total(trial) < total(best):
@@ -184,13 +184,13 @@ def _shrunk(
         before = math.inf
         while total(best) < before:
             before = total(best)
-            greedy(best, least, 1, limit, counted)
+            greedy(best, least, 1, limit, cost)
 
     with suppress(_NoTrialsLeft):
-        shrink(start, least, length, limit, counted)
+        shrink(start, least, length, limit, cost)
         settle()
         ended = True
-        greedy(start, least, max(1, length // 8), limit, counted)
+        greedy(start, least, max(1, length // 8), limit, cost)
         settle()
     return best, ended
 
@@ -248,7 +248,7 @@ class _Measure:
         self.limit: float | None = None
 
     def __call__(self, trial: Budgets) -> float:
-        value = self.log.known.get((trial, self.step))
+        value = self.log.perplexities.get((trial, self.step))
         if value is None:
             policy = dataclasses.replace(self.policy, tokens=trial)
             value = perplexity(self.model, self.rows, policy, self.step)
@@ -273,7 +273,7 @@ class SearchLog:
 
     def __init__(self, path: Path, identity: dict, restart: bool) -> None:
         self.path = path
-        self.known: dict[tuple[Budgets, int], float] = {}  # by budgets and step
+        self.perplexities: dict[tuple[Budgets, int], float] = {}  # by budgets and step
         self.others: dict[str, float] = {}
         self.measured = 0  # now
         identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
@@ -287,7 +287,7 @@ class SearchLog:
             for line in lines:
                 if "budgets" in line:
                     key = (tuple(line["budgets"]), int(line.get("step", 1)))
-                    self.known[key] = float(line["perplexity"])
+                    self.perplexities[key] = float(line["perplexity"])
                 else:
                     self.others[line["name"]] = float(line["perplexity"])
         except (ValueError, TypeError, KeyError) as error:
@@ -305,7 +305,7 @@ class SearchLog:
 
     def add(self, budgets: Budgets, step: int, perplexity: float) -> None:
         """Write down one trial."""
-        self.known[budgets, step] = perplexity
+        self.perplexities[budgets, step] = perplexity
         self.measured += 1
         steps = {} if step == 1 else {"step": step}
         self._log_trial({"budgets": budgets, **steps, "perplexity": perplexity})

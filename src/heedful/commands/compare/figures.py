@@ -311,13 +311,13 @@ def attention_map(exhibit: MapExhibit) -> "Figure":
     rows = list(range(count)) if exhibit.rows is None else list(exhibit.rows)
     if not rows or any(not 0 <= row < count for row in rows):
         raise ValueError(f"rows must be positions from 0 to {count - 1}, got {exhibit.rows!r}")
-    shown = weight[rows]
-    top = float(np.nanmax(np.abs(shown))) if np.isfinite(shown).any() else 1.0
-    signed = bool((shown < 0).any())
+    values = weight[rows]
+    top = float(np.nanmax(np.abs(values))) if np.isfinite(values).any() else 1.0
+    signed = bool((values < 0).any())
     norm = Normalize(-top or -1, top or 1) if signed else PowerNorm(0.5, 0, top or 1)
     height = min(4.4, max(0.5, 4.0 * len(rows) / count)) + 1.3
     figure, axes = new_axes(height)
-    image = axes.imshow(shown, cmap="RdBu_r" if signed else "Blues", norm=norm, aspect="auto")
+    image = axes.imshow(values, cmap="RdBu_r" if signed else "Blues", norm=norm, aspect="auto")
     labels = [label_of(visible(token)) for token in exhibit.tokens]
     size = min(8.0, 72 * 3.6 / max(count, 1))
     if count <= _LABELS:

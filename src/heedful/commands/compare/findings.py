@@ -148,8 +148,8 @@ def spread(row: Row) -> str:
     """Mean, deviation and number of seeds, as in `12.3 ± 4.0 % (3 seeds)`; one seed has no ±."""
     count = f"({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
     if not math.isfinite(row.mean):
-        lost = sum(not math.isfinite(value) for value in row.values)
-        return f"{lost} of {len(row.values)} diverged {count}"
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        return f"{diverged} of {len(row.values)} diverged {count}"
     mean = number(row.metric, row.mean)
     if len(row.seeds) == 1:
         return f"{mean} {count}"
@@ -257,7 +257,7 @@ def _finding(rows: Sequence[Row]) -> str:
     if base is None:
         parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be compared with it")
     elif not others:
-        parts.append(f"only {_named(base)} was run, so there is nothing to compare it with")
+        parts.append(f"only {_label(base)} was run, so there is nothing to compare it with")
     else:
         enough = [row for row in others if min(len(row.seeds), len(base.seeds)) > 1]
         better = [row for row in enough if _beats(row, base)]
@@ -269,12 +269,12 @@ def _finding(rows: Sequence[Row]) -> str:
         if solved:
             parts.append(f"{_all(solved)} solved it where {BASELINE} stayed at {_value(base)}")
         if better:
-            parts.append(f"every seed of {_all(better)} did better than any of {_named(base)}")
+            parts.append(f"every seed of {_all(better)} did better than any of {_label(base)}")
         if worse:
-            parts.append(f"every seed of {_all(worse)} did worse than any of {_named(base)}")
+            parts.append(f"every seed of {_all(worse)} did worse than any of {_label(base)}")
         if level:
             parts.append(
-                f"for {_all(level)} no difference from {_named(base)} beyond the spread of seeds "
+                f"for {_all(level)} no difference from {_label(base)} beyond the spread of seeds "
                 "shows at this size"
             )
         if alone:
@@ -310,9 +310,9 @@ def _ended(row: Row) -> str:
     if "error" not in row.metric:
         return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
     names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
-    what = names.get(row.metric, "tokens")
-    share = {0.0: f"no {what}", 1.0: f"all {what}"}.get(
-        row.mean, f"{number(row.metric, row.mean)} of {what}"
+    unit = names.get(row.metric, "tokens")
+    share = {0.0: f"no {unit}", 1.0: f"all {unit}"}.get(
+        row.mean, f"{number(row.metric, row.mean)} of {unit}"
     )
     return f"{row.mechanism} left {share} wrong"
 
@@ -339,19 +339,19 @@ def configurations(records: Iterable[Record]) -> list[str]:
 
 def _value(row: Row) -> str:
     if not math.isfinite(row.mean):
-        lost = sum(not math.isfinite(value) for value in row.values)
-        return f"{lost} of {len(row.values)} seeds diverged"
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        return f"{diverged} of {len(row.values)} seeds diverged"
     if "error" in row.metric:
         return f"{number(row.metric, row.mean)} {METRICS[row.metric]}"
     return f"{METRICS[row.metric]} {number(row.metric, row.mean)}"
 
 
-def _named(row: Row) -> str:
+def _label(row: Row) -> str:
     return f"{row.mechanism} ({_value(row)})"
 
 
 def _all(rows: Sequence[Row]) -> str:
-    *first, last = map(_named, rows)
+    *first, last = map(_label, rows)
     return f"{', '.join(first)} and {last}" if first else last
 
 

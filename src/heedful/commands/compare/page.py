@@ -96,11 +96,11 @@ def _page(
     exhibits: list[Exhibit],
     config: Mapping,
     small_caches: str,
-    written: list[TextExhibit],
+    texts: list[TextExhibit],
 ) -> str:
     rows = summarise(records)
     tasks = list(dict.fromkeys(r.task for r in records))
-    shown = list(dict.fromkeys(e.task for e in exhibits))
+    map_tasks = list(dict.fromkeys(e.task for e in exhibits))
     colour = figures.colours([item.mechanism for item in (*records, *exhibits)])
     sentences = "".join(
         f"<li><b>{html.escape(task)}</b>{html.escape(text.removeprefix(task))}</li>"
@@ -115,11 +115,11 @@ def _page(
         ("Under small KV caches", small_caches),
         *(
             (f"Inside: {task}", _gallery([e for e in exhibits if e.task == task], exhibits))
-            for task in shown
+            for task in map_tasks
         ),
         *(
-            (f"Written: {task}", text_tables([e for e in written if e.task == task]))
-            for task in dict.fromkeys(e.task for e in written)
+            (f"Written: {task}", text_tables([e for e in texts if e.task == task]))
+            for task in dict.fromkeys(e.task for e in texts)
         ),
         ("How it was run", _how(records, config)),
     ]
@@ -138,7 +138,7 @@ def _lead(records: list[Record], rows: list[Row]) -> str:
         values = sorted(set(values))
         return f"{values[0]:,}" if len(values) == 1 else f"{values[0]:,} to {values[-1]:,}"
 
-    def known(key: str) -> list[str]:
+    def values_of(key: str) -> list[str]:
         return sorted({str(r.environment[key]) for r in records if r.environment.get(key)})
 
     mechanisms = list(dict.fromkeys(r.mechanism for r in records))
@@ -150,11 +150,11 @@ def _lead(records: list[Record], rows: list[Row]) -> str:
         f"{several(r.steps for r in records)} steps of {several(r.batch for r in records)} rows, "
         f"models of {several(r.parameters for r in records)} parameters"
     )
-    if machines := known("machine"):
+    if machines := values_of("machine"):
         text += f", on {', '.join(machines)}"
-    if commits := known("commit"):
+    if commits := values_of("commit"):
         text += f", commit {', '.join(commit[:12] for commit in commits)}"
-    if dates := known("date"):
+    if dates := values_of("date"):
         text += f", {dates[0]}" if len(dates) == 1 else f", {dates[0]} to {dates[-1]}"
     return html.escape(text) + "."
 
@@ -294,8 +294,8 @@ def _panel(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Ex
 
 
 def _patterns(kernels: np.ndarray) -> str:
-    counted = Counter(kernel_pattern(kernel) for kernel in kernels)
-    return ", ".join(f"{name} {count}" for name, count in counted.most_common())
+    counts = Counter(kernel_pattern(kernel) for kernel in kernels)
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
 
 def _hiding(exhibit: HidingExhibit) -> str:
@@ -304,11 +304,11 @@ def _hiding(exhibit: HidingExhibit) -> str:
     total = array("accumulated", exhibit.accumulated, count)
     spans = []
     for token, f in zip(exhibit.tokens, total, strict=True):
-        left = math.exp(-max(f, 0.0))
-        tag = "s" if left < _GONE else "span"
+        share = math.exp(-max(f, 0.0))
+        tag = "s" if share < _GONE else "span"
         end = "<br>" if "\n" in token else ""
         spans.append(
-            f"<{tag} style='--hid:{100 * (1 - left):.0f}%' title='F = {f:.2f}, {left:.1%} left'>"
+            f"<{tag} style='--hid:{100 * (1 - share):.0f}%' title='F = {f:.2f}, {share:.1%} left'>"
             f"{html.escape(visible(token))}</{tag}>{end}"
         )
     pairs = np.argwhere(hiding > 0)

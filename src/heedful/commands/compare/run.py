@@ -19,7 +19,7 @@ from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.scoring import write
 from heedful.commands.compare.scratch import described, from_scratch
 from heedful.commands.compare.setups import Setup, chosen_setups
-from heedful.commands.compare.small_caches import named, plans, scored_as, under_budget
+from heedful.commands.compare.small_caches import plans, policy_name, scored_as, under_budget
 from heedful.eviction import MostHidden
 from heedful.hf import load
 from heedful.hf.look import LayerLook, cached_over_time, look
@@ -114,7 +114,7 @@ def compare(
     should_stop: Callable[[], bool] = lambda: False,
     show: Callable[[ComparisonResult], object] = lambda finished: None,
 ) -> list[Record]:
-    """Train everything that is not yet in `out`, and hand over what is finished, to be shown.
+    """Train everything that is not yet in `out`, and return what is finished, for the page.
 
     Writes `config.json`, `results.jsonl` (one line per finished run) and `models/` (the trained
     models, for `heedful.load`). Called again with the same comparison it goes on where it stopped;
@@ -137,14 +137,14 @@ def compare(
             does not fit.
     """
     check_device(comparison.device)
-    chosen = chosen_setups(comparison)
-    for setup in chosen.values():
+    setups = chosen_setups(comparison)
+    for setup in setups.values():
         setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
         for name in setup.mechanisms:
             from_scratch(setup.task, setup.mechanism(name), setup.size, 0)
     with only_writer(out):
-        config = _claim(out, comparison, chosen)
-        jobs = _jobs(config["seeds"], chosen)
+        config = _claim(out, comparison, setups)
+        jobs = _jobs(config["seeds"], setups)
         try:
             _train_missing(jobs, comparison, out, should_stop)
             _score_missing(jobs, comparison, out, should_stop)
@@ -166,11 +166,11 @@ def kept(out: Path) -> str:
     return f"{' and '.join(parts)} kept in {out}"
 
 
-def _jobs(seeds: int, chosen: dict[str, Setup]) -> list[_Job]:
+def _jobs(seeds: int, setups: dict[str, Setup]) -> list[_Job]:
     return [
         _Job(name, setup, mechanism_name, seed)
         for seed in range(seeds)
-        for name, setup in chosen.items()
+        for name, setup in setups.items()
         for mechanism_name in setup.mechanisms
     ]
 
@@ -179,11 +179,11 @@ def _train_missing(
     jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
 ) -> None:
     results = out / "results.jsonl"
-    done = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
-    wanted = [job for job in jobs if job.seed < comparison.seeds]
-    for number, job in enumerate(wanted, start=1):
-        if job.key not in done:
-            place = f"[{number}/{len(wanted)}]"
+    recorded = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
+    own_jobs = [job for job in jobs if job.seed < comparison.seeds]
+    for number, job in enumerate(own_jobs, start=1):
+        if job.key not in recorded:
+            place = f"[{number}/{len(own_jobs)}]"
             append_record(results, _run(job, out, place, comparison.device, should_stop))
 
 
@@ -192,19 +192,19 @@ def _score_missing(
 ) -> None:
     """Score the trained models under the requested budgets; one line each."""
     path = out / "budgets.jsonl"
-    done = {scored.key for scored in read_budgeted(path)}
-    wanted = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
-    for number, job in enumerate(wanted, start=1):
+    recorded = {scored.key for scored in read_budgeted(path)}
+    own_jobs = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
+    for number, job in enumerate(own_jobs, start=1):
         folder, task = job.model(out), job.setup.task
         if not task.under_budgets() or not folder.is_dir():
             continue
         model = load(folder).eval()
         missing = []
         for eviction in plans(model, task, comparison.budgets):
-            name, tokens = named(eviction, task.length), min(eviction.tokens, task.length)
-            if (*job.key, name, tokens) not in done:
+            name, tokens = policy_name(eviction, task.length), min(eviction.tokens, task.length)
+            if (*job.key, name, tokens) not in recorded:
                 missing.append(eviction)
-        for eviction in tqdm(missing, desc=f"[{number}/{len(wanted)}] {job.title} · budgets"):
+        for eviction in tqdm(missing, desc=f"[{number}/{len(own_jobs)}] {job.title} · budgets"):
             if should_stop():
                 raise Stopped
             scored = under_budget(model, task, eviction, job.setup.hyperparameters)
@@ -364,9 +364,9 @@ def _run_config(setup: Setup, name: str) -> dict:
     return config | ({"memory_loss": factor} if factor else {})
 
 
-def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
+def _config(comparison: Comparison, setups: dict[str, Setup]) -> dict:
     tasks = {}
-    for name, setup in chosen.items():
+    for name, setup in setups.items():
         tasks[name] = _job_config(setup) | {"mechanisms": {}}
         for mechanism in setup.mechanisms:
             factor = setup.memory_factor(mechanism)
@@ -376,16 +376,16 @@ def _config(comparison: Comparison, chosen: dict[str, Setup]) -> dict:
     return json.loads(json.dumps(config))
 
 
-def _claim(out: Path, comparison: Comparison, chosen: dict[str, Setup]) -> dict:
+def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
     """Make the folder this comparison's own or recognise it; another one's is refused.
 
     Returns the configuration with as many seeds as the folder ever had.
     """
-    path, config = out / "config.json", _config(comparison, chosen)
+    path, config = out / "config.json", _config(comparison, setups)
     records = _read_runs(out / "results.jsonl")
     if not path.is_file():
         for record in records:
-            setup = chosen.get(record.task)
+            setup = setups.get(record.task)
             known = setup is not None and record.mechanism in setup.mechanisms
             own = _run_config(setup, record.mechanism) if known else None
             if record.config != json.loads(json.dumps(own)):

@@ -75,9 +75,9 @@ def _setup(task: Task) -> Setup:
 
 def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
     """The chosen tasks with this comparison's overrides."""
-    known, chosen = setups(comparison.data), {}
+    defaults, result = setups(comparison.data), {}
     for name, planned in comparison.planned().items():
-        setup = known[name]
+        setup = defaults[name]
         steps = comparison.steps or planned or setup.hyperparameters.steps
         batch = comparison.batch or setup.hyperparameters.batch
         names = comparison.mechanisms or setup.mechanisms
@@ -86,23 +86,23 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
         if comparison.memory_loss:
             both = ((x, x + WITH_MEMORY_LOSS) if setup.reports_memory(x) else (x,) for x in names)
             names = tuple(x for pair in both for x in pair)
-        chosen[name] = setup._replace(
+        result[name] = setup._replace(
             hyperparameters=hyperparameters, mechanisms=names, memory_loss=comparison.memory_loss
         )
     if comparison.budgets:
-        _check_evictable(chosen)
-    trained = [name for setup in chosen.values() for name in setup.mechanisms]
+        _check_evictable(result)
+    trained = [name for setup in result.values() for name in setup.mechanisms]
     if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in trained):
         raise ValueError(
             f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
             f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
         )
-    return chosen
+    return result
 
 
-def _check_evictable(chosen: dict[str, Setup]) -> None:
+def _check_evictable(overridden: dict[str, Setup]) -> None:
     """Raise where budgets would score nothing, warn where they leave a mechanism out."""
-    names = {name: setup for setup in chosen.values() if setup.task.under_budgets()
+    names = {name: setup for setup in overridden.values() if setup.task.under_budgets()
              for name in setup.mechanisms}  # fmt: skip
     left_out = [name for name, setup in names.items() if not setup.evictable(name)]
     listed = ", ".join(left_out)

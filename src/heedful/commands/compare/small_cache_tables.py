@@ -164,13 +164,13 @@ def cache_picture(exhibit: CacheExhibit) -> tuple["Figure", str]:
     side = figures.WIDTH / across
     figure, grid = figures.new_grid(down * side + 0.4, down, across)
     for axes, (index, map_) in zip(grid.flat, layers, strict=False):
-        shown = figures.array("layers", map_, None, None)
-        later = np.triu(np.ones_like(shown), 1)
+        weights = figures.array("layers", map_, None, None)
+        later = np.triu(np.ones_like(weights), 1)
         axes.imshow(
-            1 - 0.85 * shown - 0.06 * (1 - shown) * (1 - later), cmap="gray", vmin=0, vmax=1
+            1 - 0.85 * weights - 0.06 * (1 - weights) * (1 - later), cmap="gray", vmin=0, vmax=1
         )
-        count = int(shown[-1].sum())
-        axes.set_title(f"layer {index}: {count} of {len(shown)} at the end", fontsize=8, pad=3)
+        count = int(weights[-1].sum())
+        axes.set_title(f"layer {index}: {count} of {len(weights)} at the end", fontsize=8, pad=3)
         axes.tick_params(labelsize=7, length=2)
         axes.set_xlabel("token", fontsize=8)
     for axes in grid.flat[len(layers) :]:

@@ -64,7 +64,7 @@ def under_budget(
     return final, peaks.nbytes, rows
 
 
-def named(eviction: Eviction, length: int) -> str:
+def policy_name(eviction: Eviction, length: int) -> str:
     """How a record calls a policy."""
     return WHOLE if eviction.tokens >= length else type(eviction).__name__
 
@@ -76,7 +76,7 @@ def scored_as(
     final, peak, rows = scored
     return UnderBudget(
         *key,
-        policy=named(eviction, task.length),
+        policy=policy_name(eviction, task.length),
         tokens=min(eviction.tokens, task.length),
         length=task.length,
         metric=task.metric,

@@ -46,20 +46,20 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
         if converted:
             state, way = "is converted already", "take its mechanism out first, with --revert"
         raise ValueError(f"source {options.source!r} {state}; {way}")
-    named = mechanisms_named(options.mechanism)
+    requested = mechanisms_named(options.mechanism)
     with opening("source", options.source):
         if converted or adapter:
             model = load(source, budgets=adapter)
         else:
             model = stock_model(options.source)
     if adapter:
-        known = ", ".join(map(str, conversion_of(model).mechanisms))
-        about = f"{base_of(source)} with {known}"
+        mechanisms = ", ".join(map(str, conversion_of(model).mechanisms))
+        about = f"{base_of(source)} with {mechanisms}"
     elif options.revert:
         about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
         revert(model)
     else:
-        plan = next(iter(named)) if None in named.values() else named
+        plan = next(iter(requested)) if None in requested.values() else requested
         conversion = convert(model, plan, where=options.where or None)
         own = sum(p.numel() for p in conversion.parameters().values())
         parts = conversion.mechanisms.items()

@@ -36,7 +36,7 @@ class Answers(Protocol):
     """Who is evaluated."""
 
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
-        """What is written on from each prompt, greedily, at most `room` tokens."""
+        """The greedy continuation of each prompt, at most `room` tokens."""
 
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:
         """The likelihoods of each sequence's tokens."""
@@ -79,7 +79,7 @@ class LanguageModel:
         cache = new_cache(self.model, self.eviction)
         end = self.model.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
-        written = self.model.generate(
+        output = self.model.generate(
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
             **generate_argument(cache),
@@ -93,7 +93,7 @@ class LanguageModel:
             pad_token_id=pad,
             eos_token_id=end,
         )
-        new = written[:, longest:].tolist()
+        new = output[:, longest:].tolist()
         return [self.tokenizer.decode(x, skip_special_tokens=True) for x in new]
 
     def reading(self) -> AbstractContextManager:

@@ -50,10 +50,10 @@ def harness_names(options: Evaluation) -> list[str]:
     names = [name for word in words for name in word.split(",") if name]
     if not names:
         return []
-    known = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
+    tasks = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
     for name in names:
-        if name not in known:
-            near = get_close_matches(name, known, n=3)
+        if name not in tasks:
+            near = get_close_matches(name, tasks, n=3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ValueError(
                 f"tasks: lm-evaluation-harness has no task {name!r}{hint} (`lm_eval ls tasks` "

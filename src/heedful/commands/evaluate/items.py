@@ -146,7 +146,9 @@ def items(
     all_items: list[Item] = []
     for name in options.tasks:
         if name in WRITTEN:
-            all_items += [_written(name, question, tokenizer) for question in texts_by_task[name]]
+            all_items += [
+                _prompt_item(name, question, tokenizer) for question in texts_by_task[name]
+            ]
         elif name == "perplexity":
             all_items += _windows(options, tokenizer)
         elif name in READ:
@@ -156,7 +158,7 @@ def items(
     return all_items
 
 
-def _written(task: str, question: Question, tokenizer) -> Item:
+def _prompt_item(task: str, question: Question, tokenizer) -> Item:
     def grade(reply: str | Likelihood) -> Graded:
         if task == "needles":
             right = all_found(reply, question.answers)
@@ -238,8 +240,8 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
 def _window(domain: str, window: TextWindow) -> Item:
     def grade(likelihood: str | Likelihood) -> Graded:
         nats = likelihood.nats.double()
-        counted = nats[window.first - 1 :]
-        values = {"nats": counted.sum().item(), "tokens": len(counted), "bytes": window.nbytes}
+        scored = nats[window.first - 1 :]
+        values = {"nats": scored.sum().item(), "tokens": len(scored), "bytes": window.nbytes}
         return Graded(values, curve=by_position(nats.tolist()))
 
     digest = _digest(window.ids, window.first)
@@ -289,10 +291,10 @@ def check_fits(requests: Sequence[Item], most: int | None, model: str) -> None:
     if longest is None or most is None or len(longest.ids) + longest.room <= most:
         return
     hint = f"give a smaller {way_out[longest.task]}" if longest.task in way_out else "leave it out"
-    written = f" and up to {longest.room} written" if longest.room else ""
+    reply = f" and up to {longest.room} written" if longest.room else ""
     raise ValueError(
         f"model {model!r} has positions for {most} tokens, and {longest.task} asks for "
-        f"{len(longest.ids)}{written} ({longest.key}); {hint}, nothing is cut off"
+        f"{len(longest.ids)}{reply} ({longest.key}); {hint}, nothing is cut off"
     )
 
 

@@ -243,12 +243,12 @@ def _value(
         if rng is None:
             tops, bottoms = top.sum(), bottom.sum()
         else:
-            count, parts, left = len(top), [], RESAMPLES
-            while left:
-                size = min(left, max(1, _AT_ONCE // count))
+            count, parts, remaining = len(top), [], RESAMPLES
+            while remaining:
+                size = min(remaining, max(1, _AT_ONCE // count))
                 times = rng.multinomial(count, np.full(count, 1 / count), size=size)
                 parts.append((times @ top, times @ bottom))
-                left -= size
+                remaining -= size
             tops, bottoms = (np.concatenate(x) for x in zip(*parts, strict=True))
         with np.errstate(over="ignore"):  # of a model that knows nothing of the text
             values.append(measure.of(tops / bottoms))
@@ -261,7 +261,8 @@ def _ends(resamples: np.ndarray) -> tuple[float, float]:
 
 
 def labels(entries: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Models and their caches for readers; models by the last part of their names if that tells."""
+    """Models and their caches for readers; models by the last part of their names if it is
+    unique."""
     entries = list(dict.fromkeys(entries))
     models = {model for model, _ in entries}
     short = {model: PurePath(model).name or model for model in models}
@@ -283,14 +284,14 @@ def evaluated_table(
         head[5:5] = ["difference", "95 %"]
     body, names = [], labels(line.entry for line in lines)
     for line in lines:
-        cells = [line.task, line.measure.name, names[line.entry], *_written(line, line.estimate)]
+        cells = [line.task, line.measure.name, names[line.entry], *_formatted(line, line.estimate)]
         if others:
             cells += ["", ""] if line.entry == lines[0].entry else _difference(line)
         body.append((*cells, str(line.samples)))
     return format_table(head, body, format, words=3)
 
 
-def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
+def _formatted(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[str]:
     unit = " %" if line.measure.percent else ""
     if line.measure.percent:
         value, low, high = (f"{100 * x:{sign}.1f}" for x in estimate)
@@ -303,7 +304,7 @@ def _written(line: EvaluationLine, estimate: Interval, sign: str = "") -> list[s
 def _difference(line: EvaluationLine) -> list[str]:
     if line.difference is None:
         return ["other samples", "–"]
-    value, ends = _written(line, line.difference, "+")
+    value, ends = _formatted(line, line.difference, "+")
     low, high = line.difference.low, line.difference.high
     return [value + "*" * (low > ROUNDED or high < -ROUNDED), ends]
 

@@ -230,7 +230,7 @@ def _replies(samples: Sequence[Sample]) -> str:
             for right in (1.0, 0.0):
                 for x in [x for x in own if x.values.get("right") == right][:_REPLIES]:
                     cells = (name, x.key, "✓" if right else "✗", x.expected, x.reply)
-                    texts = (html.escape(_shown(text or "")) for text in cells)
+                    texts = (html.escape(_visible_text(text or "")) for text in cells)
                     rows.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
         head = "".join(f"<th>{x}</th>" for x in ("model", "sample", "", "expected", "written"))
         parts.append(
@@ -244,7 +244,7 @@ def _replies(samples: Sequence[Sample]) -> str:
     )
 
 
-def _shown(text: str) -> str:
+def _visible_text(text: str) -> str:
     text = "".join(
         c if c.isprintable() else figures.visible(c) if c.isascii() else "\N{REPLACEMENT CHARACTER}"
         for c in text
@@ -253,6 +253,6 @@ def _shown(text: str) -> str:
 
 
 def _how(about: Mapping) -> str:
-    shown = {key: value for key, value in about.items() if key != "lm_eval"}
-    text = html.escape(json.dumps(shown, indent=2, default=str, ensure_ascii=False))
+    settings = {key: value for key, value in about.items() if key != "lm_eval"}
+    text = html.escape(json.dumps(settings, indent=2, default=str, ensure_ascii=False))
     return f"<details><summary>Configuration and environment</summary><pre>{text}</pre></details>"

@@ -132,13 +132,13 @@ def _seconds(
     for cache, answers in caches.items():
         for task in dict.fromkeys(item.task for item in plan.items):
             waiting = [item for item in plan.items if item.task == task]
-            waiting = [x for x in waiting if store.known(plan.name, cache, _name(x)) is None]
+            waiting = [x for x in waiting if store.sample_of(plan.name, cache, _name(x)) is None]
             first = sorted(waiting, key=_tokens)[:batch]
             start = time.perf_counter()
             ask(answers, plan._replace(items=first), cache, store, batch)
-            spent = time.perf_counter() - start
+            duration = time.perf_counter() - start
             if first:
-                seconds += spent * (sum(map(_tokens, waiting)) / sum(map(_tokens, first)) - 1)
+                seconds += duration * (sum(map(_tokens, waiting)) / sum(map(_tokens, first)) - 1)
     return seconds
 
 
@@ -232,15 +232,15 @@ def ask(
         batch: how many items are in a batch, at most.
         bar: moved by each answer.
     """
-    known = {item: store.known(plan.name, cache, item) for item in map(_name, plan.items)}
+    by_item = {item: store.sample_of(plan.name, cache, item) for item in map(_name, plan.items)}
     for item in plan.items:
-        if (sample := known[_name(item)]) is not None and sample.digest != item.digest:
+        if (sample := by_item[_name(item)]) is not None and sample.digest != item.digest:
             raise ValueError(
                 f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
                 f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
                 "another --out, or add --restart"
             )
-    waiting = [item for item in plan.items if known[_name(item)] is None]
+    waiting = [item for item in plan.items if by_item[_name(item)] is None]
     if bar is not None:
         bar.update(len(plan.items) - len(waiting))
     # Alike in length, the longest first: if memory does not suffice, it shows at once.
@@ -256,11 +256,11 @@ def ask(
                 reply, expected, curve,
             )  # fmt: skip
             samples.append(sample)
-            known[_name(item)] = sample
+            by_item[_name(item)] = sample
         store.add(samples)
         if bar is not None:
             bar.update(len(samples))
-    return [known[_name(item)] for item in plan.items]
+    return [by_item[_name(item)] for item in plan.items]
 
 
 def _name(item: Item) -> tuple[str, str]:
@@ -268,7 +268,7 @@ def _name(item: Item) -> tuple[str, str]:
 
 
 def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
-    """Neighbours of one task and room, at most so many."""
+    """Runs of neighbours with one task and one length of reply, at most this many each."""
     several: list[Item] = []
     for item in waiting:
         if several and (
@@ -310,7 +310,7 @@ class AnswerStore:
                     f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
                     "is read again, or add --restart to begin anew"
                 ) from None
-        self._known = {(x.model, x.cache, x.task, x.key): x for x in read_samples(self.path)}
+        self._samples = {(x.model, x.cache, x.task, x.key): x for x in read_samples(self.path)}
         self.about["config"] = json.loads(json.dumps(vars(options)))
         self.about["environment"] = environment()
 
@@ -339,14 +339,14 @@ class AnswerStore:
         self.about["models"][plan.name] = about
         self._write_about()
 
-    def known(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
+    def sample_of(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
         """The answer that is kept, if there is one."""
-        return self._known.get((model, cache, *item))
+        return self._samples.get((model, cache, *item))
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Keep answers; they are on disk when this returns."""
         append_samples(self.path, samples)
-        self._known |= {(x.model, x.cache, x.task, x.key): x for x in samples}
+        self._samples |= {(x.model, x.cache, x.task, x.key): x for x in samples}
 
     def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""

@@ -125,7 +125,7 @@ def _generate(
 def prompt_chunk(cache: KVCache) -> int | None:
     """How many tokens of the prompt come at a time: pieces where a budget would be exceeded."""
     policies = _policies(cache)
-    # What SnapKV keeps is what the end of the prompt looks at, so it wants all of it at once.
+    # SnapKV keeps what the end of the prompt attends to, so it needs the whole prompt at once.
     whole = not policies or any(isinstance(policy, SnapKV) for policy in policies)
     return None if whole else CHUNK
 

@@ -78,7 +78,7 @@ def page_data(
             )
         layer_data = layer_arrays(look)
         if cached and index in cached:
-            layer_data["gone"] = _gone(cached[index])
+            layer_data["gone"] = _eviction_steps(cached[index])
         arrays |= {f"{index}/{name}": x for name, x in layer_data.items()}
         layers.append(_about(index, look, layer_data))
         _most_keys(arrays)  # raises as early as can be known
@@ -176,7 +176,7 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
     count = hiding.shape[-1]
     total = hiding.double().cumsum(1)  # [Hs, p, j]: F of token j for the query after p
     # F never falls, so how many rows are below a bound tells which is the first that is not.
-    rows = [(total < -math.log(left)).sum(1) + 1 for left in LEFT]
+    rows = [(total < -math.log(share)).sum(1) + 1 for share in LEFT]
     amounts, keys = hiding.topk(min(_HIDINGS, count), dim=-1)
     return {
         "since": torch.stack(rows).clamp(max=count).numpy().astype(np.uint16),
@@ -186,7 +186,7 @@ def _hiding(hiding: Tensor) -> dict[str, np.ndarray]:
     }
 
 
-def _gone(cached: Tensor) -> np.ndarray:
+def _eviction_steps(cached: Tensor) -> np.ndarray:
     """After which token each one is no longer cached: evicted tokens never come back."""
     count = len(cached)
     times = torch.arange(count)[:, None]

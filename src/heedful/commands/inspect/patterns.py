@@ -81,5 +81,5 @@ def mixing_pattern(mix: ArrayLike) -> str:
     off = m - np.diag(own)
     if (own > 0).all() and (off**2).sum() < _REST * (m**2).sum():
         return "near identity" if (np.abs(own - 1) <= _ONE).all() else "scaled identity"
-    taken = -off.clip(max=0).sum(axis=1)
-    return "contrasting" if ((own > 0) & (taken >= _AGAINST * own)).any() else "other"
+    subtracted = -off.clip(max=0).sum(axis=1)
+    return "contrasting" if ((own > 0) & (subtracted >= _AGAINST * own)).any() else "other"

@@ -67,13 +67,13 @@ def inside(options: Inspection) -> InspectionResult:
     policy = _policy(options, model, causal)
     torch.manual_seed(options.seed)
     cached = {} if policy is None else cached_over_time(model, ids, policy)
-    shown = options.layers or tuple(cached)
+    layers = options.layers or tuple(cached)
     return InspectionResult(
         model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
         mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
         tokens=tokens,
         looks=look_into(model, ids, options.layers),
-        cached={index: map_ for index, map_ in cached.items() if index in shown},
+        cached={index: map_ for index, map_ in cached.items() if index in layers},
         policy="" if policy is None else str(policy),
         causal=causal,
     )
@@ -115,13 +115,13 @@ def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
     encoding = tokenizer(text, return_offsets_mapping=True)
     names = tokenizer.convert_ids_to_tokens(ids)
     special = set(tokenizer.all_special_ids)
-    texts, done = [], 0
+    texts, end = [], 0
     for token, name, (start, stop) in zip(ids, names, encoding["offset_mapping"], strict=True):
         if token in special or start == stop:
             texts.append(name)
             continue
-        texts.append(text[min(done, start) : stop])
-        done = stop
+        texts.append(text[min(end, start) : stop])
+        end = stop
     return texts
 
 

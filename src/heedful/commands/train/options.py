@@ -226,10 +226,10 @@ class Training:
                     f"soft_budgets must be two numbers of tokens, the smaller first, got {least} "
                     f"{most}"
                 )
-        named = [path for part in self.parts() for path in part.data]
-        if named == [RECALL]:
+        paths = [path for part in self.parts() for path in part.data]
+        if paths == [RECALL]:
             raise ValueError("data must name a text beside recall, such as books:3 recall:1")
-        for evaluation, training in product(self.held_out, named):
+        for evaluation, training in product(self.held_out, paths):
             first, second = Path(evaluation).resolve(), Path(training).resolve()
             if first == second or second in first.parents or first in second.parents:
                 raise ValueError(

@@ -89,8 +89,8 @@ def train_text(
             contexts.enter_context(only_writer(out))
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
-            if (done := _finished(out, options)) is not None:
-                return done
+            if (result := _finished(out, options)) is not None:
+                return result
             run = _begin(options, recipe, out, arguments, show=show and main)
         trained = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
@@ -291,12 +291,12 @@ def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Op
 
 
 def _refuse_divergence(options: Training, step: int, checkpoints: Checkpoints) -> None:
-    kept = checkpoints.newest()
-    last = "no checkpoint is good" if kept is None else f"{kept} is the last good checkpoint"
+    newest = checkpoints.newest()
+    last = "no checkpoint is good" if newest is None else f"{newest} is the last good checkpoint"
     raise ValueError(
         f"the loss stopped being finite before step {step}, and training stopped; {last}. Try a "
         "lower --learning-rate, a longer --warmup or --dtype float32, in another folder"
-        + ("" if kept is None else f" (MODEL may be {kept})")
+        + ("" if newest is None else f" (MODEL may be {newest})")
     )
 
 

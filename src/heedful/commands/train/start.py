@@ -63,14 +63,14 @@ class Start(NamedTuple):
 
 
 def starting_point(
-    options: Training, recipe: TrainingRecipe, kept: Path, half: bool = False
+    options: Training, recipe: TrainingRecipe, tokenizer_folder: Path, half: bool = False
 ) -> Start:
     """The model that is trained, with what belongs to it.
 
     Arguments:
         options: what to train.
         recipe: how.
-        kept: a folder for a tokenizer that is trained here; one that is there is taken.
+        tokenizer_folder: of a tokenizer that is trained here; one that is there already is used.
         half: whether the computation is in bfloat16, as a frozen base then is; what is trained has
             float32.
 
@@ -90,7 +90,9 @@ def starting_point(
         tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     else:
         config = _config(options.model)
-        tokenizer = _new_tokenizer(options, options.vocabulary or config.vocab_size, kept)
+        tokenizer = _new_tokenizer(
+            options, options.vocabulary or config.vocab_size, tokenizer_folder
+        )
         model = _from_scratch(config, options, tokenizer, recipe.length)
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
@@ -172,24 +174,26 @@ def _check_budgets(name: str) -> None:
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
     """Convert it; one that is converted already keeps what it has."""
-    named = mechanisms_named(options.mechanisms())
+    requested = mechanisms_named(options.mechanisms())
     if isinstance(model, ConvertedModel):
         own = conversion_of(model).mechanisms
-        if any(own.get(x) is None or layers not in (None, own[x]) for x, layers in named.items()):
+        if any(
+            own.get(x) is None or layers not in (None, own[x]) for x, layers in requested.items()
+        ):
             raise ValueError(
                 f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
-    elif None in named.values():  # alone: in all layers
-        convert(model, next(iter(named)), where=options.where or None)
+    elif None in requested.values():  # alone: in all layers
+        convert(model, next(iter(requested)), where=options.where or None)
     else:
-        convert(model, named or "standard", where=options.where or None)
+        convert(model, requested or "standard", where=options.where or None)
 
 
-def _new_tokenizer(options: Training, room: int, kept: Path) -> PreTrainedTokenizerFast:
+def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model from scratch, of at most `room` tokens."""
-    if kept.is_dir():
-        return AutoTokenizer.from_pretrained(kept)
+    if folder.is_dir():
+        return AutoTokenizer.from_pretrained(folder)
     name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
         raise ValueError(
@@ -199,17 +203,17 @@ def _new_tokenizer(options: Training, room: int, kept: Path) -> PreTrainedTokeni
     if name == _BPE:
         tokenizer = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
     else:
-        tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _named(name)
+        tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _opened_tokenizer(name)
     if len(tokenizer) > room:
         raise ValueError(
             f"tokenizer {name!r} has {len(tokenizer)} tokens and the model room for {room}; set "
             f"vocab_size in the configuration, or --vocabulary {len(tokenizer)} with a size"
         )
-    tokenizer.save_pretrained(kept)
+    tokenizer.save_pretrained(folder)
     return tokenizer
 
 
-def _named(name: str):
+def _opened_tokenizer(name: str):
     try:
         return stock_tokenizer(name)
     except Exception as error:  # whatever tokenizers raise for a file that is none of theirs

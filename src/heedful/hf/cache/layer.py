@@ -180,7 +180,7 @@ class LayerCache(AttentionCache):
             layer: the layer that this cache belongs to.
             q: queries of the new tokens.
             k, v: what `update` returned.
-            visibility: who sees whom among all tokens so far.
+            visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
         beside = layer.beside(inputs)
@@ -194,12 +194,14 @@ class LayerCache(AttentionCache):
                     "inputs=LayerInputs(positions=...)"
                 )
             inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
-        shown = self._visibility_of_cached(visibility, self.counters.total - self.counters.pending)
-        self._check_rows(layer, shown)
+        of_cached = self._visibility_of_cached(
+            visibility, self.counters.total - self.counters.pending
+        )
+        self._check_rows(layer, of_cached)
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
-        output, before = self._output(layer, rows, k, v, LastCall(None, shown, scale, inputs))
+        output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
         if self._step is not None:
             self._step.note(q, k[:, :, -q.shape[2] :])
         call = LastCall(q, visibility, scale, inputs._replace(state=before))
@@ -358,11 +360,11 @@ class LayerCache(AttentionCache):
         self, layer: Layer, undo: Undo, visibility: Visibility, count: int
     ) -> Float[Tensor, "B S n"]:
         """The running state without the newest `count` recorded tokens, which are dropped."""
-        left = undo.tokens - count
-        inputs = undo.call.inputs.before(count, left)
+        remaining = undo.tokens - count
+        inputs = undo.call.inputs.before(count, remaining)
         return layer(
-            self._queries.rows[:, :, -left:], self.keys, self.values, scale=undo.call.scale,
-            visibility=self._visibility_of_cached(visibility, self.counters.total - left),
+            self._queries.rows[:, :, -remaining:], self.keys, self.values, scale=undo.call.scale,
+            visibility=self._visibility_of_cached(visibility, self.counters.total - remaining),
             inputs=inputs._replace(beside=self._tokens.beside.contents),
         ).state  # fmt: skip
 

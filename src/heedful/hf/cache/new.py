@@ -25,7 +25,7 @@ _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 class KVCache(Cache):
-    """What `new_cache` makes: a cache of transformers that knows its bytes."""
+    """The cache that `new_cache` makes: one of transformers, with its size in bytes."""
 
     def __init__(self, layers: list, meter: Meter, offloading: bool = False) -> None:
         super().__init__(
@@ -40,7 +40,7 @@ class KVCache(Cache):
 
     @property
     def peak_nbytes(self) -> int:
-        """The most that they ever were, copies included while they were made."""
+        """The most that `nbytes` has been, temporary copies included."""
         return self.meter.peak_nbytes
 
     @property
@@ -116,6 +116,9 @@ def new_cache(
             takes the budgets that came with the model (`budgets.json` in its folder), if any;
             `False` keeps everything.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
+
+    Returns:
+        The cache; of an encoder-decoder, an `EncoderDecoderKVCache`.
 
     Raises:
         ValueError: the model is not converted, its family keeps its tokens in another way, or the

@@ -48,7 +48,7 @@ class Peaks:
 def evicting(
     model: nn.Module, eviction: Eviction | None, whole: int = 1, step: int = 1
 ) -> Iterator[Peaks]:
-    """Within it, calls without a cache compute what steps with a cache would.
+    """A context in which calls without a cache compute what steps with an evicting cache would.
 
     For measuring: no gradients are recorded, and no state or memory is reported.
 

@@ -91,16 +91,16 @@ class Slots:
         def spread(index: Tensor) -> Tensor:
             return index[:, None, :, None].expand(-1, heads, -1, dim)
 
-        left = moves.keep.shape[1]
-        limit = _roomy(left) if limit is None else limit
+        length = moves.keep.shape[1]
+        limit = _roomy(length) if limit is None else limit
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
-            smaller[:, :, :left] = self.contents.gather(2, spread(moves.keep))
+            smaller[:, :, :length] = self.contents.gather(2, spread(moves.keep))
             self.buffer, self.start, self._own = smaller, 0, True
         else:
             contents = self.contents
             contents.scatter_(2, spread(moves.to), contents.gather(2, spread(moves.source)))
-        self.length = left
+        self.length = length
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffer by a function of it, such as a choice of sequences."""

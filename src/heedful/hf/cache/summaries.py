@@ -106,20 +106,20 @@ class SummaryCache(AttentionCache):
             return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
         before = self._state
         new = self._group_tokens(layer, q, k, v, visibility, inputs)
-        grown, groups, summaries = self._grown(layer, before, new, visibility, inputs)
+        after, groups, summaries = self._appended(layer, before, new, visibility, inputs)
         if before is None and layer.learns_groups and layer.training:
             # Whole sequences in training, with transformers' default cache: losses hear of them.
             out = layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
         else:
             out = layer.attend(
-                q, grown.keys, grown.values, groups, summaries, scale=scale,
+                q, after.keys, after.values, groups, summaries, scale=scale,
                 visibility=visibility.part(groups.first, self.counters.total),
             )  # fmt: skip
         if self.record_past:
             self._record(before, new, visibility, inputs)
-        self._state = grown.without_far(groups.first)
+        self._state = after.without_far(groups.first)
         self.counters.pending = 0
-        self._measure(copied=nbytes_of([grown.keys, grown.values]))
+        self._measure(copied=nbytes_of([after.keys, after.values]))
         if self._leaves:
             self.offload()
         return out
@@ -147,7 +147,7 @@ class SummaryCache(AttentionCache):
             None if positions is None else positions.expand(len(k), -1),
         )  # fmt: skip
 
-    def _grown(
+    def _appended(
         self,
         layer: Layer,
         state: SummaryState | None,
@@ -169,7 +169,7 @@ class SummaryCache(AttentionCache):
         queries = newest = None
         if sums.q is not None:
             queries, newest = _queries(state, sums.q, entry)
-        grown = SummaryState(
+        after = SummaryState(
             entry.after,
             torch.cat([state.keys, new.keys], dim=2),
             torch.cat([state.values, new.values], dim=2),
@@ -179,7 +179,7 @@ class SummaryCache(AttentionCache):
             newest,
         )
         summaries = Summaries(group_keys[:, :, :count], group_values[:, :, :count], queries)
-        return grown, entry.groups, summaries
+        return after, entry.groups, summaries
 
     def _entry(
         self,
@@ -235,9 +235,9 @@ class SummaryCache(AttentionCache):
         self._state = undo.state
         if anew:
             visibility = undo.visibility.part(0, self.counters.total)
-            left = undo.tokens.part(0, undo.tokens.count - count)
-            grown, groups, _ = self._grown(layer, undo.state, left, visibility, undo.inputs)
-            self._state = grown.without_far(groups.first)
+            remaining = undo.tokens.part(0, undo.tokens.count - count)
+            after, groups, _ = self._appended(layer, undo.state, remaining, visibility, undo.inputs)
+            self._state = after.without_far(groups.first)
 
     # Batches, devices, bytes.
 

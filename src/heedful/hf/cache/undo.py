@@ -15,7 +15,7 @@ class LastCall(NamedTuple):
     """The arguments of one call of attention.
 
     queries: of the new tokens; `None` once the call is recorded.
-    visibility: who sees whom among all tokens so far.
+    visibility: which keys each query sees, among all tokens so far.
     scale, inputs: for the layer; `inputs.state` is the running state before these tokens.
     """
 

@@ -119,11 +119,11 @@ class ForgetCall(NamedTuple):
             setattr(cache, _PACKED, True)
 
 
-def require(holds: Tensor, message: str) -> None:
+def require(condition: Tensor, message: str) -> None:
     """Raise unless this holds; a compiled or exported model raises when it runs."""
-    if is_tracing(holds):
-        torch._assert_async(holds, message)
-    elif not bool(holds):
+    if is_tracing(condition):
+        torch._assert_async(condition, message)
+    elif not bool(condition):
         raise ValueError(message)
 
 

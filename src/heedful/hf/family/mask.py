@@ -41,7 +41,7 @@ class AttentionContext(NamedTuple):
     It goes the way of the mask, through the family's own code, so that a layer that is computed
     again in the backward pass gets the same.
 
-    visibility: who sees whom; `None` where the family hands over no mask.
+    visibility: which keys each query sees; `None` where the family passes no mask.
     token_ids, positions: of the tokens of this call.
     keys: how many keys the visibility is about.
     target: which tokens so far of a decoder's sequence are not padding.
@@ -107,9 +107,9 @@ def visibility_for(
     if constant is not None and (form := _window_of(constant, causal=not both_ways)) is not None:
         return Visibility(not both_ways, form.window, documents=packed, padding=padding)
     if constant is None and packed is None and not is_tracing():
-        left = _left_padding(mask_function, local_size)
-        if left is not None:
-            chunks = _chunks(left, local_size, kv_offset, kv_length)
+        padding_length = _left_padding(mask_function, local_size)
+        if padding_length is not None:
+            chunks = _chunks(padding_length, local_size, kv_offset, kv_length)
             return Visibility(window=local_size, documents=chunks, padding=padding)
     probe = MaskProbe(mask_function, use_vmap, batch_size, kv_offset, kv_length, device)
     if both_ways:

@@ -248,11 +248,11 @@ def _obstacle_in_source(kind: type) -> str | None:
             continue
         if node.func.id != "attention_interface":
             continue
-        named = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        mask = named.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        mask = keywords.get("attention_mask", node.args[4] if len(node.args) > 4 else None)
         if mask is not None and ast.unparse(mask) not in masks:
             return f"it makes its own attention mask ({ast.unparse(mask)})"
-        if unknown := sorted(named.keys() - _PASSED):
+        if unknown := sorted(keywords.keys() - _PASSED):
             return f"it passes {', '.join(unknown)} to its attention, which is not supported"
     return None
 

@@ -45,12 +45,12 @@ class Call(NamedTuple):
     cache: LayerCache | None = None
 
     def tokens(self, layer: Layer, part: str, x: Tensor, took: Tensor | None = None) -> Tokens:
-        """What the layer is told of the tokens of `x`; the cache keeps the newest of them."""
+        """What the layer knows about the tokens of `x`; the cache keeps the newest of them."""
         if not layer.past_inputs:
             return Tokens(input=took)
         past = None if self.cache is None else self.cache.newest(part, x)
-        known = x.shape[1] + (0 if past is None else past.shape[1])
-        segments = None if self.segments is None else self.segments[:, -known:]
+        count = x.shape[1] + (0 if past is None else past.shape[1])
+        segments = None if self.segments is None else self.segments[:, -count:]
         return Tokens(took, past, segments)
 
 

@@ -1,4 +1,4 @@
-"""A family's rotary embedding, to be used at positions of one's own.
+"""A family's rotary embedding, to be used at any positions.
 
 A family is asked, not known: its attention is run on one vector at two positions, and what its own
 functions make of the first must be the second. A family that rotates in another way is refused.

@@ -1,4 +1,4 @@
-"""A few new queries against many keys, as cached decoding asks for: dense over the few rows.
+"""A few new queries against many keys, as in cached decoding: dense over the few rows.
 
 Memory is linear in the number of keys all the same, and keys and values are read where they lie,
 once for every group of query heads: nothing is copied, spread or widened on the way.

@@ -50,14 +50,14 @@ def differential_attention(
         lam: weight of the second map, one number for all pairs `[]` or one per pair `[P]`.
         bias: $b$, added to the logits, `[1 or B, 1 or 2P, Tq, Tk]`. It has a gradient.
         softcap: the largest size of a logit of either map, before the bias; `None` caps nothing.
-        sinks: a logit per head `[2P]` in its softmax's sum alone, neither capped nor biased: what
-            goes there is given to no token. It has a gradient.
+        sinks: a logit per head `[2P]` in its softmax's sum alone, neither capped nor biased: the
+            weight that it takes goes to no token. It has a gradient.
         dropout_p: the share of the map's entries that are dropped, in training; the others are
-            divided by 1 - p. Each of the two
-            maps is dropped by itself, before the difference, as in transformers' DiffLlama.
+            divided by 1 - p. Entries of the two maps are dropped independently, before the
+            difference, as in transformers' DiffLlama.
         seed: of dropout: a number, or a tensor [] of one, that alone decides which entries are
             dropped, in every implementation; `None` draws one from torch's generator.
-        visibility: who sees whom; `None` is causal. Padded queries get zeros.
+        visibility: which keys each query sees; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
 

@@ -59,19 +59,19 @@ def grouped_attention(
         q: queries `[B, H, Tq, D]`, the last `Tq` of the `Tk` tokens.
         k, v: keys `[B, Hk, Tk, D]` and values `[B, Hk, Tk, Dv]`; `Hk` divides `H` (GQA).
         groups: memberships of the `Tk` tokens.
-        summaries: keys and values of the groups, and queries where groups ask instead of tokens;
+        summaries: keys and values of the groups, and queries where groups attend instead of tokens;
             default: the means of `k` and `v`. See `summarise`.
-        query_groups: the groups of the queries, in a cross-attention where groups ask.
+        query_groups: the groups of the queries, in a cross-attention with group queries.
         window: from how many tokens on a complete group is seen by its summary, at least 1.
         beta: factor on the logarithm of a group's size, one number or one per head.
         local: `False` sees no token but the query's own (an ablation: earlier ones of open groups
             and of the window are lost).
-        bias: what is added to the logits of tokens, `[1 or B, 1 or H, Tq, Tk]`; a summary's is the
-            mean of its members', by their shares. Where tokens ask.
-        visibility: who sees whom; `None` is causal. Documents and padding must be those of the
-            groups. Under a window of the model's, a summary is seen while all its tokens are.
+        bias: added to the logits of tokens, `[1 or B, 1 or H, Tq, Tk]`; a summary's is the mean of
+            its members', by their shares. Not with group queries.
+        visibility: which keys each query sees; `None` is causal. Documents and padding must be
+            those of the groups. With a sliding window, a summary is seen while all its tokens are.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense), `"tiled"` (of the cost that the definition has) or
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (at the cost of the definition) or
             `"fused"` (FlexAttention, on a GPU; no `bias`).
 
     Returns:

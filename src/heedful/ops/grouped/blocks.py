@@ -32,7 +32,7 @@ class Operands(NamedTuple):
     """A call's tensors as its blocks take them.
 
     asking: the queries of the summaries' part: those of the tokens, or of units of rows.
-    unit: to which of them each row belongs; `None` where every row asks for itself.
+    unit: to which of them each row belongs; `None` where every row uses its own query.
     hard: every token belongs wholly to one group.
     """
 

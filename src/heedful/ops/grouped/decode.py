@@ -1,4 +1,4 @@
-"""Grouped attention of a few new queries, as cached decoding asks for: dense over the few rows."""
+"""Grouped attention of a few new queries, as in cached decoding: dense over the few rows."""
 
 import torch
 from jaxtyping import Float
@@ -40,10 +40,10 @@ def grouped_attention_few(
     else:
         uncovered = (index >= near[..., None]) & (index < after[..., None])
         whole = (uncovered | (index < 0)).all(-1) & (index >= 0).any(-1)
-        left = (uncovered * groups.weight[:, None].to(log_size.dtype)).sum(-1)
-        left = left.masked_fill(whole, 1)
-        here = here & (left > 0)
-        of_tokens.add_(left.where(here, 1).log()[:, None])
+        remainder = (uncovered * groups.weight[:, None].to(log_size.dtype)).sum(-1)
+        remainder = remainder.masked_fill(whole, 1)
+        here = here & (remainder > 0)
+        of_tokens.add_(remainder.where(here, 1).log()[:, None])
     rows = max(len(far), len(here))
     visible = torch.cat([far.expand(rows, -1, -1), here.expand(rows, -1, -1)], dim=-1)
     logits = torch.cat([of_groups, of_tokens], dim=-1)

@@ -73,7 +73,7 @@ class Groups:
 
     @property
     def members(self) -> "Members":
-        """The tokens of every group, for pooling; found once."""
+        """The tokens of every group, for pooling; computed once."""
         if torch.compiler.is_compiling():
             return self._find_members()
         if self._members is None:
@@ -201,6 +201,9 @@ def fixed_groups(
         visibility: documents and padding.
         device: where the result lies, if the visibility does not say.
 
+    Returns:
+        The memberships, for `grouped_attention`.
+
     Raises:
         ValueError: a size is no whole number of at least 1, or the visibility is of another length.
     """
@@ -236,6 +239,9 @@ def sliding_groups(
         tokens: T, tokens of a row.
         visibility: documents and padding.
         device: where the result lies, if the visibility does not say.
+
+    Returns:
+        The memberships, for `grouped_attention`.
 
     Raises:
         ValueError: a size is no whole number of at least 1, `stride` is above `span` (tokens
@@ -289,6 +295,9 @@ def sentence_groups(
             `longest` tokens are left.
         shortest, longest: tokens of a group.
         visibility: documents and padding.
+
+    Returns:
+        The memberships, for `grouped_attention`.
 
     Raises:
         ValueError: `closing` is empty or no token ids, a length does not fit.

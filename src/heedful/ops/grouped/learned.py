@@ -41,6 +41,9 @@ def cif_groups(
         longest: so many tokens at least fill a group.
         visibility: documents and padding.
 
+    Returns:
+        The memberships, for `grouped_attention`; gradients reach `alpha`.
+
     Raises:
         ValueError: `alpha` is not `[B, T]`, or outside of its bounds.
 
@@ -128,6 +131,9 @@ def slot_groups(
         temperature: $\tau$, above 0.
         rounds: how often the means are taken.
         visibility: documents and padding.
+
+    Returns:
+        The memberships, for `grouped_attention`.
 
     Raises:
         ValueError: `z` is not `[B, T, C]`, a number is out of range, more slots than tokens.

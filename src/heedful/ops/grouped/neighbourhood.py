@@ -177,11 +177,11 @@ def score_pairs(
     far = (reach.near - reach.first).clamp(min=0) + (reach.last - reach.after).clamp(min=0)
     index = groups.index[:, None]
     near, after = (x[..., None, None] for x in (reach.near, reach.after))
-    left = ((index >= near) & (index < after)).any(-1)
-    token = torch.arange(tokens, device=left.device)
-    left = left & (token >= reach.start[..., None]) & (token < reach.stop[..., None])
+    uncovered = ((index >= near) & (index < after)).any(-1)
+    token = torch.arange(tokens, device=uncovered.device)
+    uncovered = uncovered & (token >= reach.start[..., None]) & (token < reach.stop[..., None])
     if asking:
         same = torch.stack(torch.broadcast_tensors(*reach[:4], reach.asks), 1).diff(dim=2) == 0
         far = far.expand(len(same), -1).clone()
         far[:, 1:] *= ~same.all(1)
-    return far.sum(1) + left.flatten(1).sum(1)
+    return far.sum(1) + uncovered.flatten(1).sum(1)

@@ -44,10 +44,10 @@ def grouped_attention_reference(
 
     # r_i(t): what no visible summary holds of token i; one where none holds any of it.
     covered = published.to(a.dtype) @ (a > 0).to(a.dtype).mT[:, None] > 0
-    left = torch.where(
+    remainder = torch.where(
         covered, (~published).to(a.dtype) @ a.mT[:, None], (a.sum(-1) > 0)[:, None, None]
     )
-    near = visibility.dense(queries, keys, q.device)[:, None] & (left > 0)
+    near = visibility.dense(queries, keys, q.device)[:, None] & (remainder > 0)
     if visibility.queries is not None:
         near = torch.zeros_like(near)  # of the source there are no tokens one by one
     elif not local:
@@ -55,7 +55,7 @@ def grouped_attention_reference(
         near = near & (token == token[keys - queries :, None])
     t = (q @ k.repeat_interleave(shared, dim=1).mT * scale).to(log_size.dtype)
     t = t if bias is None else t + bias
-    t = (t + left.where(near, 1).log()).masked_fill(~near, float("-inf"))
+    t = (t + remainder.where(near, 1).log()).masked_fill(~near, float("-inf"))
 
     logits = torch.cat([s, t], dim=-1)
     blind = logits.isneginf().all(-1, keepdim=True)

@@ -18,11 +18,11 @@ from heedful.ops.grouped.groups import Groups
 
 
 class Summaries(NamedTuple):
-    """One key and one value per group, and one query where groups are to ask.
+    """One key and one value per group, and one query where groups attend.
 
     k: `[B, Hk, M, D]`, rotated to the group's place where the model rotates.
     v: `[B, Hk, M, Dv]`.
-    q: `[B, H, M, D]`; `None` where tokens ask.
+    q: `[B, H, M, D]`; `None` with token queries.
     """
 
     k: Float[Tensor, "#B Hk M D"]
@@ -88,11 +88,11 @@ def summarise(
     $$ \bar k_j = \sum_i w_{ij} k_i, \qquad
        w_{ij} = A_{ij} e^{z_i} / \sum_i A_{ij} e^{z_i} $$
 
-    and the same for values, and for queries where groups are to ask.
+    and the same for values, and for queries with group queries.
 
     Arguments:
-        k, v: keys and values, before the rotary embedding where there is one: rotating first would
-            wipe out what turns fast.
+        k, v: keys and values, `[B, Hk, T, D]` and `[B, Hk, T, Dv]`, before the rotary embedding
+            where there is one: means of rotated keys would lose the fast frequencies.
         groups: the memberships A.
         logits: z, one number per key head and token, or one per channel too; `None` is the mean.
         q: queries; pooled by the weights of their key head.
@@ -161,5 +161,5 @@ def member_attention(
     logits = logits + share.where(there, 1).log()[..., None, :]
     logits = logits.masked_fill(~there[..., None, :], float("-inf"))
     logits = logits.masked_fill(~there.any(-1)[..., None, None], 0)
-    taken = logits.softmax(-1).to(v.dtype) @ v - v
-    return taken.masked_fill(~there[..., None], 0)
+    received = logits.softmax(-1).to(v.dtype) @ v - v
+    return received.masked_fill(~there[..., None], 0)

@@ -162,14 +162,14 @@ def _token_logits(
     at = torch.arange(cut.start, cut.stop, device=logits.device)
     start, stop = (y[..., None] for y in x.reach[:, 4:6, rows].unbind(1))
     inside = (at >= start) & (at < stop)
-    left = None
+    remainder = None
     if x.hard:
         inside = inside & (x.index[:, None, cut, 0] >= 0)
     else:
-        left = _left(x, rows, cut)
-        inside = inside & (left > 0)
-        logits.add_(left.where(inside, 1).log()[:, None])
-    return logits.masked_fill_(~inside[:, None], float("-inf")), left
+        remainder = _remainder(x, rows, cut)
+        inside = inside & (remainder > 0)
+        logits.add_(remainder.where(inside, 1).log()[:, None])
+    return logits.masked_fill_(~inside[:, None], float("-inf")), remainder
 
 
 def _uncovered(x: Operands, rows: slice, cut: slice) -> Bool[Tensor, "B R C S"]:
@@ -179,7 +179,7 @@ def _uncovered(x: Operands, rows: slice, cut: slice) -> Bool[Tensor, "B R C S"]:
     return (index >= near) & (index < after)
 
 
-def _left(x: Operands, rows: slice, cut: slice) -> Float[Tensor, "B R C"]:
+def _remainder(x: Operands, rows: slice, cut: slice) -> Float[Tensor, "B R C"]:
     """r_i(t), the share of each token that no visible summary holds.
 
     Of a token of which none is, it is one, and not a sum that may depend on what comes later.
@@ -229,9 +229,9 @@ class _Back(NamedTuple):
     ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R C"]]:
         """Weights, in the place of the logits, and the logits' gradient."""
         weights = _exp_(logits.sub_(self.lse))
-        taken = product(_rows_by_key_head(self.grad, v.shape[1]), v.mT)
-        taken = taken.unflatten(2, (-1, logits.shape[2])).flatten(1, 2)
-        return weights, taken.sub_(self.delta).mul_(weights)
+        gradient = product(_rows_by_key_head(self.grad, v.shape[1]), v.mT)
+        gradient = gradient.unflatten(2, (-1, logits.shape[2])).flatten(1, 2)
+        return weights, gradient.sub_(self.delta).mul_(weights)
 
     def for_units(self, logits: Tensor, own: Int[Tensor, " R"]) -> "_Back":
         """Of rows that ask as one: each row's weights are the unit's times a factor of its own."""
@@ -276,13 +276,13 @@ def _groups_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> N
 
 def _tokens_backward(x: Operands, block: Block, back: _Back, to: Gradients) -> None:
     rows, cut = (slice(r.start, r.stop) for r in (block.rows, block.tokens))
-    logits, left = _token_logits(x, block)
+    logits, remainder = _token_logits(x, block)
     weights, dlogits = back.of(logits, x.v[:, :, cut])
     _add_to(to.v[:, :, cut], weights, back.grad)
-    if left is not None:
-        dleft = dlogits.sum(1) / left.where(left > 0, 1)
-        dleft = dleft.masked_fill(left == 1, 0)
-        dweight = (_uncovered(x, rows, cut) * dleft[..., None]).sum(1)
+    if remainder is not None:
+        dremainder = dlogits.sum(1) / remainder.where(remainder > 0, 1)
+        dremainder = dremainder.masked_fill(remainder == 1, 0)
+        dweight = (_uncovered(x, rows, cut) * dremainder[..., None]).sum(1)
         to.weight[:, cut] += dweight if len(to.weight) > 1 else dweight.sum(0, keepdim=True)
     if to.bias is not None:
         part = to.bias[:, :, rows, cut]

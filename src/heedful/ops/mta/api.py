@@ -63,23 +63,23 @@ def multi_token_attention(
         post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.
         mix, post_mix: head mixing before / after the softmax, indexed `[group, out, in]` over
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
-        bias: $b$, added to the logits that enter the softmax, `[1 or B, 1 or H, Tq, Tk]`: a
-            relative position bias, say. It has a gradient.
+        bias: $b$, added to the logits that enter the softmax, `[1 or B, 1 or H, Tq, Tk]`, such as a
+            relative position bias. It has a gradient.
         softcap: the largest size of a logit, which approaches it as c tanh(x / c); the bias is
             added after it. For families such as Gemma 2; `None` caps nothing.
-        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor biased: what
-            goes there is given to no token. For families such as GPT-OSS. It has a gradient.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor biased: the
+            weight that it takes goes to no token. For families such as GPT-OSS. It has a gradient.
         two_sided: for encoders: kernels are centred over queries as they are over keys. The middle
             row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
             above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
             that is not causal, as later queries are read.
         dropout_p: the share of the map's entries that are dropped, in training; the others are
-            divided by 1 - p. It acts on the map that
-            multiplies the values, after the second convolution and mixing, as in the authors' code
-            and in CaiT's talking heads (Touvron et al., arXiv 2103.17239).
+            divided by 1 - p. It acts on the map that multiplies the values, after the second
+            convolution and mixing, as in the authors' code and in CaiT's talking heads (Touvron et
+            al., arXiv 2103.17239).
         seed: of dropout: a number, or a tensor [] of one, that alone decides which entries are
             dropped, in every implementation; `None` draws one from torch's generator.
-        visibility: who sees whom; `None` is causal. Padded queries get zeros.
+        visibility: which keys each query sees; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
 

@@ -81,18 +81,18 @@ def selective_attention(
         state: F at the first query for the first `Ts <= Tk` keys, from an earlier call.
         tau: cap of F in `memory`; `None` computes none.
         protect_first: `False` lets first tokens be hidden (an ablation of the paper).
-        bias: $b$, added to the logits, `[1 or B, 1 or H, Tq, Tk]`; it has a gradient. What selects
-            does not see it.
-        softcap: the largest size of a logit, before bias and F; `None` caps nothing. What selects
-            is not capped.
-        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor hidden: what
-            goes there is given to no token. It has a gradient.
+        bias: $b$, added to the logits, `[1 or B, 1 or H, Tq, Tk]`; it has a gradient. The
+            selector's logits are without it.
+        softcap: the largest size of a logit, before bias and F; `None` caps nothing. The selector's
+            logits are not capped.
+        sinks: a logit per head `[H]` in the softmax's sum alone, neither capped nor hidden: the
+            weight that it takes goes to no token. It has a gradient.
         dropout_p: the share of the map's entries that are dropped, in training; the others are
-            divided by 1 - p. It acts on the
-            probabilities; what is hidden, and the memory, are counted without it.
+            divided by 1 - p. It acts on the probabilities; F and the memory are computed without
+            it.
         seed: of dropout: a number, or a tensor [] of one, that alone decides which entries are
             dropped, in every implementation; `None` draws one from torch's generator.
-        visibility: who sees whom; `None` is causal. Must be causal.
+        visibility: which keys each query sees; must be causal, as `None` is.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
 

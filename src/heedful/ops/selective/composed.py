@@ -16,7 +16,7 @@ from heedful.ops.common.tiles import Hidden
 
 ALIGNMENT = 32  # rows to which the kernel fills up its sums, with infinity
 _HIDDEN = -1e30  # finite, as a row of -inf is NaN; to its power e is zero beside any logit
-_BIAS_COLUMNS = 16  # to a multiple of which the kernel wants a row of the bias in memory
+_BIAS_COLUMNS = 16  # to a multiple of which the kernel needs a row of the bias in memory
 
 
 class Bias(NamedTuple):

@@ -16,12 +16,12 @@ class RunningTotal:
         self.pair = pair
 
     def add(self, x: Float[Tensor, "B Hs C"], cut: slice) -> None:
-        """Adds to the keys in `cut`; `taken` is exactly what rounding takes (Knuth's two-sum)."""
+        """Adds to the keys in `cut`; `error` is exactly what rounding takes (Knuth's two-sum)."""
         total, rest = self.pair[..., cut]
         more = total + x
         added = more - total
-        taken = (total - (more - added)) + (x - added)
-        rest += taken
+        error = (total - (more - added)) + (x - added)
+        rest += error
         total.copy_(more)
 
     def rounded(self, cut: slice = slice(None)) -> Float[Tensor, "B Hs C"]:

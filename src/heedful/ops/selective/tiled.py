@@ -128,7 +128,7 @@ def operands(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
     window, scale, softcap, dropout_p,
 ) -> Operands:  # fmt: skip
-    """The call's tensors as its blocks take them, and who sees whom.
+    """The call's tensors as its blocks take them, and its visibility.
 
     Keys that nobody hides are zero in `selector_k`, and so is what they select.
     """
@@ -334,8 +334,8 @@ def attend_backward(
         df = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else widen(dlogits)
         df = df.neg_() if df is not dlogits else -df
         if tau is not None:
-            counted = block.hidden.fill(f <= tau, False)
-            df += counted * (grad_memory[:, None, rows, None] / selectors)
+            unclipped = block.hidden.fill(f <= tau, False)
+            df += unclipped * (grad_memory[:, None, rows, None] / selectors)
         ds = below(df, later[:, :, cut], x.scope.cpu)
         # At zero the slope of the ReLU is one, as in reference.py.
         ds = block.only_active(ds.mul_(block.logits >= 0))

@@ -185,7 +185,7 @@ class TritonSteps(TileSteps):
         )  # fmt: skip
 
     def _inside(self, kernel: Tensor) -> dict[str, Any]:
-        """What a convolution is told about itself; padding alone does not cut it."""
+        """The options of a convolution's kernel; padding alone does not cut it."""
         _, rows, columns = kernel.shape
         documents = self.scope.sight.documents
         return self._tokens | {"R": rows, "C": columns, "SEGMENTS": documents}

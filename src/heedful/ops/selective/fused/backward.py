@@ -223,11 +223,11 @@ def _memory_gradient(
     f = tile_f(hiding, base, scale, like, TRANSPOSED)
     per_query = tl.load(grad_memory + batch * queries + row, mask=row < queries, other=0.0)
     per_query = per_query[None, :] if TRANSPOSED else per_query[:, None]
-    counted = tl.where(f <= tau, per_query, 0.0)
+    gradient = tl.where(f <= tau, per_query, 0.0)
     if not clear:
         visible = tile_visible(i, j, segments, row_stride, batch, keys, WINDOW, TRANSPOSED)
-        counted = tl.where(visible, counted, 0.0)
-    return counted
+        gradient = tl.where(visible, gradient, 0.0)
+    return gradient
 
 
 @triton.jit
@@ -272,12 +272,12 @@ def selector_key_gradients_kernel(
         if tau is not None:
             base_at = query_block.to(tl.int64) * STEPS * keys + j
             base = tl.load(bases + base_at, mask=j < keys, other=0.0)
-            counted = _memory_gradient(
+            memory_gradient = _memory_gradient(
                 hiding, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
                 row_stride, batch, queries, keys, WINDOW, True,
             )  # fmt: skip
-            ds += sum_later(counted, sel_q, True)
-            df += tl.sum(counted, 1)
+            ds += sum_later(memory_gradient, sel_q, True)
+            df += tl.sum(memory_gradient, 1)
         ds = tl.where(hiding >= 0, ds, 0.0)
         dsel_k = matmul(ds.to(sel_q.dtype), sel_q, dsel_k)
     tl.store(dstate + selector * keys + j, df, mask=j < keys)
@@ -313,11 +313,11 @@ def selector_query_gradients_kernel(
         ds = tl.zeros((ROWS, COLUMNS), tl.float32) + df[None, :]
         if tau is not None:
             base = tl.load(bases + j, mask=j < keys, other=0.0)
-            counted = _memory_gradient(
+            memory_gradient = _memory_gradient(
                 hiding, base, tau, scale, sel_q, grad_memory, row, i, j, clear, segments,
                 row_stride, batch, queries, keys, WINDOW, False,
             )  # fmt: skip
-            ds += sum_later(counted, sel_q, False)
+            ds += sum_later(memory_gradient, sel_q, False)
         ds = tl.where(hiding >= 0, ds, 0.0)
         dsel_q = matmul(ds.to(sel_k.dtype), sel_k, dsel_q)
     part = selector * (chunks + 1) + chunks

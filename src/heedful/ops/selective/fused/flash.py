@@ -1,4 +1,4 @@
-"""Selective attention in Triton: what the GPU kernels are told and visit, the operators."""
+"""Selective attention in Triton: the GPU kernels' options and tiles, the operators."""
 
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ def selective_attention_fused(
 
 
 class SelectorCall:
-    """The selectors of a call and who sees whom, as the kernels take them."""
+    """The selectors and the visibility of a call, as the kernels take them."""
 
     def __init__(self, selector_q, selector_k, segments, first, window, scale) -> None:
         self.batch, self.selectors, self.queries, dim = selector_q.shape
