@@ -24,7 +24,8 @@ def device_blocks(monkeypatch):
     monkeypatch.setattr(tiles, "ROWS_ON_DEVICE", 24)
     monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_ON_DEVICE", 12)
     monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
-    monkeypatch.setattr(precision, "_product", lambda a, b: precision.widen(a) @ precision.widen(b))
+    widen = precision.widen
+    monkeypatch.setattr(precision, "_product", lambda a, b: widen(a) @ widen(b))
 
 
 def run_by(mechanism, impl: str, visibility=None, **options):

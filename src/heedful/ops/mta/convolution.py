@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common import tiles
-from heedful.ops.common.precision import operand, product, scores
+from heedful.ops.common.precision import add_product_, operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
 _HEADS = 4  # whose windows are laid out at a time
@@ -81,6 +81,17 @@ class TileSteps:
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return product(a, b)
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """`out += a @ b`; on a CPU a part of a larger `out` is no place for a product."""
+        if self.scope.cpu:
+            out.add_(self.product(a, b))
+        else:
+            add_product_(out, a, b)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """A tile as products with operands take it, for more than one of these."""
+        return x if self._narrow is None or self._narrow.itemsize > x.itemsize else x.to(self._narrow)
 
     def tile(self, a: Tensor, b: Tensor) -> Tensor:
         """A product of operands that is a tile; it stands until the next one is made."""

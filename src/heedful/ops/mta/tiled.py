@@ -174,7 +174,7 @@ def attend(
             a = steps.mix(a, x.parameters.post_mix)
         if (factor := x.dropout_factor(block)) is not None:
             a = factor.mul_(a)
-        out[:, :, _cut(block.write)].add_(steps.product(a, x.v[:, :, block.keys]))
+        steps.add_product(out[:, :, _cut(block.write)], a, x.v[:, :, block.keys])
         del p, a, factor  # before the next block's
     return out
 
@@ -270,9 +270,9 @@ def attend_backward(
         del block_map  # the gradient of a kernel takes more memory than any other step
         if z is not None:
             d = _before_softmax_backward(d, z, x, steps, block, sums)
-        read = _cut(block.read)
-        dq[:, :, read].add_(steps.product(d, x.k[:, :, block.keys]))
-        dk[..., block.keys].add_(steps.product(x.q[:, :, read].mT, d))
+        read, d = _cut(block.read), steps.narrowed(d)
+        steps.add_product(dq[:, :, read], d, x.k[:, :, block.keys])
+        steps.add_product(dk[..., block.keys], x.q[:, :, read].mT, d)
         del z, d
     if x.scale != 1.0:
         dq.mul_(x.scale), dk.mul_(x.scale)
@@ -293,7 +293,7 @@ def _after_softmax_backward(
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)
     mixed = mixed if factor is None else mixed * factor
-    dv[..., block.keys].add_(steps.product(out_grad.mT, mixed))
+    steps.add_product(dv[..., block.keys], out_grad.mT, mixed)
     del mixed
     d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
     if factor is not None:

@@ -92,6 +92,9 @@ class TritonSteps(TileSteps):
             return flat.unflatten(0, a.shape[:2])
         return widen(a) @ widen(b)
 
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        out.add_(self.product(a, b))
+
     def tile(self, a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
