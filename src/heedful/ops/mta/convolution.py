@@ -211,7 +211,7 @@ def convolve_backward(
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `convolve` in `x` and `kernel`; on a device of products in `narrow`."""
     if documents is None and not tiles.is_cpu(x.device):
-        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, below, narrow or x.dtype)
+        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, narrow or x.dtype)
     else:
         dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
     heads, rows, columns = kernel.shape
@@ -281,7 +281,6 @@ def _kernel_gradient_in_patches(
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
     above: int,
-    below: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "H cq ck"]:
     """The same by one product per map, for a device, where bytes and launches cost more than sums.
@@ -290,15 +289,12 @@ def _kernel_gradient_in_patches(
     sums over equal distances, down and across, are the gradient.
     """
     heads, rows, columns = kernel.shape
-    outputs, width = grad.shape[2:]
     tall, wide = _PATCH_ROWS + rows - 1, -(-(columns + 15) // 32) * 32
     few = wide - columns + 1
-    down, across = -outputs % _PATCH_ROWS, -width % few
-    grad = pad(grad.to(dtype), (0, across, 0, down))
-    aside = (columns // 2, columns // 2 + across)
-    x = pad(x.to(dtype), (*aside, above, below + down))
-    patches = grad.unflatten(3, (-1, few)).unflatten(2, (-1, _PATCH_ROWS)).transpose(3, 4)
-    around = x.unfold(2, tall, _PATCH_ROWS).unfold(3, wide, few)
+    step = _PATCH_ROWS, few
+    count = tuple(-(-n // s) for n, s in zip(grad.shape[2:], step, strict=True))
+    patches = _windows(grad, count, step, step, (0, 0), dtype)
+    around = _windows(x, count, (tall, wide), step, (above, columns // 2), dtype)
     patches, around = (t.flatten(2, 3).flatten(3) for t in (patches, around))
     pairs = product(patches.mT, around).sum(0).contiguous()
     # Entry (r, c, a, t) of this view is row a + r, column t + c beside row a, column t of a patch.
@@ -308,6 +304,49 @@ def _kernel_gradient_in_patches(
         (pairs.stride(0), wide, 1, few * size + wide, size + 1),
     )
     return view.sum((3, 4))
+
+
+def _windows(
+    x: Float[Tensor, "B H M C"],
+    count: tuple[int, int],
+    size: tuple[int, int],
+    step: tuple[int, int],
+    before: tuple[int, int],
+    dtype: torch.dtype,
+) -> Float[Tensor, "B H down across height width"]:
+    """Windows of the tile from so many zeros before it, each `step` from the last, in `dtype`.
+
+    The tile is read once: windows within it are copied as they are, and only the strips of those at
+    its edges are padded.
+    """
+    out = x.new_empty(*x.shape[:2], *count, *size, dtype=dtype)
+    (top, bottom), (left, right) = (
+        (first := min(n, -(-zeros // s)), max(first, min(n, (length + zeros - whole) // s + 1)))
+        for n, whole, s, zeros, length in zip(count, size, step, before, x.shape[2:], strict=True)
+    )
+    down, across = count
+    for parts in (
+        ((top, bottom), (left, right)),
+        ((0, top), (0, across)),
+        ((bottom, down), (0, across)),
+        ((top, bottom), (0, left)),
+        ((top, bottom), (right, across)),
+    ):
+        if any(first == end for first, end in parts):
+            continue
+        cuts, zeros = [], []
+        for axis, (first, end) in enumerate(parts):
+            start = first * step[axis] - before[axis]
+            stop = (end - 1) * step[axis] - before[axis] + size[axis]
+            cuts.append(slice(max(0, start), stop))
+            zeros.append((max(0, -start), max(0, stop - x.shape[2 + axis])))
+        part = x[:, :, cuts[0], cuts[1]]
+        if zeros != [(0, 0), (0, 0)]:
+            part = pad(part, (*zeros[1], *zeros[0]))
+        part = part.unfold(2, size[0], step[0]).unfold(3, size[1], step[1])
+        (rows, columns) = (slice(*x) for x in parts)
+        out[:, :, rows, columns].copy_(part)
+    return out
 
 
 def mix(
