@@ -221,7 +221,7 @@ def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], In
 class Hidden(NamedTuple):
     """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others.
 
-    Rows may be `blind`, that is see nothing, unless distances alone decide: all see themselves then.
+    Rows may be `blind`, that is see nothing. Where distances alone decide all see themselves.
     """
 
     clear: int

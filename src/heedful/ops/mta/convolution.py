@@ -91,10 +91,24 @@ class TileSteps:
 
     def narrowed(self, x: Tensor) -> Tensor:
         """A tile as products with operands take it, for more than one of these."""
-        return x if self._narrow is None or self._narrow.itemsize > x.itemsize else x.to(self._narrow)
+        narrow = self._narrow is not None and self._narrow.itemsize < x.itemsize
+        return x.to(self._narrow) if narrow else x
 
-    def tile(self, a: Tensor, b: Tensor) -> Tensor:
-        """A product of operands that is a tile; it stands until the next one is made."""
+    def behind(self, p: Tensor) -> Tensor:
+        """The map as what follows the softmax takes it.
+
+        On a device rounded there, and not only for the product with V: half the bytes.
+        """
+        return p if self.scope.cpu else self.narrowed(p)
+
+    def tile(self, a: Tensor, b: Tensor, *, mixed: bool = False) -> Tensor:
+        """A product of operands that is a tile; it stands until the next one is made.
+
+        On a device it has their precision if it is `mixed` next, as the product that does so takes
+        it.
+        """
+        if mixed and not self.scope.cpu:
+            return a @ b
         return scores(a, b.mT, 1.0, self._room("tile", a, b.shape[3]))
 
     def scores(self, q: Tensor, k: Tensor, scale: float, *, last: bool) -> Tensor:
@@ -123,23 +137,32 @@ class TileSteps:
     ) -> Tensor:
         """`rows` are the tokens of the result."""
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
-        return convolve(x, kernel, above, below, documents, before)
+        return convolve(x, kernel.to(x.dtype), above, below, documents, before)
 
     def convolve_backward(
-        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
-    ) -> tuple[Tensor, Tensor]:
+        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *,
+        last: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients in `x` and `kernel`; with `last` the first meets nothing but products."""
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
+        if documents is not None:
+            x = x.to(grad.dtype)
+        elif last and not self.scope.cpu:
+            grad = self.narrowed(grad)
         return convolve_backward(grad, x, kernel, above, below, documents, before, self._narrow)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
-        return mix(x, weights, self._mixed(x, last))
+        return mix(x, weights.to(x.dtype), self._mixed(x, last))
 
     def mix_backward(
         self, grad: Tensor, x: Tensor, weights: Tensor, *, last: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Gradients in `x`, where `mix` of the same `last` has put its result, and in `weights`."""
         dweights = mix_weights_gradient(grad, x, weights)
+        if grad.dtype != weights.dtype:
+            turned = weights.mT.expand(len(grad), -1, -1, -1)
+            return product(turned, grouped(grad, weights)).reshape(grad.shape), dweights
         return mix(grad, weights.mT, self._mixed(x, last)), dweights
 
     def _mixed(self, x: Tensor, last: bool) -> Tensor | None:
@@ -217,7 +240,7 @@ def convolve_backward(
     heads, rows, columns = kernel.shape
     inside = slice(above, above + x.shape[2])
     if documents is None:
-        turned, known = kernel.flip(1, 2)[:, None], min(above, below)
+        turned, known = kernel.to(grad.dtype).flip(1, 2)[:, None], min(above, below)
         padding = (rows - 1 - known, columns // 2)
         dx = _conv2d(grad, turned, padding)
         return dx[:, :, above - known : above - known + x.shape[2]].contiguous(), dkernel
@@ -369,11 +392,11 @@ def mix_weights_gradient(
     """Gradient of `mix` in `weights`."""
     if not tiles.is_cpu(x.device) and len(weights) == 1:
         # A batch of rows, as one product over all entries would leave most of a device idle.
-        parts = grad.new_empty(*grad.shape[:1], grad.shape[2], *weights.shape[1:])
-        for g, y, part in zip(grad, x, parts, strict=True):
-            torch.bmm(g.transpose(0, 1), y.permute(1, 2, 0), out=part)
-        return parts.sum((0, 1))[None]
-    return torch.matmul(grouped(grad, weights), grouped(x, weights).mT).sum(0)
+        parts = [
+            product(g.transpose(0, 1), y.permute(1, 2, 0)) for g, y in zip(grad, x, strict=True)
+        ]
+        return torch.stack(parts).sum((0, 1))[None]
+    return product(grouped(grad, weights), grouped(x, weights).mT).sum(0)
 
 
 def grouped(x: Tensor, weights: Tensor) -> Tensor:

@@ -169,6 +169,7 @@ def attend(
             p = _probabilities(x, steps, block).p
         else:
             p = _wide_probabilities(x, steps, block, wide)
+        p = steps.behind(p)
         a = _convolved(p, x, steps, block)
         if x.parameters.post_mix is not None:
             a = steps.mix(a, x.parameters.post_mix)
@@ -288,14 +289,14 @@ def _after_softmax_backward(
     The peak of memory is made of tiles: each goes as soon as it has been read.
     """
     _, post_conv, _, post_mix = x.parameters
-    out_grad = grad[:, :, _cut(block.write)]
+    out_grad, p = grad[:, :, _cut(block.write)], steps.behind(p)
     a = _convolved(p, x, steps, block)
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)
     mixed = mixed if factor is None else mixed * factor
     steps.add_product(dv[..., block.keys], out_grad.mT, mixed)
     del mixed
-    d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
+    d = steps.tile(out_grad, x.v[:, :, block.keys].mT, mixed=post_mix is not None)  # dA
     if factor is not None:
         d.mul_(factor)
         del factor
@@ -316,7 +317,7 @@ def _before_softmax_backward(
 ) -> Tensor:
     """dS of the block from the gradient of its convolution; adds its share of the kernel's."""
     owned = block.tokens(block.rows)
-    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned)
+    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned, last=True)
     sums.conv.add_(dkernel)
     return steps.blank(d, block.tokens(block.read), block.columns)
 
