@@ -330,7 +330,8 @@ def finished(grads: list[Tensor], like: Tensor) -> Tensor:
 
     A list, so that nothing holds a gradient any more when the next one is copied.
     """
-    return gather_heads(grads.pop(0), like.shape[1]).to(like.dtype).contiguous()
+    grad = gather_heads(grads.pop(0), like.shape[1])
+    return grad.to(like.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def gather_heads(x: Float[Tensor, "B H T D"], heads: int) -> Float[Tensor, "B Hk T D"]:

@@ -146,7 +146,7 @@ class TileSteps:
         """Gradients in `x` and `kernel`; with `last` the first meets nothing but products."""
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
         if documents is not None:
-            x = x.to(grad.dtype)
+            x = x.to(kernel.dtype)
         elif last and not self.scope.cpu:
             grad = self.narrowed(grad)
         return convolve_backward(grad, x, kernel, above, below, documents, before, self._narrow)
