@@ -159,18 +159,20 @@ def pretrained() -> Figure:
     """What a pretrained model loses and still finds in how many bytes, by policy."""
     records = _results("cache-1024-cpu.jsonl")
     whole = next(x for x in records if (x["model"], x["policy"]) == ("smollm2", "whole"))
+    adapter = "adapters/smollm2-135m-hide"
     series = {
-        "streaming-llm": ("StreamingLLM, no training", "#8a8a8a", "s"),
-        "tova": ("TOVA, no training", "#0072b2", "^"),
-        "most-hidden": ("selectors, one budget", "#e69f00", "o"),
-        "by-layer": ("selectors, budgets by layer", "#d55e00", "D"),
-        "evict-0": ("the same, trained under the budgets", "#009e73", "*"),
+        ("smollm2", "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
+        ("smollm2", "tova"): ("TOVA, no training", "#0072b2", "^"),
+        ("smollm2", "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
+        ("runs/gate", "lowest-gate"): ("gate per token, one budget", "#cc79a7", "P"),
+        (adapter, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
+        (adapter, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
+        ("runs/evict-r4", "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
     }
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
     loss, recall = figure.subplots(1, 2)
-    for policy, (label, colour, mark) in series.items():
-        points = [x for x in records if x["policy"] == policy and "runs/" not in x["model"]]
-        points += [x for x in records if x["model"] == f"runs/{policy}" and x["policy"] != "whole"]
+    for setting, (label, colour, mark) in series.items():
+        points = [x for x in records if (x["model"], x["policy"]) == setting]
         points.sort(key=lambda x: x["peak_nbytes"])
         sizes = [x["peak_nbytes"] / 1e6 for x in points]
         size = 10 if mark == "*" else 5

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="cuda: run only the laws of the operators, on a GPU with the real kernels",
     )
     parser.addoption(
-        "--shapes", action="store_true", help="check shapes inside the operators in every test"
+        "--shapes", action="store_true", help="check the shapes in annotations in every test"
     )
     parser.addoption(
         "--share", metavar="K/N", help="run the K-th of N shares of the tests that are chosen"

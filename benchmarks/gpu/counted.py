@@ -41,6 +41,8 @@ class Shape(NamedTuple):
 
 SHAPES = {"A": Shape(4, 16, 2048, 96), "C": Shape(4, 16, 4096, 128)}
 PLAIN = Sight(None, False, True, None)
+_PRODUCT_INTO = torch.ops.aten.bmm.dtype_out  # stands for baddbmm, which reads the sum so far
+_OVERWRITING = [getattr(torch.ops.aten, name).default for name in ("copy_", "zero_")]
 
 
 class Counter(TorchDispatchMode):
@@ -58,7 +60,10 @@ class Counter(TorchDispatchMode):
         if view or "empty" in func.__name__ or func.__name__.startswith("_unsafe_view"):
             return out
         written = {x.name for x in func._schema.arguments if x.is_out}
-        read = (args, {name: x for name, x in (kwargs or {}).items() if name not in written})
+        if func is _PRODUCT_INTO:
+            written = set()
+        known = args[1:] if func in _OVERWRITING else args
+        read = (known, {name: x for name, x in (kwargs or {}).items() if name not in written})
         tensors = [x for x in tree_leaves(read) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.launches += 1

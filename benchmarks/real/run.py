@@ -9,7 +9,8 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
 
 `by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average, and
-`tova-by-layer` its budgets with another policy. What is in the file already is not scored again.
+`tova-by-layer` its budgets with another policy. Under `lowest-gate-recent` half of the tokens are
+the newest, as gates cannot tell a token's age. What is in the file already is not scored again.
 """
 
 import argparse
@@ -103,6 +104,8 @@ def eviction_of(
     if policy == "whole":
         return None
     more = {"calibration": calibration} if policy.startswith("triattention") else {}
+    if policy.endswith("-recent"):
+        return policy_named(policy.removesuffix("-recent"), model, tokens, recent=tokens // 2)
     if not policy.endswith("by-layer"):
         return policy_named(policy, model, tokens, **more)
     eviction = read_budgets(Path(name) / BUDGETS, model)

@@ -11,7 +11,9 @@ MODELS = {
     STOCK: "stock",
     "adapters/smollm2-135m-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
-    "runs/evict-0": "trained under the budgets too",
+    "runs/gate": "gates trained",
+    "runs/evict-r4": "trained under the budgets too",
+    "runs/evict-0": "the same, rank 8",
 }
 LABELS = {
     "below 32": "9 to 32 tokens",
@@ -32,6 +34,9 @@ NAMES = {
     "h2o": "H2O",
     "random": "random",
     "window": "window",
+    "triattention": "TriAttention",
+    "lowest-gate": "LowestGate",
+    "lowest-gate-recent": "LowestGate, half of them the newest",
     "most-hidden": "MostHidden",
     "by-layer": "MostHidden, budgets by layer",
     "tova-by-layer": "TOVA, the same budgets",
@@ -39,9 +44,11 @@ NAMES = {
 SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
+    (STOCK, "triattention", 128),
+    ("runs/gate", "lowest-gate", 128),
     ("adapters/smollm2-135m-hide", "most-hidden", 128),
     ("adapters/smollm2-135m-hide", "by-layer", 120),
-    ("runs/evict-0", "by-layer", 120),
+    ("runs/evict-r4", "by-layer", 120),
 )
 
 
@@ -108,5 +115,6 @@ def real_short() -> str:
 BLOCKS = {
     "real-short": real_short,
     "real-1024": lambda: real_cache(1024),
+    "real-2048": lambda: real_cache(2048),
     "real-kept": kept_kinds,
 }

@@ -64,7 +64,7 @@ def test_the_base_may_be_in_half_precision(base, tmp_path):
     assert heedful.load(half, adapter=tmp_path / "a")._heedful.mechanism == EXTRA
 
 
-def test_low_rank_matrices_are_merged_and_peft_opens_the_folder_too(base, tmp_path):
+def test_low_rank_matrices_are_merged_and_peft_opens_the_folder_too(base, tmp_path, monkeypatch):
     import peft
 
     model, ids = copy.deepcopy(base), tokens()
@@ -83,6 +83,9 @@ def test_low_rank_matrices_are_merged_and_peft_opens_the_folder_too(base, tmp_pa
     heedful.convert(again, EXTRA)
     wrapped = peft.PeftModel.from_pretrained(again, tmp_path / "a")
     torch.testing.assert_close(logits(wrapped, ids), expected, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr("heedful.hf.adapters.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'heedful\[lora\]'"):
+        heedful.load(tmp_path / "a")
 
 
 def test_budgets_go_with_an_adapter(base, tmp_path):

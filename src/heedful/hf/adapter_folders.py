@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.hf import budgets as beside
-from heedful.hf.adapters import converted_inside, holds_adapter
+from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
@@ -128,10 +128,13 @@ def load_adapter(
 
     Raises:
         ValueError: there is no such base or adapter, the adapter is damaged, or belongs to another
-            base; a model that was passed in is left as it was.
+            base, or has low-rank matrices, which need the package peft; a model that was passed in
+            is left as it was.
     """
     folder = Path(folder)
     about = read_about(folder)
+    if has_low_rank(folder):
+        check_peft()
     model = base if isinstance(base, PreTrainedModel) else stock_model(base, **options).eval()
     if isinstance(model, ConvertedModel):
         raise ValueError(

@@ -60,6 +60,12 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
     return peft.get_peft_model(model, config, **options)
 
 
+def check_peft() -> None:
+    """Raise a `ValueError` without the package that low-rank matrices need."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
+
+
 def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":
     """A converted model with low-rank matrices beside all linear layers of its base.
 
@@ -68,8 +74,7 @@ def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":
     Raises:
         ValueError: the package peft is missing, or the model is not converted.
     """
-    if importlib.util.find_spec("peft") is None:
-        raise ValueError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
+    check_peft()
     from peft import LoraConfig
 
     config = LoraConfig(

@@ -68,6 +68,28 @@ def product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Ten
     return _product(a.to(dtype), b.to(dtype))
 
 
+def add_product_(
+    out: Float[Tensor, "*lead n m"], a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]
+) -> None:
+    """`out += product(a, b)`, without a tensor between them."""
+    dtype = b.dtype if b.element_size() < a.element_size() else a.dtype
+    flat = (x.flatten(0, -3) for x in (a.to(dtype), b.to(dtype)))
+    _add_product_(out.view(-1, *out.shape[-2:]), *flat)
+
+
+def _add_product_(
+    out: Float[Tensor, "l n m"], a: Float[Tensor, "l n k"], b: Float[Tensor, "l k m"]
+) -> None:
+    if a.dtype == out.dtype:
+        out.baddbmm_(a, b)
+    elif a.is_meta:  # whose baddbmm knows no out_dtype, so that this stands for it
+        torch.bmm(a, b, out_dtype=out.dtype, out=out)
+    elif _on_gpu(a) and a.dtype == torch.bfloat16:
+        torch.baddbmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        out.add_(_product(a, b))
+
+
 def _on_gpu(x: Tensor) -> bool:
     """Where bf16 products may have fp32 results; the meta device stands for it."""
     return x.device.type in ("cuda", "meta")

@@ -14,6 +14,7 @@ ROWS = 64
 ROWS_ON_DEVICE = 256  # where launches cost more than what a tile larger than a cache does
 TILE_ON_DEVICE = 2**27  # entries of one sequence; in fp32 512 MiB, of which a few are alive at once
 STEP = 128  # columns
+STEP_ON_DEVICE = 8  # in bf16 rows of 16 bytes, which products there want
 _LOG2_E = math.log2(math.e)
 TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
 
@@ -67,7 +68,8 @@ class Scope:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
 
         Nothing is added beyond the tokens' documents: a convolution takes nothing from there. The
-        end is rounded up, since torch keeps a compiled convolution for every width that it met.
+        end is rounded up, on a CPU further, as torch keeps a compiled convolution for every width
+        that it met there.
         """
         if self.sight.places is not None:
             return range(self.keys)
@@ -84,7 +86,8 @@ class Scope:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
             stop = min(stop, max(self._bounds.stop[tokens]))
-        start, stop = min(max(0, start), self.keys - 1), min(self.keys, -(-stop // STEP) * STEP)
+        step = STEP if self.cpu else STEP_ON_DEVICE
+        start, stop = min(max(0, start), self.keys - 1), min(self.keys, -(-stop // step) * step)
         return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
 
     def rows_per_block(self, heads: int) -> int:
@@ -126,7 +129,7 @@ class Scope:
                 if len(self._masks) == _MASKS:  # without an end, they would become the whole map
                     self._masks.clear()
                 self._masks[key] = ~self._visible(sight, rows, rest)[:, None]
-            return Hidden(clear, self._masks[key])
+            return Hidden(clear, self._masks[key], blind=False)
         return Hidden(clear, ~self._visible(sight, rows, rest)[:, None])
 
     def _visible(self, sight: Sight, rows: range, columns: range) -> Bool[Tensor, "B R C"]:
@@ -216,10 +219,14 @@ def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], In
 
 
 class Hidden(NamedTuple):
-    """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others."""
+    """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others.
+
+    Rows may be `blind`, that is see nothing. Where distances alone decide all see themselves.
+    """
 
     clear: int
     mask: Bool[Tensor, "B 1 R C"]
+    blind: bool = True
 
     def fill(self, x: Shaped[Tensor, "B H R columns"], value: float | bool) -> Tensor:
         """Write `value` to the invisible entries of `x`, in place."""
@@ -286,12 +293,15 @@ def _sunk_softmax(
     logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
 ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
     """The same in few launches."""
-    # A finite number, as a row that sees nothing would become NaN.
-    hidden.fill(logits, torch.finfo(logits.dtype).min)
+    # A row that sees nothing would become NaN, and so gets a finite number and zeros afterwards.
+    hidden.fill(logits, torch.finfo(logits.dtype).min if hidden.blind else float("-inf"))
+    sunk = None
     if sinks is None:
-        return hidden.fill(logits.softmax(-1), 0.0), None
-    p = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)
-    return hidden.fill(p[..., :-1].contiguous(), 0.0), p[..., -1:]
+        p = logits.softmax(-1)
+    else:
+        p = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)
+        p, sunk = p[..., :-1].contiguous(), p[..., -1:]
+    return hidden.fill(p, 0.0) if hidden.blind else p, sunk
 
 
 def sink_gradient(
@@ -320,7 +330,8 @@ def finished(grads: list[Tensor], like: Tensor) -> Tensor:
 
     A list, so that nothing holds a gradient any more when the next one is copied.
     """
-    return gather_heads(grads.pop(0), like.shape[1]).to(like.dtype).contiguous()
+    grad = gather_heads(grads.pop(0), like.shape[1])
+    return grad.to(like.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def gather_heads(x: Float[Tensor, "B H T D"], heads: int) -> Float[Tensor, "B Hk T D"]:

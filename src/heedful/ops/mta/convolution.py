@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common import tiles
-from heedful.ops.common.precision import operand, product, scores
+from heedful.ops.common.precision import add_product_, operand, product, scores
 from heedful.ops.common.tiles import Scope, softmax_
 
 _HEADS = 4  # whose windows are laid out at a time
@@ -82,8 +82,33 @@ class TileSteps:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return product(a, b)
 
-    def tile(self, a: Tensor, b: Tensor) -> Tensor:
-        """A product of operands that is a tile; it stands until the next one is made."""
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """`out += a @ b`; on a CPU a part of a larger `out` is no place for a product."""
+        if self.scope.cpu:
+            out.add_(self.product(a, b))
+        else:
+            add_product_(out, a, b)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """A tile as products with operands take it, for more than one of these."""
+        narrow = self._narrow is not None and self._narrow.itemsize < x.itemsize
+        return x.to(self._narrow) if narrow else x
+
+    def behind(self, p: Tensor) -> Tensor:
+        """The map as what follows the softmax takes it.
+
+        On a device rounded there, and not only for the product with V: half the bytes.
+        """
+        return p if self.scope.cpu else self.narrowed(p)
+
+    def tile(self, a: Tensor, b: Tensor, *, mixed: bool = False) -> Tensor:
+        """A product of operands that is a tile; it stands until the next one is made.
+
+        On a device it has their precision if it is `mixed` next, as the product that does so takes
+        it.
+        """
+        if mixed and not self.scope.cpu:
+            return a @ b
         return scores(a, b.mT, 1.0, self._room("tile", a, b.shape[3]))
 
     def scores(self, q: Tensor, k: Tensor, scale: float, *, last: bool) -> Tensor:
@@ -112,23 +137,32 @@ class TileSteps:
     ) -> Tensor:
         """`rows` are the tokens of the result."""
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
-        return convolve(x, kernel, above, below, documents, before)
+        return convolve(x, kernel.to(x.dtype), above, below, documents, before)
 
     def convolve_backward(
-        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
-    ) -> tuple[Tensor, Tensor]:
+        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *,
+        last: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Gradients in `x` and `kernel`; with `last` the first meets nothing but products."""
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
+        if documents is not None:
+            x = x.to(kernel.dtype)
+        elif last and not self.scope.cpu:
+            grad = self.narrowed(grad)
         return convolve_backward(grad, x, kernel, above, below, documents, before, self._narrow)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
-        return mix(x, weights, self._mixed(x, last))
+        return mix(x, weights.to(x.dtype), self._mixed(x, last))
 
     def mix_backward(
         self, grad: Tensor, x: Tensor, weights: Tensor, *, last: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Gradients in `x`, where `mix` of the same `last` has put its result, and in `weights`."""
         dweights = mix_weights_gradient(grad, x, weights)
+        if grad.dtype != weights.dtype:
+            turned = weights.mT.expand(len(grad), -1, -1, -1)
+            return product(turned, grouped(grad, weights)).reshape(grad.shape), dweights
         return mix(grad, weights.mT, self._mixed(x, last)), dweights
 
     def _mixed(self, x: Tensor, last: bool) -> Tensor | None:
@@ -200,13 +234,13 @@ def convolve_backward(
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
     """Gradients of `convolve` in `x` and `kernel`; on a device of products in `narrow`."""
     if documents is None and not tiles.is_cpu(x.device):
-        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, below, narrow or x.dtype)
+        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, narrow or x.dtype)
     else:
         dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
     heads, rows, columns = kernel.shape
     inside = slice(above, above + x.shape[2])
     if documents is None:
-        turned, known = kernel.flip(1, 2)[:, None], min(above, below)
+        turned, known = kernel.to(grad.dtype).flip(1, 2)[:, None], min(above, below)
         padding = (rows - 1 - known, columns // 2)
         dx = _conv2d(grad, turned, padding)
         return dx[:, :, above - known : above - known + x.shape[2]].contiguous(), dkernel
@@ -270,7 +304,6 @@ def _kernel_gradient_in_patches(
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
     above: int,
-    below: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "H cq ck"]:
     """The same by one product per map, for a device, where bytes and launches cost more than sums.
@@ -279,15 +312,12 @@ def _kernel_gradient_in_patches(
     sums over equal distances, down and across, are the gradient.
     """
     heads, rows, columns = kernel.shape
-    outputs, width = grad.shape[2:]
     tall, wide = _PATCH_ROWS + rows - 1, -(-(columns + 15) // 32) * 32
     few = wide - columns + 1
-    down, across = -outputs % _PATCH_ROWS, -width % few
-    grad = pad(grad.to(dtype), (0, across, 0, down))
-    aside = (columns // 2, columns // 2 + across)
-    x = pad(x.to(dtype), (*aside, above, below + down))
-    patches = grad.unflatten(3, (-1, few)).unflatten(2, (-1, _PATCH_ROWS)).transpose(3, 4)
-    around = x.unfold(2, tall, _PATCH_ROWS).unfold(3, wide, few)
+    step = _PATCH_ROWS, few
+    count = tuple(-(-n // s) for n, s in zip(grad.shape[2:], step, strict=True))
+    patches = _windows(grad, count, step, step, (0, 0), dtype)
+    around = _windows(x, count, (tall, wide), step, (above, columns // 2), dtype)
     patches, around = (t.flatten(2, 3).flatten(3) for t in (patches, around))
     pairs = product(patches.mT, around).sum(0).contiguous()
     # Entry (r, c, a, t) of this view is row a + r, column t + c beside row a, column t of a patch.
@@ -297,6 +327,49 @@ def _kernel_gradient_in_patches(
         (pairs.stride(0), wide, 1, few * size + wide, size + 1),
     )
     return view.sum((3, 4))
+
+
+def _windows(
+    x: Float[Tensor, "B H M C"],
+    count: tuple[int, int],
+    size: tuple[int, int],
+    step: tuple[int, int],
+    before: tuple[int, int],
+    dtype: torch.dtype,
+) -> Float[Tensor, "B H down across height width"]:
+    """Windows of the tile from so many zeros before it, each `step` from the last, in `dtype`.
+
+    The tile is read once: windows within it are copied as they are, and only the strips of those at
+    its edges are padded.
+    """
+    out = x.new_empty(*x.shape[:2], *count, *size, dtype=dtype)
+    (top, bottom), (left, right) = (
+        (first := min(n, -(-zeros // s)), max(first, min(n, (length + zeros - whole) // s + 1)))
+        for n, whole, s, zeros, length in zip(count, size, step, before, x.shape[2:], strict=True)
+    )
+    down, across = count
+    for parts in (
+        ((top, bottom), (left, right)),
+        ((0, top), (0, across)),
+        ((bottom, down), (0, across)),
+        ((top, bottom), (0, left)),
+        ((top, bottom), (right, across)),
+    ):
+        if any(first == end for first, end in parts):
+            continue
+        cuts, zeros = [], []
+        for axis, (first, end) in enumerate(parts):
+            start = first * step[axis] - before[axis]
+            stop = (end - 1) * step[axis] - before[axis] + size[axis]
+            cuts.append(slice(max(0, start), stop))
+            zeros.append((max(0, -start), max(0, stop - x.shape[2 + axis])))
+        part = x[:, :, cuts[0], cuts[1]]
+        if zeros != [(0, 0), (0, 0)]:
+            part = pad(part, (*zeros[1], *zeros[0]))
+        part = part.unfold(2, size[0], step[0]).unfold(3, size[1], step[1])
+        (rows, columns) = (slice(*x) for x in parts)
+        out[:, :, rows, columns].copy_(part)
+    return out
 
 
 def mix(
@@ -319,11 +392,11 @@ def mix_weights_gradient(
     """Gradient of `mix` in `weights`."""
     if not tiles.is_cpu(x.device) and len(weights) == 1:
         # A batch of rows, as one product over all entries would leave most of a device idle.
-        parts = grad.new_empty(*grad.shape[:1], grad.shape[2], *weights.shape[1:])
-        for g, y, part in zip(grad, x, parts, strict=True):
-            torch.bmm(g.transpose(0, 1), y.permute(1, 2, 0), out=part)
-        return parts.sum((0, 1))[None]
-    return torch.matmul(grouped(grad, weights), grouped(x, weights).mT).sum(0)
+        parts = [
+            product(g.transpose(0, 1), y.permute(1, 2, 0)) for g, y in zip(grad, x, strict=True)
+        ]
+        return torch.stack(parts).sum((0, 1))[None]
+    return product(grouped(grad, weights), grouped(x, weights).mT).sum(0)
 
 
 def grouped(x: Tensor, weights: Tensor) -> Tensor:

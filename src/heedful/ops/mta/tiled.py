@@ -169,12 +169,13 @@ def attend(
             p = _probabilities(x, steps, block).p
         else:
             p = _wide_probabilities(x, steps, block, wide)
+        p = steps.behind(p)
         a = _convolved(p, x, steps, block)
         if x.parameters.post_mix is not None:
             a = steps.mix(a, x.parameters.post_mix)
         if (factor := x.dropout_factor(block)) is not None:
             a = factor.mul_(a)
-        out[:, :, _cut(block.write)].add_(steps.product(a, x.v[:, :, block.keys]))
+        steps.add_product(out[:, :, _cut(block.write)], a, x.v[:, :, block.keys])
         del p, a, factor  # before the next block's
     return out
 
@@ -270,9 +271,9 @@ def attend_backward(
         del block_map  # the gradient of a kernel takes more memory than any other step
         if z is not None:
             d = _before_softmax_backward(d, z, x, steps, block, sums)
-        read = _cut(block.read)
-        dq[:, :, read].add_(steps.product(d, x.k[:, :, block.keys]))
-        dk[..., block.keys].add_(steps.product(x.q[:, :, read].mT, d))
+        read, d = _cut(block.read), steps.narrowed(d)
+        steps.add_product(dq[:, :, read], d, x.k[:, :, block.keys])
+        steps.add_product(dk[..., block.keys], x.q[:, :, read].mT, d)
         del z, d
     if x.scale != 1.0:
         dq.mul_(x.scale), dk.mul_(x.scale)
@@ -288,14 +289,14 @@ def _after_softmax_backward(
     The peak of memory is made of tiles: each goes as soon as it has been read.
     """
     _, post_conv, _, post_mix = x.parameters
-    out_grad = grad[:, :, _cut(block.write)]
+    out_grad, p = grad[:, :, _cut(block.write)], steps.behind(p)
     a = _convolved(p, x, steps, block)
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)
     mixed = mixed if factor is None else mixed * factor
-    dv[..., block.keys].add_(steps.product(out_grad.mT, mixed))
+    steps.add_product(dv[..., block.keys], out_grad.mT, mixed)
     del mixed
-    d = steps.tile(out_grad, x.v[:, :, block.keys].mT)  # dA
+    d = steps.tile(out_grad, x.v[:, :, block.keys].mT, mixed=post_mix is not None)  # dA
     if factor is not None:
         d.mul_(factor)
         del factor
@@ -316,7 +317,7 @@ def _before_softmax_backward(
 ) -> Tensor:
     """dS of the block from the gradient of its convolution; adds its share of the kernel's."""
     owned = block.tokens(block.rows)
-    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned)
+    d, dkernel = steps.convolve_backward(d, z, x.parameters.conv, *block.missing, owned, last=True)
     sums.conv.add_(dkernel)
     return steps.blank(d, block.tokens(block.read), block.columns)
 

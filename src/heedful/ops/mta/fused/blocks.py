@@ -92,7 +92,10 @@ class TritonSteps(TileSteps):
             return flat.unflatten(0, a.shape[:2])
         return widen(a) @ widen(b)
 
-    def tile(self, a: Tensor, b: Tensor) -> Tensor:
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        out.add_(self.product(a, b))
+
+    def tile(self, a: Tensor, b: Tensor, *, mixed: bool = False) -> Tensor:
         return a @ b
 
     def scores(self, q: Tensor, k: Tensor, scale: float, *, last: bool) -> Tensor:
@@ -123,8 +126,9 @@ class TritonSteps(TileSteps):
         return y
 
     def convolve_backward(
-        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range
-    ) -> tuple[Tensor, Tensor]:
+        self, grad: Tensor, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *,
+        last: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dx = torch.empty_like(x)
         self._convolve(grad, dx, kernel, above, rows, transposed=True)
         (batch, heads, inputs, columns), outputs = x.shape, grad.shape[2]
