@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.hf import stock
 from heedful.hf.stock import stock_config, stock_model, stock_tokenizer
-from helpers.gguf_files import BLOCK, stored, write_gguf
+from helpers.gguf_files import BLOCK, in_gguf_order, write_gguf
 from helpers.small_models import small, tokenizer_of_words
 
 PAIRS = ("re", "bu")
@@ -44,7 +44,8 @@ def test_quantized_weights_are_those_that_the_file_means(tmp_path):
     write_gguf(tmp_path / "small.gguf", before, tokenizer_of_words(pairs=PAIRS), Q8_0)
     model = stock_model(tmp_path / "small.gguf")
     for name, tensor in before.state_dict().items():
-        was, now = (stored(name, x.numpy(), before) for x in (tensor, model.state_dict()[name]))
+        pair = tensor, model.state_dict()[name]
+        was, now = (in_gguf_order(name, x.numpy(), before) for x in pair)
         if was.ndim > 1 and was.shape[1] % BLOCK == 0:
             assert not (was == now).all(), name
             was = gguf.quants.dequantize(gguf.quants.quantize(was, Q8_0), Q8_0)

@@ -237,6 +237,7 @@ def test_calls_that_cannot_be(change, message):
          r"visibility.mutual \(images\) is not defined beside groups"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("no_shape_checks")
 def test_groups_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
