@@ -23,7 +23,7 @@ _PARTS = ("centre", "lengths", "partners", "frequencies")
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "B T"]]) -> Calibration:
+def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "_B _T"]]) -> Calibration:
     """Measure the queries of every layer before the rotation, over all tokens of the sequences.
 
     Arguments:
