@@ -11,15 +11,7 @@ import heedful
 from heedful import eviction
 from heedful.hf.auto_classes import register
 from heedful.hf.versions import cache_argument, cache_of
-from heedful.nn import (
-    Grouped,
-    KnockingHeads,
-    MultiToken,
-    Selective,
-    Simplicial,
-    Standard,
-    mechanism,
-)
+from heedful.nn import Grouped, KnockingHeads, MultiToken, Selective, Standard, mechanism
 from heedful.testing import assert_causal
 from helpers.cached import tensors_in
 from helpers.encoder_families import ENCODER_DECODERS, exactly, logits, tiny
@@ -141,7 +133,7 @@ def test_cached_generation_is_the_uncached_one(family, name):
 
 def test_pairs_of_a_decoders_tokens():
     """In BART; T5 adds position biases, which pairs of keys do not have."""
-    config = Simplicial(window=3, second_window=2, every=1)
+    config = heedful.Simplicial(window=3, second_window=2, every=1)
     model, source, mask = converted("bart", config), tokens(3, 11), ragged_mask(3, left=False)
     options = {"attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
     actual, expected = (model.generate(source, use_cache=x, **options) for x in (True, False))

@@ -111,9 +111,9 @@ def test_auto_classes_open_it_where_heedful_was_never_imported(folder, elsewhere
     heedful.convert(pair, "mta")
     stir(pair, 0.1, only=".heedful.")
     pair.save_pretrained(tmp_path / "pair")
-    process = run(OPEN, elsewhere, folder, tmp_path / "pair", tmp_path / "found")
+    process = run(OPEN, elsewhere, folder, tmp_path / "pair", tmp_path / "answer")
     assert process.returncode == 0, process.stderr[-3000:]
-    actual = torch.load(tmp_path / "found")
+    actual = torch.load(tmp_path / "answer")
     model = heedful.load(folder)
     ids = of_bytes()("a red bus and one car", return_tensors="pt").input_ids
     source = torch.arange(3, 14)[None]

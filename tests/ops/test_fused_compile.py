@@ -84,7 +84,7 @@ def test_for_other_gpus(target, operator, case):
         assert kernel["registers"] <= REGISTERS.get(target, 255), (name, kernel)
         spilled = SPILLED_ELSEWHERE[operator, case][ELSEWHERE.index(target)]
         assert kernel["spilled"] <= spilled, (name, kernel)
-        # On 10.0 Triton 3.7 multiplies tiles of 32 rows without them, here and there.
-        if not case.startswith("fp32") and target != "sm_100":
+        # On 10.0 Triton 3.7 leaves one kernel of grouped keys without them.
+        if not case.startswith("fp32") and (target, case) != ("sm_100", "64 grouped"):
             pointwise = name.split()[0].startswith(("blank", "softmax", "survey"))
             assert kernel["tensor_cores"] != pointwise, (name, kernel)

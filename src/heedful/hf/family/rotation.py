@@ -49,7 +49,7 @@ class FamilyRotation(NamedTuple):
 
 
 class _Reached(Exception):
-    """The attention function was called: all that is asked of a family's attention."""
+    """The attention function was called: all that is needed of a family's attention."""
 
 
 class _Watched(TorchFunctionMode):
