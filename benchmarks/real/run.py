@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from benchmarks.parts import read_partial
 from heedful.commands.evaluate.answers import LanguageModel
 from heedful.commands.models import open_model, open_tokenizer
-from heedful.commands.policies import policy_named
+from heedful.commands.policies import cache_dtype_of, policy_named
 from heedful.eviction import Calibration, Eviction
 from heedful.hf.adapter_folders import is_adapter
 from heedful.hf.budgets import NAME as BUDGETS
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 256, 128, 64])
     parser.add_argument("--chunk", type=int, default=32, help="tokens that are read at a time")
+    parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
     parser.add_argument("--calibration", type=Path, help="of heedful calibrate, for triattention")
     parser.add_argument("--rows", type=int, default=5, help="books for perplexity")
@@ -82,18 +83,18 @@ def measure(name: str, options: argparse.Namespace) -> None:
             )
         calibration = read_calibration(options.calibration, model)
     settings = [("whole", options.length), *product(policies, options.tokens)]
-    fields = ("model", "policy", "tokens", "length", "chunk")
-    done = {tuple(x[field] for field in fields) for x in read_partial(options.out)}
+    fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype")
+    done = {tuple(x.get(field, "auto") for field in fields) for x in read_partial(options.out)}
     for policy, tokens in tqdm(settings, desc=name):
-        setting = (name, policy, tokens, options.length, options.chunk)
+        setting = (name, policy, tokens, options.length, options.chunk, options.cache_dtype)
         if setting in done:
             continue
         eviction = eviction_of(policy, model, name, tokens, calibration)
         line = dict(zip(fields, setting, strict=True))
-        line |= perplexity(model, eviction, rows(tokenizer, options), options.chunk)
+        line |= perplexity(model, eviction, rows(tokenizer, options), options)
         if options.needles:
             line["needles"] = needles(model, tokenizer, eviction, options)
-        line |= {"peak_nbytes": peak_nbytes(model, eviction, options.length, options.chunk)}
+        line |= {"peak_nbytes": peak_nbytes(model, eviction, options)}
         append_line(options.out, json.dumps(line | {"environment": environment()}))
 
 
@@ -126,11 +127,14 @@ def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def perplexity(
-    model: PreTrainedModel, eviction: Eviction | None, sequences: Iterator[Tensor], chunk: int
+    model: PreTrainedModel,
+    eviction: Eviction | None,
+    sequences: Iterator[Tensor],
+    options: argparse.Namespace,
 ) -> dict:
     """Of all books together, and the nats of each."""
-    nats = []
-    with evicting(model, eviction, chunk, chunk):
+    nats, chunk, dtype = [], options.chunk, cache_dtype_of(options.cache_dtype)
+    with evicting(model, eviction, chunk, chunk, dtype=dtype):
         for ids in sequences:
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
             nats.append(cross_entropy(logits, ids[0, 1:]).item())
@@ -147,7 +151,8 @@ def needles(
 
     paths = [str(path) for path in sorted(options.books.glob("*.txt"))]
     background = Background(background_sentences(paths, 8 * options.length, UNWANTED), count)
-    writer = LanguageModel(model, tokenizer, eviction or False, options.chunk)
+    dtype = cache_dtype_of(options.cache_dtype)
+    writer = LanguageModel(model, tokenizer, eviction or False, options.chunk, dtype)
     shares = {}
     for depth in DEPTHS:
         questions = Needles(options.length, depth=depth).sample(
@@ -161,11 +166,13 @@ def needles(
 
 
 @torch.no_grad()
-def peak_nbytes(model: PreTrainedModel, eviction: Eviction | None, length: int, chunk: int) -> int:
+def peak_nbytes(
+    model: PreTrainedModel, eviction: Eviction | None, options: argparse.Namespace
+) -> int:
     """The most bytes of the cache, of a text that is read in chunks and one token more."""
-    cache = new_cache(model, eviction or False)
-    ids = torch.arange(length)[None] % 997 + 3
-    for part in (*ids[:, :-1].split(chunk, 1), ids[:, -1:]):
+    cache = new_cache(model, eviction or False, dtype=cache_dtype_of(options.cache_dtype))
+    ids = torch.arange(options.length)[None] % 997 + 3
+    for part in (*ids[:, :-1].split(options.chunk, 1), ids[:, -1:]):
         model(input_ids=part, **cache_argument(model, cache))
     return cache.peak_nbytes
 

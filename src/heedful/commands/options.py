@@ -7,6 +7,7 @@ EvictionName = Literal[
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
     "random", "triattention", "bounded", "none",
 ]  # fmt: skip
+CacheDtype = Literal["auto", "int8"]
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
 RECALL = "recall"

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heedful.commands.options import EvictionName
+from heedful.commands.options import CacheDtype, EvictionName
 from heedful.eviction import POLICIES, Bounded, Eviction, TriAttention
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
@@ -21,6 +22,11 @@ class CacheOptions(Protocol):
     eviction: EvictionName
     calibration: str | None
     seed: int
+
+
+def cache_dtype_of(name: CacheDtype) -> torch.dtype | None:
+    """What `heedful.new_cache` takes for a command's `--cache-dtype`."""
+    return torch.int8 if name == "int8" else None
 
 
 def reads_budgets(options: CacheOptions) -> bool:

@@ -58,7 +58,8 @@ class ConvertedModel(OwnCacheInGenerate):
             raise ValueError(
                 f"cache_implementation={implementation!r} is not served by a converted model: its "
                 "cache grows (static ones do not) and keeps more than keys and values (quantized "
-                "ones do not); leave it out, or 'offloaded'"
+                "ones do not; heedful.new_cache(model, dtype=torch.int8) rounds them); leave it "
+                "out, or 'offloaded'"
             )
         return None
 

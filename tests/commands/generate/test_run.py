@@ -75,6 +75,21 @@ def test_no_eviction_is_the_default_without_a_budget(folders):
     assert none == default._replace(tokens_per_second=none.tokens_per_second)
 
 
+@pytest.mark.parametrize("budget", [None, "20"])
+def test_a_cache_can_be_rounded(folders, budget):
+    options = {"max_new_tokens": 24, "chunk": 8}
+    whole, _ = generation_of(folders / "selective", eviction="none", **options)
+    rounded, _ = generation_of(folders / "selective", cache_dtype="int8", budget=budget, **options)
+    model = heedful.load(folders / "selective")
+    eviction = MostHidden(tokens=20) if budget else False
+    cache = heedful.new_cache(model, eviction, dtype=torch.int8)
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
+    assert rounded.text == ByteTokenizer().decode(expected)
+    assert (rounded.nbytes, rounded.peak_nbytes) == (cache.nbytes, cache.peak_nbytes)
+    assert rounded.whole_nbytes == whole.whole_nbytes <= whole.nbytes
+    assert rounded.nbytes < whole.nbytes / 2
+
+
 @pytest.mark.parametrize(
     "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention", "lowest-gate"})
 )
@@ -411,4 +426,4 @@ def test_the_whole_cache_writes_first_where_both_are_requested(folders, capsys):
     first, second = re.findall(r"the cache holds ([\d.]+) KiB", captured.err)
     assert float(first) > float(second)
     line = refused(capsys, str(folders / "selective"), *words, "--beside-whole")
-    assert "beside_whole needs a cache that evicts; give a --budget" in line
+    assert "beside_whole needs a smaller cache to compare; give a --budget or a --cache" in line

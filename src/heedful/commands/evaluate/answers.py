@@ -1,7 +1,7 @@
 """How a model answers: it writes on from prompts, or gives the likelihood of tokens."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -51,6 +51,7 @@ class LanguageModel:
         eviction: what its cache evicts; `False` keeps everything. Prompts come in pieces then, and
             sequences that are read token by token.
         chunk: how many tokens of a prompt come at a time; by default as `heedful generate` does.
+        dtype: of its cache, as for `heedful.new_cache`.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class LanguageModel:
         tokenizer,
         eviction: Eviction | bool = False,
         chunk: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.tokenizer, self.eviction = model, tokenizer, eviction
-        self.chunk = chunk
+        self.chunk, self.dtype = chunk, dtype
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Sequence[int]], room: int) -> list[str]:
@@ -76,7 +78,7 @@ class LanguageModel:
         pad = self.model.generation_config.pad_token_id or 0
         ids = torch.tensor([[pad] * (longest - len(x)) + list(x) for x in prompts])
         mask = torch.tensor([[0] * (longest - len(x)) + [1] * len(x) for x in prompts])
-        cache = new_cache(self.model, self.eviction)
+        cache = new_cache(self.model, self.eviction, dtype=self.dtype)
         end = self.model.generation_config.eos_token_id
         end = self.tokenizer.eos_token_id if end is None else end
         output = self.model.generate(
@@ -97,8 +99,8 @@ class LanguageModel:
         return [self.tokenizer.decode(x, skip_special_tokens=True) for x in new]
 
     def reading(self) -> AbstractContextManager:
-        """Within it, calls without a cache compute what steps with the policy's cache would."""
-        return evicting(self.model, self.eviction) if self.eviction else nullcontext()
+        """Within it, calls without a cache compute what steps with its cache would."""
+        return evicting(self.model, self.eviction or None, dtype=self.dtype)
 
     @torch.no_grad()
     def read(self, rows: Sequence[Sequence[int]]) -> list[Likelihood]:

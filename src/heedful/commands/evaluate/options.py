@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.options import EvictionName, check_calibration, is_share
+from heedful.commands.options import CacheDtype, EvictionName, check_calibration, is_share
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")
@@ -43,6 +43,9 @@ class Evaluation:
     """Which tokens are evicted under --budget, as in heedful generate."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for a MODEL; --eviction triattention needs it."""
+    cache_dtype: CacheDtype = "auto"
+    """int8: evaluate each model also with its whole cache in eight bits per number, rounded; the
+    caches of --budget are then rounded too."""
     samples: int = 20
     """Samples per cell: of each depth, length and number of needles; each kind and length of
     babilong; each domain, task or split."""

@@ -23,7 +23,7 @@ from heedful.commands.evaluate.harness import (
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
-from heedful.commands.policies import arguments_of, policy_named, spelled
+from heedful.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
 from heedful.eviction import Bounded, Eviction
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
@@ -80,16 +80,13 @@ def evaluate(
     with only_writer(out):
         store = AnswerStore(out, options)
         samples: list[Sample] = []
-        total = sum(len(plan.items) for plan in plans) * (1 + len(options.budget))
+        total = sum(len(plan.items) for plan in plans) * _cache_count(options)
         announce(_amount(plans, options, total))
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
                 own = OWN in options.budget
                 model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
-                caches = {
-                    cache: LanguageModel(model, plan.tokenizer, eviction)
-                    for cache, eviction in _caches(options, plan.name, model).items()
-                }
+                caches = _caches(options, plan, model)
                 store.register(plan, model, options)
                 if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
                     announce(_duration(seconds, len(plans), bool(harness_names(options))))
@@ -116,7 +113,7 @@ def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str
         parts[0] += ": " + ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
     if names := harness_names(options):
         parts.append(f"at most {options.samples:,} of lm-evaluation-harness's {', '.join(names)}")
-    models, caches = len(plans), 1 + len(options.budget)
+    models, caches = len(plans), _cache_count(options)
     return (
         f"{' and '.join(parts)}, for {models} model{'s' * (models > 1)} with "
         f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
@@ -193,24 +190,39 @@ def _is_causal(config: PreTrainedConfig) -> bool:
     return decoder and stock_class(config) is AutoModelForCausalLM
 
 
-def _caches(options: Evaluation, name: str, model: PreTrainedModel) -> dict[str, Eviction | bool]:
-    """The whole cache, then those of --budget; raises for what the model cannot have."""
-    caches: dict[str, Eviction | bool] = {WHOLE: False}
+def _cache_count(options: Evaluation) -> int:
+    return 1 + (options.cache_dtype != "auto") + len(options.budget)
+
+
+def _caches(
+    options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel
+) -> dict[str, LanguageModel]:
+    """The model with its whole cache, then with that rounded, then with those of --budget.
+
+    Raises:
+        ValueError: the model cannot have one of them.
+    """
+    dtype, rounded = cache_dtype_of(options.cache_dtype), options.cache_dtype
+    policies: dict[str, Eviction | bool] = {} if dtype is None else {rounded: False}
     for word in options.budget:
         if word == OWN:
-            caches[OWN] = model._heedful.eviction
-            continue
-        if options.eviction == "bounded":
+            name, policy = OWN, model._heedful.eviction
+        elif options.eviction == "bounded":
             policy = Bounded(float(word))
+            name = f"bounded {word}"
         else:
             arguments = arguments_of(options, model)
             policy = policy_named(options.eviction, model, int(word), **arguments)
-        caches[f"{spelled(type(policy).__name__)} {word}"] = policy
-    for eviction in caches.values():
+            name = f"{spelled(type(policy).__name__)} {word}"
+        policies[name if dtype is None else f"{name}, {rounded}"] = policy
+    for policy in (False, *policies.values()):
         try:
-            new_cache(model, eviction)
+            new_cache(model, policy, dtype=dtype)
         except ValueError as error:
-            raise ValueError(f"budget: model {name!r}: {error}") from None
+            raise ValueError(f"model {plan.name!r}: {error}") from None
+    caches = {WHOLE: LanguageModel(model, plan.tokenizer)}
+    for name, policy in policies.items():
+        caches[name] = LanguageModel(model, plan.tokenizer, policy, dtype=dtype)
     return caches
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import EvictionName, check_eviction
+from heedful.commands.options import CacheDtype, EvictionName, check_eviction
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Generation:
     (streaming-llm). none keeps everything."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
+    cache_dtype: CacheDtype = "auto"
+    """Of the cache: int8 keeps tokens in eight bits per number, rounded; auto as they are."""
     chunk: int | None = None
     """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
     max_new_tokens: int = 128
@@ -53,7 +55,7 @@ class Generation:
     seed: int = 0
     """Of drawn tokens, and of random eviction."""
     beside_whole: bool = False
-    """First write with the whole cache, to compare."""
+    """First write with the whole cache, not rounded, to compare."""
 
     def __post_init__(self) -> None:
         check_literals(self)

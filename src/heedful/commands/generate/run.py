@@ -13,7 +13,7 @@ from transformers.generation import BaseStreamer
 
 from heedful.commands.generate.options import Generation
 from heedful.commands.models import longest, open_model, open_tokenizer, read_text
-from heedful.commands.policies import policy_of, reads_budgets
+from heedful.commands.policies import cache_dtype_of, policy_of, reads_budgets
 from heedful.eviction import Eviction, SnapKV
 from heedful.hf.cache.new import KVCache, new_cache
 from heedful.hf.versions import generate_argument
@@ -28,7 +28,7 @@ class GenerationResult(NamedTuple):
     prompt, tokens: how many were read and written.
     tokens_per_second: of the tokens after the first; `None` where there is no other.
     nbytes, peak_nbytes: of the cache at the end, and at its largest.
-    whole_nbytes: what it would have held at the end without eviction.
+    whole_nbytes: what it would have held at the end, neither evicted nor rounded.
     cached: how many tokens each layer's cache had at the end.
     """
 
@@ -76,10 +76,13 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)
     _check_fits(ids.shape[1], options, longest(model), model.config.is_encoder_decoder)
-    cache = new_cache(model, policy_of(options, model))
+    dtype = cache_dtype_of(options.cache_dtype)
+    cache = new_cache(model, policy_of(options, model), dtype=dtype)
     if options.beside_whole:
-        if not _policies(cache):
-            raise ValueError("beside_whole needs a cache that evicts; give a --budget")
+        if not _policies(cache) and dtype is None:
+            raise ValueError(
+                "beside_whole needs a smaller cache to compare; give a --budget or a --cache-dtype"
+            )
         yield _generate(options, model, tokenizer, ids, new_cache(model, eviction=False), write)
     yield _generate(options, model, tokenizer, ids, cache, write)
 

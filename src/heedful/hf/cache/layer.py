@@ -33,6 +33,7 @@ class LayerCache(AttentionCache):
         sliding: how far back the family's queries see; `None` for all tokens.
         budget: which tokens are evicted when; `None` keeps all that a window shows.
         meter: counts the whole cache's bytes; `None` makes one.
+        rounds: whether tokens are kept in eight bits per number.
 
     Raises:
         ValueError: the policy cannot serve the layer.
@@ -44,6 +45,7 @@ class LayerCache(AttentionCache):
         sliding: int | None = None,
         budget: Budget | None = None,
         meter: Meter | None = None,
+        rounds: bool = False,
     ) -> None:
         if layer.past_queries and layer.keeps:
             raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
@@ -56,12 +58,12 @@ class LayerCache(AttentionCache):
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
-        self.budget = budget
+        self.budget, self._rounds = budget, rounds
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
-        self._tokens = StoredTokens()
+        self._tokens = StoredTokens(self._rounds)
         self._queries = PastRows(self._past_queries, dim=2)
         self._inputs: dict[str, PastRows] = {}
         self._state: Float[Tensor, "B S n"] | None = None
@@ -87,8 +89,7 @@ class LayerCache(AttentionCache):
 
     @property
     def batch(self) -> int | None:
-        buffer = self._tokens.keys.buffer
-        return None if buffer is None else buffer.shape[0]
+        return self._tokens.batch
 
     @property
     def length(self) -> int:
@@ -113,10 +114,10 @@ class LayerCache(AttentionCache):
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of keys, values and what is cached beside them, if no token had been evicted."""
-        tensors = [slots.buffer for slots in self._tokens.streams]
-        tensors += [] if self._state is None else [self._state]
-        per_token = sum(x[:, :, :1].numel() * x.element_size() for x in tensors if x.shape[2])
+        """Bytes of keys, values and what is cached beside them, if none were evicted or rounded."""
+        per_token = self._tokens.token_nbytes
+        if self._state is not None and self._state.shape[2]:
+            per_token += self._state[:, :, :1].numel() * self._state.element_size()
         total = self.counters.total
         return per_token * (total if self.window is None else min(total, self._reach))
 
@@ -141,11 +142,13 @@ class LayerCache(AttentionCache):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all."""
-        if self.budget is not None and torch.is_grad_enabled() and key_states.requires_grad:
-            raise ValueError(
-                "the cache evicts tokens, which has no gradients: call the model under "
-                "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
-            )
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            for does, what in ((self.budget is not None, "evicts"), (self._rounds, "rounds")):
+                if does:
+                    raise ValueError(
+                        f"the cache {what} tokens, which has no gradients: call the model under "
+                        "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
+                    )
         self._begin_update(key_states, kwargs)
         new = key_states.shape[2]
         keys, values, copied = self._tokens.append(key_states, value_states, self._room)
@@ -291,6 +294,8 @@ class LayerCache(AttentionCache):
         if not self._step.due(self.length):
             return
         policy, counters, visibility = self.policy, self.counters, call.visibility
+        if policy.reads_keys or policy.observes != 0:
+            self._measure(copied=self._tokens.keys.copy_nbytes)  # a second copy of the keys
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
         if policy.reads_hidden:
             cached = cached._replace(hidden=self._state.amin(1))
@@ -321,7 +326,7 @@ class LayerCache(AttentionCache):
         moves = self._step.moves(cached, protection)
         if moves is None:
             return
-        before = self._nbytes
+        before = self._nbytes + self._tokens.copy_nbytes
         copied = self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
         self._measure(most=before + copied)
@@ -391,6 +396,10 @@ class LayerCache(AttentionCache):
     def prefetch(self) -> None:
         for slots in (self._tokens.keys, self._tokens.values):
             slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
+
+    def _measure(self, *, most: int = 0, copied: int = 0) -> None:
+        """As of any cache; copies of rounded tokens, which attention reads, are there as well."""
+        super()._measure(most=most, copied=copied + self._tokens.copy_nbytes)
 
     def _tensors(self) -> list[Tensor | None]:
         step = [] if self._step is None else self._step.tensors

@@ -17,6 +17,7 @@ from heedful.hf.cache.budget import layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.rounded import is_rounded
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.family.modules import attends_twice, attention_modules
 from heedful.nn import Layer
@@ -103,27 +104,34 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
 
 def new_cache(
-    model: nn.Module, eviction: Eviction | Literal[False] | None = None, *, offloading: bool = False
+    model: nn.Module,
+    eviction: Eviction | Literal[False] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    offloading: bool = False,
 ) -> KVCache | EncoderDecoderKVCache:
     """An empty cache for a converted model, for `cache=`.
 
     That of an encoder-decoder has two parts, `self_attention_cache` and `cross_attention_cache`;
-    budgets are of the first.
+    budgets and the dtype are of the first.
 
     Arguments:
         model: a converted model.
         eviction: which tokens leave when a layer's budget is full; see `heedful.eviction`. `None`
             takes the budgets that came with the model (`budgets.json` in its folder), if any;
             `False` keeps everything.
+        dtype: `torch.int8` keeps tokens in eight bits per number, rounded; by default they stay as
+            the model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
 
     Returns:
         The cache; of an encoder-decoder, an `EncoderDecoderKVCache`.
 
     Raises:
-        ValueError: the model is not converted, its family keeps its tokens in another way, or the
-            policy cannot serve the mechanism.
+        ValueError: the model is not converted, its family keeps its tokens in another way, the
+            policy cannot serve the mechanism, or the dtype cannot.
     """
+    rounds = is_rounded(dtype)
     attention = attention_modules(model)
     if not attention and attention_modules(model, "encoder"):
         raise ValueError(
@@ -139,7 +147,7 @@ def new_cache(
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = _kind_for(module)(module.heedful, sliding, budget, meter)
+        layers[index] = cache_kind(module)(module.heedful, sliding, budget, meter, rounds)
     own = KVCache(layers, meter, offloading)
     if not model.config.is_encoder_decoder:
         return own
@@ -177,7 +185,7 @@ def stock_layers(model: nn.Module) -> list:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
-def _kind_for(module: nn.Module) -> type[LayerCache | SummaryCache]:
+def cache_kind(module: nn.Module) -> type[LayerCache | SummaryCache]:
     """The kind of cache that a module's mechanism goes on from."""
     if module.heedful.summarises:
         return SummaryCache
@@ -235,7 +243,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:
     if _unused(part) and layer.host.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        own = _kind_for(module)(layer, getattr(part, "sliding_window", None))
+        own = cache_kind(module)(layer, getattr(part, "sliding_window", None))
         if getattr(part, "record_past", False):
             own.activate_past_recording()
         cache.layers[index] = own
@@ -292,8 +300,8 @@ def _check_grows(part: CacheLayerMixin | None) -> None:
         )
     if "Quantized" in type(part).__name__:
         raise ValueError(
-            "cache must not be a quantized cache, which a converted model does not "
-            "serve; leave cache_implementation out, or pass heedful.new_cache(model)"
+            "cache must not be a quantized cache of transformers, which a converted model does not "
+            "serve; pass heedful.new_cache(model, dtype=torch.int8)"
         )
 
 

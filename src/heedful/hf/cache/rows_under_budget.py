@@ -8,6 +8,7 @@ numbers.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,7 +19,8 @@ from heedful.eviction import Eviction
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.new import attention_modules, cache_kind
+from heedful.hf.cache.rounded import is_rounded
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
@@ -44,9 +46,21 @@ class Peaks:
         return sum(self._cached.values()) + max(self._copied.values(), default=0.0)
 
 
+class Pieces(NamedTuple):
+    """How many tokens of a sequence come in a call: at first, and then in each."""
+
+    first: int
+    later: int
+
+
 @contextmanager
 def evicting(
-    model: nn.Module, eviction: Eviction | None, whole: int = 1, step: int = 1
+    model: nn.Module,
+    eviction: Eviction | None,
+    whole: int = 1,
+    step: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Peaks]:
     """A context in which calls without a cache compute what steps with an evicting cache would.
 
@@ -57,12 +71,14 @@ def evicting(
         eviction: what the cache evicts; `None` computes whole sequences as usual.
         whole: how many tokens of a sequence, at least one, come in one call at first: a prompt.
         step: how many tokens come in each call after that.
+        dtype: of the cache, as for `heedful.new_cache`.
 
     Returns:
-        The layers' peaks of memory, which grow with the calls; of `None` there are none.
+        The layers' peaks of memory, which grow with the calls; where whole sequences are computed
+        as usual, there are none.
 
     Raises:
-        ValueError: the model is not converted, or the policy cannot serve it.
+        ValueError: the model is not converted, or the policy or the dtype cannot serve it.
     """
     modules, peaks = attention_modules(model), Peaks()
     if not modules:
@@ -70,20 +86,22 @@ def evicting(
     for name, value in (("whole", whole), ("step", step)):
         if not is_whole(value, 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    if eviction is None:
+    rounds = is_rounded(dtype)
+    if eviction is None and not rounds:
         yield peaks
         return
     routes = []
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
-        if budget is not None:
-            LayerCache(module.heedful, None, budget)  # raises if it cannot be served
-            routes.append(_Route(module.heedful, budget, whole, step, peaks))
+        if budget is not None or rounds:
+            layer, kind = module.heedful, cache_kind(module)
+            kind(layer, None, budget, rounds=rounds)  # raises if it cannot be served
+            routes.append(_Route(layer, budget, rounds, Pieces(whole, step), peaks))
     if any("forward" in vars(route.layer) for route in routes):
         raise ValueError("model is evicting already; leave the outer `evicting` first")
     try:
         for route in routes:
             route.layer.forward = route
-            if eviction.reads_keys:
+            if eviction is not None and eviction.reads_keys:
                 route.layer.needs = route.needs | {"positions"}
         with torch.no_grad():
             yield peaks
@@ -96,10 +114,12 @@ def evicting(
 class _Route:
     """In place of a layer's forward: the sequence in pieces, through a layer's cache."""
 
-    def __init__(self, layer: Layer, budget: Budget, whole: int, step: int, peaks: Peaks) -> None:
-        self.layer, self.budget, self.peaks = layer, budget, peaks
-        self.needs = layer.needs
-        self.whole, self.step, self.inside = whole, step, False
+    def __init__(
+        self, layer: Layer, budget: Budget | None, rounds: bool, pieces: Pieces, peaks: Peaks
+    ) -> None:
+        self.layer, self.budget, self.rounds = layer, budget, rounds
+        self.pieces, self.peaks = pieces, peaks
+        self.needs, self.inside = layer.needs, False
 
     def __call__(
         self,
@@ -121,11 +141,12 @@ class _Route:
                 "a cache"
             )
         visibility = Visibility() if visibility is None else visibility
-        cache = LayerCache(self.layer, visibility.window, self.budget)
+        cache = LayerCache(self.layer, visibility.window, self.budget, rounds=self.rounds)
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:
-                stop = min(total, start + (self.step if start else self._first(cache.window)))
+                new = self.pieces.later if start else self._first(total, cache.window)
+                stop = min(total, start + new)
                 keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
                 out = cache.attend(
                     self.layer, q[:, :, start:stop], keys, values,
@@ -139,14 +160,17 @@ class _Route:
         self.peaks.note(self.layer, cache.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
 
-    def _first(self, window: int | None) -> int:
-        """How many tokens come at once: also all pieces in which nothing is evicted.
+    def _first(self, total: int, window: int | None) -> int:
+        """How many of all tokens come at once: also all pieces in which nothing is evicted.
 
         Not where a window drops tokens, nor where the policy depends on what a call was: the
         prompt, or one step (SnapKV's queries).
         """
+        if self.budget is None:
+            return total
+        whole, step = self.pieces
         policy, tokens = self.budget.policy, self.budget.tokens
         by_call = window is not None or policy.keep_prompt or policy.observes not in (0, 1, None)
         if by_call or tokens is None:
-            return self.whole
-        return self.whole + max(0, tokens - 1 - self.whole) // self.step * self.step
+            return whole
+        return whole + max(0, tokens - 1 - whole) // step * step

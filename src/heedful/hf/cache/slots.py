@@ -32,9 +32,27 @@ class Slots:
         return self.buffer[:, :, self.start : self.start + self.length]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """The buffer, once there are tokens."""
+        return [] if self.buffer is None else [self.buffer]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
         return 0 if self.buffer is None else self.buffer.untyped_storage().nbytes()
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token of every sequence, as the model gave it."""
+        if self.buffer is None:
+            return 0
+        batch, heads, _, dim = self.buffer.shape
+        return batch * heads * dim * self.buffer.element_size()
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of a copy that reading the contents makes."""
+        return 0
 
     def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
@@ -80,27 +98,30 @@ class Slots:
         """Drop the newest tokens."""
         self.length -= count
 
-    def move(self, moves: Moves, limit: int | None = None) -> None:
-        """Move tokens and drop the last slots, as `moves` says.
+    def move(self, moves: Moves, limit: int | None = None) -> int:
+        """Move tokens and drop the last slots, as `moves` says; returns the bytes of a new buffer.
 
         Where the buffer is much larger than `limit` tokens, what stays goes into a smaller one;
         without a limit, where it is much larger than what stays with its usual room.
         """
         heads, dim = self.buffer.shape[1], self.buffer.shape[3]
+        moves = moves.on(self.buffer.device)
 
         def spread(index: Tensor) -> Tensor:
             return index[:, None, :, None].expand(-1, heads, -1, dim)
 
         length = moves.keep.shape[1]
-        limit = _roomy(length) if limit is None else limit
+        limit, copied = _roomy(length) if limit is None else limit, 0
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
             smaller[:, :, :length] = self.contents.gather(2, spread(moves.keep))
             self.buffer, self.start, self._own = smaller, 0, True
+            copied = self.nbytes  # for a moment both are there
         else:
             contents = self.contents
             contents.scatter_(2, spread(moves.to), contents.gather(2, spread(moves.source)))
         self.length = length
+        return copied
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffer by a function of it, such as a choice of sequences."""

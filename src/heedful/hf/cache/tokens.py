@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.eviction.gather import Moves
+from heedful.hf.cache.rounded import RoundedSlots
 from heedful.hf.cache.slots import Slots
 
 
@@ -17,21 +18,39 @@ class StoredTokens:
     beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
     positions: of the tokens in all slots, `[B, 1, n]`; `None` where no token can be evicted, so
         that they are the newest ones in order.
+
+    Arguments:
+        rounds: whether the streams have eight bits per number.
     """
 
-    def __init__(self) -> None:
-        self.keys, self.values, self.beside = Slots(), Slots(), Slots()
+    def __init__(self, rounds: bool = False) -> None:
+        kind = RoundedSlots if rounds else Slots
+        self.keys, self.values, self.beside = kind(), kind(), kind()
         self.positions: Int[Tensor, "B 1 n"] | None = None
 
     @property
-    def streams(self) -> list[Slots]:
+    def streams(self) -> list[Slots | RoundedSlots]:
         """Those that have tokens."""
-        every = (self.keys, self.values, self.beside)
-        return [slots for slots in every if slots.buffer is not None]
+        return [slots for slots in (self.keys, self.values, self.beside) if slots.tensors]
+
+    @property
+    def batch(self) -> int | None:
+        """How many sequences there are; `None` before the first call."""
+        return len(self.keys.tensors[0]) if self.keys.tensors else None
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        return [self.keys.buffer, self.values.buffer, self.beside.buffer, self.positions]
+        return [*(x for slots in self.streams for x in slots.tensors), self.positions]
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token of every sequence, as the model gave it."""
+        return sum(slots.token_nbytes for slots in self.streams)
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of the copies that attention reads, where the streams are rounded."""
+        return sum(slots.copy_nbytes for slots in self.streams)
 
     def append(
         self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
@@ -50,8 +69,8 @@ class StoredTokens:
 
     def place(self, start: int, count: int) -> None:
         """Note the positions of the newest tokens, from `start` on."""
-        positions = torch.arange(start, start + count, device=self.keys.buffer.device)
-        positions = positions.expand(self.keys.buffer.shape[0], 1, -1)
+        positions = torch.arange(start, start + count, device=self.keys.tensors[0].device)
+        positions = positions.expand(self.batch, 1, -1)
         if self.positions is not None:
             positions = torch.cat([self.positions, positions], dim=2)
         self.positions = positions
@@ -70,12 +89,7 @@ class StoredTokens:
 
     def move(self, moves: Moves, limit: int | None) -> int:
         """Fill the slots of evicted tokens; returns the bytes that were copied for less room."""
-        copied = 0
-        for slots in self.streams:
-            before = slots.buffer
-            slots.move(moves.on(before.device), limit)
-            if slots.buffer is not before:  # for a moment both were there
-                copied = max(copied, slots.nbytes)
+        copied = max(slots.move(moves, limit) for slots in self.streams)
         self.positions = moves.of(self.positions)
         return copied
 

@@ -1,0 +1,114 @@
+"""Room for the tokens of a cache in eight bits per number: a quarter of float32, half of bfloat16.
+
+Each token's numbers in each head are whole multiples of a scale of their own,
+
+    x ~ s c,   s = max |x| / 127,   c = round(x / s) in -127..127,
+
+with an error of half a scale at most. What was rounded once stays as it is when it is rounded
+again, so that attention does not depend on how many tokens came in one call.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import BFloat16, Float, Int8
+from torch import Tensor
+
+from heedful.eviction.gather import Moves
+from heedful.hf.cache.slots import Slots
+
+_LARGEST = 127
+
+
+class RoundedSlots:
+    """As `Slots`, with the tokens in eight bits; they are read as copies in the model's dtype."""
+
+    def __init__(self) -> None:
+        self._codes, self._scales = Slots(), Slots()
+        self._dtype: torch.dtype | None = None
+
+    @property
+    def contents(self) -> Float[Tensor, "B H n D"] | None:
+        """The tokens, rounded."""
+        if self._dtype is None:
+            return None
+        return restored(self._codes.contents, self._scales.contents, self._dtype)
+
+    @property
+    def length(self) -> int:
+        return self._codes.length
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers, once there are tokens."""
+        return [*self._codes.tensors, *self._scales.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return self._codes.nbytes + self._scales.nbytes
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token of every sequence, as the model gave it."""
+        return 0 if self._dtype is None else self._codes.token_nbytes * self._dtype.itemsize
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of a copy that reading the contents makes."""
+        return self.token_nbytes * self.length
+
+    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
+        """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
+        self._dtype = new.dtype
+        codes, scales = rounded(new)
+        self._codes.append(codes, limit)
+        self._scales.append(scales, limit)
+        return self.contents
+
+    def drop_first(self, count: int) -> None:
+        """Drop the first tokens."""
+        for slots in (self._codes, self._scales):
+            slots.drop_first(count)
+
+    def drop_last(self, count: int) -> None:
+        """Drop the newest tokens."""
+        for slots in (self._codes, self._scales):
+            slots.drop_last(count)
+
+    def move(self, moves: Moves, limit: int | None = None) -> int:
+        """Move tokens and drop the last slots; returns the bytes of a new buffer."""
+        return max(slots.move(moves, limit) for slots in (self._codes, self._scales))
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the buffers by a function of them, such as a choice of sequences."""
+        for slots in (self._codes, self._scales):
+            slots.map_batch(change)
+
+
+def is_rounded(dtype: torch.dtype | None) -> bool:
+    """Whether a cache of that dtype rounds; raises for those that there are not."""
+    if dtype not in (None, torch.int8):
+        raise ValueError(
+            f"dtype must be torch.int8, or None for what the model computes in, got {dtype!r}"
+        )
+    return dtype is not None
+
+
+def rounded(
+    x: Float[Tensor, "B H m D"],
+) -> tuple[Int8[Tensor, "B H m D"], BFloat16[Tensor, "B H m 1"]]:
+    """The whole numbers and the scales that stand for `x`."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    scales = (x.abs().amax(-1, keepdim=True) / _LARGEST).to(torch.bfloat16)  # two bytes, any range
+    steps = scales.to(x.dtype).clamp(min=torch.finfo(torch.bfloat16).tiny)  # of zeros
+    codes = (x / steps).round().clamp(-_LARGEST, _LARGEST)
+    return codes.to(torch.int8), scales
+
+
+def restored(
+    codes: Int8[Tensor, "B H m D"], scales: BFloat16[Tensor, "B H m 1"], dtype: torch.dtype
+) -> Float[Tensor, "B H m D"]:
+    """What whole numbers and scales stand for."""
+    wide = torch.promote_types(dtype, torch.bfloat16)  # float16 has too few exponents for scales
+    return (codes.to(wide) * scales.to(wide)).to(dtype)
