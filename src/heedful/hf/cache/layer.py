@@ -142,13 +142,17 @@ class LayerCache(AttentionCache):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all."""
-        if torch.is_grad_enabled() and key_states.requires_grad:
-            for does, what in ((self.budget is not None, "evicts"), (self._rounds, "rounds")):
-                if does:
-                    raise ValueError(
-                        f"the cache {what} tokens, which has no gradients: call the model under "
-                        "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
-                    )
+        recorded = torch.is_grad_enabled() and key_states.requires_grad
+        if self.budget is not None and recorded:
+            raise ValueError(
+                "the cache evicts tokens, which has no gradients: call the model under "
+                "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
+            )
+        if self._rounds and recorded:
+            raise ValueError(
+                "the cache rounds tokens, which has no gradients: call the model under "
+                "torch.no_grad(), or with a cache without dtype"
+            )
         self._begin_update(key_states, kwargs)
         new = key_states.shape[2]
         keys, values, copied = self._tokens.append(key_states, value_states, self._room)

@@ -1,0 +1,51 @@
+"""What `heedful eval` found, as results: every task and measure, beside the first model.
+
+    python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from benchmarks.parts import read_partial
+from heedful.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
+from heedful.commands.evaluate.run import ABOUT, SAMPLES
+from heedful.records.files import write_lines
+from heedful.records.samples import Sample
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the --out of heedful eval")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    about = json.loads((options.folder / ABOUT).read_text())
+    samples = [Sample(**x) for x in read_partial(options.folder / SAMPLES)]
+    for tasks in about["lm_eval"].values():
+        samples += [Sample.from_json(x) for entry in tasks.values() for x in entry["samples"]]
+    where = {"environment": about["environment"]}
+    write_lines(options.out, [line_of(x) | where for x in summed_up(samples)])
+
+
+def line_of(line: EvaluationLine) -> dict:
+    """A model with its cache in one measure of one task."""
+    model, cache = line.entry
+    return {
+        "model": model,
+        "cache": cache,
+        "task": line.task,
+        "measure": line.measure.name,
+        "percent": line.measure.percent,
+        "samples": line.samples,
+        "value": finite(line.estimate),
+        "difference": line.difference and finite(line.difference),
+    }
+
+
+def finite(interval: Interval) -> list[float | None]:
+    """Value, low and high end; `None` where there is no interval."""
+    return [x if x == x else None for x in interval]
+
+
+if __name__ == "__main__":
+    main()
