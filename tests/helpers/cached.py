@@ -16,18 +16,16 @@ from heedful.nn import (
     Selective,
     Simplicial,
     Standard,
-    mechanism,
 )
-from helpers.families import exactly, tiny, varied
+from helpers.families import exactly, of_few_layers, tiny, varied
 
-MECHANISMS = {name: mechanism(name) for name in NAMES} | {
+MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
     "mta-everywhere": MultiToken(conv=(4, 5), post_conv=(3, 3), conv_every=1),
     "mta-pre": MultiToken(conv=(4, 5), post_conv=None, conv_every=1),
     "selective-extra": Selective(selector="extra"),
     "selective-per-head": Selective(selector="per-head"),
     "local": Standard(window=4),
     "local-global": LocalGlobal(window=5, every=2),
-    "simplicial": Simplicial(window=5, second_window=3, every=2),
     "simplicial-everywhere": Simplicial(window=3, second_window=4, every=1),
     "knocking-heads": KnockingHeads(("q", "k", "v")),
     "knocking-heads-mlp": KnockingHeads(form="mlp"),

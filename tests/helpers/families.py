@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import heedful
+from heedful.nn import Simplicial, mechanism
 
 VOCABULARY = 40
 COMMON = {
@@ -84,6 +85,13 @@ EAGER = (
 )  # SDPA has no cap and no sinks: their own attention rounds at other places
 
 FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and values
+
+
+def of_few_layers(name: str):
+    """The mechanism of a name, as a model of two or three layers can have it."""
+    if name == "simplicial":
+        return Simplicial(window=5, second_window=3, every=2)
+    return mechanism(name)
 
 
 def fits(name: str, family: str) -> bool:

@@ -44,7 +44,17 @@ from heedful.nn import (
     Simplicial,
     TalkingHeads,
 )
-from helpers.families import config_of, logits, ragged_mask, stir, tiny, tokens, twin, varied
+from helpers.families import (
+    config_of,
+    logits,
+    of_few_layers,
+    ragged_mask,
+    stir,
+    tiny,
+    tokens,
+    twin,
+    varied,
+)
 
 EVERYWHERE = {
     "standard": "standard",
@@ -111,7 +121,7 @@ def test_gradients_reach_every_parameter_of_the_mechanism(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_models_keep_fp32_parameters_of_the_mechanism(name):
     model = tiny(dtype=torch.bfloat16, num_hidden_layers=3)
-    conversion = heedful.convert(model, name)
+    conversion = heedful.convert(model, of_few_layers(name))
     assert all(p.dtype == torch.float32 for p in conversion.parameters().values())
     actual = logits(model, tokens())
     assert actual.dtype == torch.bfloat16 and bool(actual.isfinite().all())
@@ -293,6 +303,14 @@ def test_the_mechanism_cannot_be_switched_off_by_another_implementation():
     model.config._attn_implementation = "eager"
     with pytest.raises(ValueError, match="changed to 'eager', which would switch"):
         logits(model, ids)
+
+
+def test_a_mechanism_of_every_nth_layer_must_have_one():
+    model = tiny()
+    refuse(model, r"changes none of the 3 layers of LlamaForCausalLM .* smaller", "simplicial")
+    few = {"mta": [1], Simplicial(every=2): [0, 2]}
+    refuse(model, r"Simplicial\(.*changes none of the 2 layers", few)
+    heedful.convert(model, {"mta": [0], Simplicial(every=2): [1, 2]})
 
 
 def test_masks_of_four_dimensions_are_refused():

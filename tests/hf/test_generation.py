@@ -6,12 +6,22 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
-from heedful.nn import NAMES, mechanism
-from helpers.families import EAGER, VOCABULARY, fits, logits, stir, tiny, tokens, varied
+from heedful.nn import NAMES
+from helpers.families import (
+    EAGER,
+    VOCABULARY,
+    fits,
+    logits,
+    of_few_layers,
+    stir,
+    tiny,
+    tokens,
+    varied,
+)
 
 
 def converted(name: str, family: str = "llama"):
-    return varied(tiny(family), mechanism(name))
+    return varied(tiny(family), of_few_layers(name))
 
 
 def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
@@ -63,7 +73,7 @@ def family_with_a_cache_of_its_own(name: str):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).double().eval()
     stir(model, 0.2)
-    heedful.convert(model, mechanism(name))
+    heedful.convert(model, of_few_layers(name))
     return model
 
 

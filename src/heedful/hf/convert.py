@@ -39,6 +39,7 @@ from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
 from heedful.nn import Layer, Mechanism, Role, Standard
 from heedful.nn.layer import Host, Rotation, Term
+from heedful.nn.standard import StandardAttention
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -171,6 +172,7 @@ def convert(
     seats = [_seat(model, attention, plan, impl) for attention in modules]
     defined = {(seat.config, seat.attention.role) for seat in seats}
     roles = settled_roles(plan, defined, type(model).__name__)
+    _check_changes(seats, type(model).__name__)
     # All that can be refused has been: the model changes from here on.
     _own_config(model)
     stock = _install(model, seats)
@@ -224,6 +226,17 @@ def _seat(
         rotation_of(model, module) if "rotation" in layer.needs else None,
         find_mlp(model, module) if layer.input_factor != 1.0 else None,
     )
+
+
+def _check_changes(seats: list[Seat], model: str) -> None:
+    """Raise where a mechanism of every n-th layer changes none, as n are too many."""
+    for config in {seat.config for seat in seats} - {None, Standard()}:
+        layers = [seat.layer for seat in seats if seat.config == config]
+        if all(type(x) is StandardAttention and x.window is None for x in layers):
+            raise ValueError(
+                f"mechanism {config} changes none of the {len(layers)} layers of {model} that it "
+                "was given; give it a smaller `every`, or other layers"
+            )
 
 
 def _is_defined(

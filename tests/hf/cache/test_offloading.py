@@ -15,8 +15,8 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
-from heedful.nn import NAMES, Grouped, mechanism
-from helpers.families import fits, logits, tiny, tokens, varied
+from heedful.nn import NAMES, Grouped
+from helpers.families import fits, logits, of_few_layers, tiny, tokens, varied
 
 CASES = [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2") if fits(x, y)]
 
@@ -74,7 +74,7 @@ def moves(monkeypatch) -> Moves:
 
 
 def converted(name: str, family: str = "llama"):
-    return varied(tiny(family), mechanism(name))
+    return varied(tiny(family), of_few_layers(name))
 
 
 def generated(model, ids, **options):
@@ -109,7 +109,7 @@ def test_offloaded_under_a_budget(name, family, moves):
     assert caches[1].tokens == caches[0].tokens and whole.shape == actual.shape
 
 
-@pytest.mark.parametrize("config", [mechanism("selective"), Grouped(size=2, window=2)])
+@pytest.mark.parametrize("config", ["selective", Grouped(size=2, window=2)])
 def test_what_is_not_fetched_back_is_found(config, moves, monkeypatch):
     """The control: with every fetch left out, the numbers are others."""
     model, ids = tiny("llama"), tokens(2, 12)

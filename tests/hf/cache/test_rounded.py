@@ -38,18 +38,17 @@ def test_numbers_are_rounded_by_half_a_scale_at_most(dtype, size):
     x = (torch.randn(2, 3, 50, 16, generator=torch.manual_seed(0)) * size).to(dtype)
     x[:, :, 3] = 0
     codes, scales = rounded(x)
-    assert (codes.dtype, scales.dtype) == (torch.int8, torch.bfloat16)
+    assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
     error = (codes.double() * scales.double() - x.double()).abs()
-    # A scale has eight bits itself, so that the largest number may lie a quarter outside of 127.
-    assert (error <= scales.double() * 0.501).all()
+    assert (error <= scales.double() * 0.50001).all()
+    largest = x.double().abs().argmax(-1, keepdim=True)
+    assert (error.gather(-1, largest) <= scales.double() * 1e-4).all()
     assert error.max() > 0.4 * scales.double().max()
-    assert (codes[:, :, 3] == 0).all() and codes.abs().amax(-1)[:, :, 4:].min() >= 126
+    assert (codes[:, :, 3] == 0).all() and codes.abs().amax(-1)[:, :, 4:].min() == 127
     read = in_eight_bits(x)
     assert read.dtype == dtype
     slack = torch.finfo(dtype).eps * x.abs().double() + torch.finfo(dtype).smallest_normal
-    assert ((read.double() - x.double()).abs() <= scales.double() * 0.501 + slack).all()
-    if dtype in FLOATS[:2]:  # in which a product of a code and a scale is exact
-        assert torch.equal(in_eight_bits(read), read)
+    assert ((read.double() - x.double()).abs() <= scales.double() * 0.50001 + slack).all()
 
 
 class RoundedFirst(Slots):
@@ -120,13 +119,13 @@ def test_a_rounded_cache_can_be_copied_and_stored():
 @pytest.mark.parametrize("eviction", [False, StreamingLLM(tokens=33, sinks=2, recent=3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_counted_with_the_copies_that_attention_reads(dtype, eviction):
-    """A number and its share of a scale: (32 + 2) of 4 x 32 bytes, or of 2 x 32."""
+    """A number and its share of a scale: (32 + 4) of 4 x 32 bytes, or of 2 x 32."""
     model = varied(tiny(head_dim=32, dtype=dtype), Standard())
     cache, plain, ids = int8(model, eviction), heedful.new_cache(model, eviction), tokens(2, 97)
     for x in (cache, plain):
         in_steps(model, ids, [32, 32, 32, 1], x)
     positions = 0 if eviction is False else 2 * 32 * 8 * len(cache.layers)
-    share = (32 + 2) / (32 * dtype.itemsize)
+    share = (32 + 4) / (32 * dtype.itemsize)
     assert cache.nbytes - positions == pytest.approx(share * (plain.nbytes - positions), rel=1e-3)
     assert cache.whole_nbytes == plain.whole_nbytes
     # At its peak the last layer reads copies of all its tokens, which others have rounded.

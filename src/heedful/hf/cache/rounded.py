@@ -4,14 +4,15 @@ Each token's numbers in each head are whole multiples of a scale of their own,
 
     x ~ s c,   s = max |x| / 127,   c = round(x / s) in -127..127,
 
-with an error of half a scale at most. What was rounded once stays as it is when it is rounded
-again, so that attention does not depend on how many tokens came in one call.
+with an error of half a scale at most and none for the largest: in keys that is the channel which
+decides the logits, so that scales are float32. A token is rounded when it comes, so that attention
+does not depend on how many tokens come in one call.
 """
 
 from collections.abc import Callable
 
 import torch
-from jaxtyping import BFloat16, Float, Int8
+from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
 from heedful.eviction.gather import Moves
@@ -97,18 +98,17 @@ def is_rounded(dtype: torch.dtype | None) -> bool:
 
 def rounded(
     x: Float[Tensor, "B H m D"],
-) -> tuple[Int8[Tensor, "B H m D"], BFloat16[Tensor, "B H m 1"]]:
+) -> tuple[Int8[Tensor, "B H m D"], Float32[Tensor, "B H m 1"]]:
     """The whole numbers and the scales that stand for `x`."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    scales = (x.abs().amax(-1, keepdim=True) / _LARGEST).to(torch.bfloat16)  # two bytes, any range
-    steps = scales.to(x.dtype).clamp(min=torch.finfo(torch.bfloat16).tiny)  # of zeros
-    codes = (x / steps).round().clamp(-_LARGEST, _LARGEST)
-    return codes.to(torch.int8), scales
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True) / _LARGEST
+    codes = (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).round()  # also of zeros
+    return codes.clamp(-_LARGEST, _LARGEST).to(torch.int8), scales
 
 
 def restored(
-    codes: Int8[Tensor, "B H m D"], scales: BFloat16[Tensor, "B H m 1"], dtype: torch.dtype
+    codes: Int8[Tensor, "B H m D"], scales: Float32[Tensor, "B H m 1"], dtype: torch.dtype
 ) -> Float[Tensor, "B H m D"]:
     """What whole numbers and scales stand for."""
-    wide = torch.promote_types(dtype, torch.bfloat16)  # float16 has too few exponents for scales
-    return (codes.to(wide) * scales.to(wide)).to(dtype)
+    out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
+    return torch.mul(codes, scales, out=out)  # in float32, whatever the dtype
