@@ -6,7 +6,8 @@ operators, so that a model compiled around them leaves them whole and a counter 
 launched.
 
 The backward pass takes the logits and each row's logarithm of the sum of exponentials, from which
-the map comes back unrounded.
+the map comes back unrounded. (Annotations here have no shapes: tests would wrap the functions in
+checks of these, which cannot be compiled.)
 """
 
 import functools
@@ -17,7 +18,6 @@ import shutil
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -54,11 +54,9 @@ def _(grad, logits, log_sum, mask, dtype):
 
 
 def _softmax(
-    logits: Float[Tensor, "B H R C"],
-    mask: Bool[Tensor, "b 1 R M"],
-    sinks: Float[Tensor, "H 1 1"] | None,
-    dtype: torch.dtype,
-) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"]]:
+    logits: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Of logits `[B, H, R, C]`, a mask `[B or 1, 1, R, columns]`, sinks `[H, 1, 1]`."""
     hidden = _whole(mask, logits)
     # Finite, for a row that sees nothing would become NaN.
     logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
@@ -69,23 +67,19 @@ def _softmax(
     if sinks is not None:
         total = total + (sinks - top).exp()
     log_sum = top + total.log()
-    # Not the exponentials above over their sum: a tile of them would be written in between.
+    # From the logits again, so that no tile of exponentials is written in between.
     return (logits - log_sum).exp().masked_fill(hidden, 0.0).to(dtype), log_sum
 
 
 def _softmax_backward(
-    grad: Float[Tensor, "B H R C"],
-    logits: Float[Tensor, "B H R C"],
-    log_sum: Float[Tensor, "B H R 1"],
-    mask: Bool[Tensor, "b 1 R M"],
-    dtype: torch.dtype,
-) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"]]:
+    grad: Tensor, logits: Tensor, log_sum: Tensor, mask: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     p = (logits - log_sum).exp().masked_fill(_whole(mask, logits), 0.0)
     total = (p * grad).sum(-1, keepdim=True)
     return (p * (grad - total)).to(dtype), total
 
 
-def _whole(mask: Bool[Tensor, "b 1 R M"], tile: Float[Tensor, "B H R C"]) -> Tensor:
+def _whole(mask: Tensor, tile: Tensor) -> Tensor:
     """The mask of all columns; compiled, it is never written."""
     return pad(mask, (tile.shape[-1] - mask.shape[-1], 0))
 
