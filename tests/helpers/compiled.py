@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from heedful.ops import Groups, Visibility, grouped_attention, summarise
-from heedful.ops.common import tiles
+from heedful.ops.common import softmax, tiles
 from heedful.ops.common.dropout import dropout_of
 from heedful.ops.grouped import cif_groups, fixed_groups
 from heedful.ops.grouped import tiled as grouped
 from heedful.ops.selective import tiled as selective
+from heedful.testing import assert_matches_oracle
 from helpers.mechanisms import MECHANISMS, Mechanism, Shape, ragged
 
 SHAPE = Shape(batch=2, heads=4, key_heads=2, queries=9, keys=11, dim=4)
@@ -111,6 +112,63 @@ def operator_selective() -> None:
             grads = [torch.randn_like(t) for t in outputs]
             composed = (None, None) if cpu else (outputs[0], sums)
             torch.library.opcheck(selective._tiled_backward, (*grads, pair, *composed, *fixed))
+
+
+def tile_cases(dtype: torch.dtype = torch.bfloat16) -> list[tuple]:
+    """Gradient, logits, mask, sinks and dtype of tiles of several sizes, masks of one or of all."""
+    cases = []
+    for rows, columns, masked, batch in ((16, 40, 15, 1), (9, 130, 9, 3), (33, 33, 33, 1)):
+        grad, logits = 4 * torch.randn(2, 3, 4, rows, columns)
+        mask = torch.rand(batch, 1, rows, masked) < 0.5
+        mask[:, :, 1:2] = True  # with as many columns, a row that sees nothing
+        cases += [(grad, logits, mask, sinks, dtype) for sinks in (None, torch.randn(4, 1, 1))]
+    return cases
+
+
+def operator_softmax() -> None:
+    """opcheck of both directions, which have no derivative of their own."""
+    for grad, logits, mask, sinks, dtype in tile_cases():
+        tests = ("test_schema", "test_faketensor")
+        torch.library.opcheck(softmax.tile_softmax, (logits, mask, sinks, dtype), test_utils=tests)
+        _, log_sum = softmax.tile_softmax(logits, mask, sinks, dtype)
+        arguments = (grad, logits, log_sum, mask, dtype)
+        torch.library.opcheck(softmax.tile_softmax_backward, arguments, test_utils=tests)
+
+
+def softmax_steps(backend: object) -> None:
+    """What a GPU gets, by this backend: whole graphs, and what the steps give as written."""
+    forward, backward = (
+        torch.compile(step, dynamic=True, fullgraph=True, backend=backend)
+        for step in (softmax._softmax, softmax._softmax_backward)
+    )
+    for grad, logits, mask, sinks, dtype in [*tile_cases(), *tile_cases(torch.float32)]:
+        arguments = (logits, mask, sinks, dtype)
+        written = softmax._softmax(*arguments)
+        check_steps(forward(*arguments), written, softmax._softmax, arguments)
+        arguments = (grad, logits, written[1], mask, dtype)
+        written = softmax._softmax_backward(*arguments)
+        check_steps(backward(*arguments), written, softmax._softmax_backward, arguments)
+
+
+def check_steps(compiled, written, step, arguments: tuple) -> None:
+    """The tolerance rule, with the written step in place of a reference."""
+    wide = (x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments)
+    exact = step(*(torch.float64 if isinstance(x, torch.dtype) else x for x in wide))
+    for part, *results in zip(("tile", "sums"), compiled, written, exact, strict=True):
+        assert_matches_oracle(part, *results, terms=arguments[0].shape[-1])
+
+
+def softmax_graphs() -> None:
+    """One graph for every size, with and without sinks, for one mask and for a batch of them."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    softmax_steps(count)
+    # Two dtypes each; forward with and without sinks, and in both a mask alone or of a batch.
+    assert len(graphs) == 2 * (2 * 2 + 2), len(graphs)
 
 
 def grouped_call(x: dict[str, Tensor], groups: Groups, asking: bool = False, **options) -> Tensor:
@@ -312,8 +370,11 @@ CHECKS = {
     "operator mta": operator_mta,
     "operator selective": operator_selective,
     "operator grouped": operator_grouped,
+    "operator softmax": operator_softmax,
     "whole graph grouped": grouped_graph,
+    "whole graph softmax": softmax_graphs,
     "inductor": inductor,
+    "inductor softmax": lambda: softmax_steps("inductor"),
     "forward mode": forward_mode,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
     **{

@@ -10,7 +10,7 @@ from helpers import ROOT
 from helpers.compiled import CHECKS
 
 # Of the rest the operator of mta alone takes half a minute.
-USUAL = ("operator selective", "whole graph mta-full")
+USUAL = ("operator selective", "operator softmax", "whole graph softmax", "whole graph mta-full")
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.counted import SHAPES, Counter, calls
 from heedful.ops import Visibility, selective_attention
@@ -79,6 +80,61 @@ def test_what_else_selective_attention_takes_there(term, selectors):
         torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("name", ["mta-pre-conv", "mta-post-conv", "mta-full"])
+def test_what_else_multi_token_attention_takes_there(name):
+    """Sinks and a soft cap beside the softmax's backward, a bias; some rows see nothing."""
+    draw = functools.partial(torch.randn, dtype=torch.float64)
+    tensors = BY_NAME[name].draw(Shape(queries=40, keys=50))
+    for extra in ({"sinks": draw(4)}, {"bias": draw(1, 4, 40, 50), "sinks": draw(4)}):
+        for options in ({}, {"softcap": 1.5}):
+            runs = (
+                run_by(BY_NAME[name], impl, VISIBILITIES["ragged documents"](50), **options)
+                for impl in ("tiled", "reference")
+            )
+            actual, expected = (with_grads(run, tensors | extra) for run in runs)
+            for part, x in actual.items():
+                torch.testing.assert_close(x, expected[part], rtol=0, atol=1e-12, msg=part)
+
+
+@pytest.mark.parametrize("name", ["mta-pre-conv", "mta-full"])
+def test_documents_in_bf16(name):
+    """The convolution is in fp32 where it must not cross their borders."""
+    visibility = VISIBILITIES["ragged documents"](90)
+    functions = (run_by(BY_NAME[name], impl, visibility) for impl in ("tiled", "reference"))
+    against_oracle(*functions, BY_NAME[name].draw(Shape().long(90)), torch.bfloat16, name)
+
+
+@pytest.mark.parametrize("name", ["mta-pre-conv", "mta-post-conv", "talking-heads", "mta-full"])
+def test_with_identity_parameters_bf16_errs_as_torch_does(name):
+    """The rms error of output and gradients, against torch's flash kernel for the same inputs.
+
+    One tile more is rounded where heads are mixed behind the softmax. A rounding as large as all of
+    torch's would be a factor of the root of two.
+    """
+    torch.manual_seed(0)
+    tensors = BY_NAME[name].draw(Shape(batch=1, key_heads=4, dim=64).long(300))
+    tensors = {part: x.bfloat16() for part, x in BY_NAME[name].identity(tensors).items()}
+    upstream = torch.randn(tensors["q"].shape).bfloat16()
+
+    def results(function, dtype=torch.bfloat16):
+        x = {part: tensor.to(dtype).requires_grad_() for part, tensor in tensors.items()}
+        out = function(x)
+        grads = torch.autograd.grad(out, [x[part] for part in "qkv"], upstream.to(dtype))
+        return [part.double() for part in (out.detach(), *grads)]
+
+    def attention(x):
+        q, k, v = (x[part] for part in "qkv")
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    exact = results(attention, torch.float64)
+    actual = results(lambda x: run_by(BY_NAME[name], "tiled")(x)[0])
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = results(attention)
+    for part, *x in zip(("output", *"qkv"), exact, actual, flash, strict=True):
+        own, torchs = ((y - x[0]).norm() / x[0].norm() for y in x[1:])
+        assert own <= 2**0.5 * torchs, (part, own, torchs)
+
+
 def test_logits_of_bf16_are_not_rounded_before_the_softmax(monkeypatch):
     """Of products that round them the error is a hundred times as large."""
     torch.manual_seed(0)
@@ -147,9 +203,9 @@ def test_the_gradient_of_a_kernel_in_patches(size, tile, missing):
 
 GOALS = {
     "selective": (400, 4.5e9),
-    "talking-heads": (400, 20.5e9),
-    "mta-pre": (700, 20.5e9),
-    "mta": (1000, 35e9),
+    "talking-heads": (400, 17.5e9),
+    "mta-pre": (700, 16.5e9),
+    "mta": (1000, 32e9),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from heedful.ops.common.softmax import tile_softmax
 from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
@@ -259,17 +260,16 @@ def cap_slope(
     return None if softcap is None else (capped / softcap).square_().neg_().add_(1)
 
 
-def softmax_(logits: Float[Tensor, "B H R C"], hidden: Hidden) -> Float[Tensor, "B H R C"]:
-    """Softmax over the visible entries, in place; rows that see nothing become zero."""
-    return sunk_softmax_(logits, hidden, None)[0]
-
-
 def sunk_softmax_(
     logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
 ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
-    """The same with a sink in every row's sum; also the weight that goes there."""
+    """Softmax over the visible entries, on a CPU in place; rows that see nothing become zero.
+
+    With a sink in every row's sum, if given; also the weight that goes there.
+    """
     if not is_cpu(logits.device):
-        return _sunk_softmax(logits, hidden, sinks)
+        p, log_sum = tile_softmax(logits, hidden.mask, sinks, logits.dtype)
+        return p, None if sinks is None else (sinks - log_sum).exp()
     hidden.fill(logits, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:
@@ -287,21 +287,6 @@ def sunk_softmax_(
     sunk = (sinks - top).mul_(_LOG2_E).exp2_()
     total += sunk  # never zero: the largest of a row is one
     return logits.div_(total), sunk.div_(total)
-
-
-def _sunk_softmax(
-    logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
-) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
-    """The same in few launches."""
-    # A row that sees nothing would become NaN, and so gets a finite number and zeros afterwards.
-    hidden.fill(logits, torch.finfo(logits.dtype).min if hidden.blind else float("-inf"))
-    sunk = None
-    if sinks is None:
-        p = logits.softmax(-1)
-    else:
-        p = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)
-        p, sunk = p[..., :-1].contiguous(), p[..., -1:]
-    return hidden.fill(p, 0.0) if hidden.blind else p, sunk
 
 
 def sink_gradient(

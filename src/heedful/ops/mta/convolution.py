@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from heedful.ops.common import tiles
 from heedful.ops.common.precision import add_product_, operand, product, scores
-from heedful.ops.common.tiles import Scope, softmax_
+from heedful.ops.common.softmax import tile_softmax, tile_softmax_backward
+from heedful.ops.common.tiles import Scope, sunk_softmax_
 
 _HEADS = 4  # whose windows are laid out at a time
 _PATCH_ROWS = 8  # of a map's gradient, which a product pairs with all that a kernel relates them to
@@ -47,6 +48,14 @@ def reach_of(kernel: Float[Tensor, "H cq ck"] | None, two_sided: bool) -> Reach:
         return Reach(0, 0)
     after = kernel.shape[1] // 2 if two_sided else 0
     return Reach(kernel.shape[1] - 1 - after, after)
+
+
+class Softmax(NamedTuple):
+    """The map of a block, and what its backward takes."""
+
+    p: Float[Tensor, "B H R C"]  # as what follows takes it: on a device rounded, half the bytes
+    sunk: Float[Tensor, "B H R 1"] | None = None  # what of each row goes to the sink, if any
+    origin: tuple[Tensor, Tensor, Tensor] | None = None  # where p is rounded: what makes it again
 
 
 class TileSteps:
@@ -91,15 +100,11 @@ class TileSteps:
 
     def narrowed(self, x: Tensor) -> Tensor:
         """A tile as products with operands take it, for more than one of these."""
+        return x.to(self._operand_dtype(x))
+
+    def _operand_dtype(self, x: Tensor) -> torch.dtype:
         narrow = self._narrow is not None and self._narrow.itemsize < x.itemsize
-        return x.to(self._narrow) if narrow else x
-
-    def behind(self, p: Tensor) -> Tensor:
-        """The map as what follows the softmax takes it.
-
-        On a device rounded there, and not only for the product with V: half the bytes.
-        """
-        return p if self.scope.cpu else self.narrowed(p)
+        return self._narrow if narrow else x.dtype
 
     def tile(self, a: Tensor, b: Tensor, *, mixed: bool = False) -> Tensor:
         """A product of operands that is a tile; it stands until the next one is made.
@@ -168,13 +173,33 @@ class TileSteps:
     def _mixed(self, x: Tensor, last: bool) -> Tensor | None:
         return self._room("logits" if last else "mixed", x, x.shape[3])
 
-    def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
-        return softmax_(logits.contiguous(), self.scope.hidden(rows, columns))
+    def softmax(self, logits: Tensor, sinks: Tensor | None, rows: range, columns: range) -> Softmax:
+        logits, hidden = logits.contiguous(), self.scope.hidden(rows, columns)
+        if self.scope.cpu:
+            return Softmax(*sunk_softmax_(logits, hidden, sinks))
+        p, log_sum = tile_softmax(logits, hidden.mask, sinks, self._operand_dtype(logits))
+        sunk = None if sinks is None else (sinks - log_sum).exp()
+        return Softmax(p, sunk, (logits, log_sum, hidden.mask))
 
-    def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
-        """In place; every row is summed up before it is written."""
+    def softmax_backward(
+        self, grad: Tensor, soft: Softmax, *, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of the logits, and with a sink per row the sum of P dP.
+
+        The sum no longer equals that of O dO, as in flash attention. With `last` the gradient meets
+        nothing but products and a convolution.
+        """
         grad = grad.contiguous()
-        return torch._softmax_backward_data(grad, p, -1, grad.dtype, grad_input=grad)
+        if soft.origin is None:
+            total = None if soft.sunk is None else (soft.p * grad).sum(-1, keepdim=True)
+            # In place: every row is summed up before it is written.
+            return torch._softmax_backward_data(
+                grad, soft.p, -1, grad.dtype, grad_input=grad
+            ), total
+        last = last and not self.scope.sight.documents  # a convolution there is in fp32
+        return tile_softmax_backward(
+            grad, *soft.origin, self._operand_dtype(grad) if last else grad.dtype
+        )
 
     def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
         before, after = self.reach(kernel)

@@ -27,12 +27,10 @@ from heedful.ops.common.tiles import (
     cap_slope,
     finished,
     row_blocks,
-    sink_gradient,
     spread_heads,
-    sunk_softmax_,
 )
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.mta.convolution import Parameters, TileSteps
+from heedful.ops.mta.convolution import Parameters, Softmax, TileSteps
 from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.ops.mta.wide import LowRank, flash_attention, identity_attention, low_rank
 from heedful.ops.visibility import Visibility
@@ -166,10 +164,9 @@ def attend(
     out = _zeros(x.q, x.v.shape[3])
     for block in _row_blocks(x, steps):
         if wide is None:
-            p = _probabilities(x, steps, block).p
+            p = _probabilities(x, steps, block).soft.p
         else:
             p = _wide_probabilities(x, steps, block, wide)
-        p = steps.behind(p)
         a = _convolved(p, x, steps, block)
         if x.parameters.post_mix is not None:
             a = steps.mix(a, x.parameters.post_mix)
@@ -186,8 +183,7 @@ class _Probabilities(NamedTuple):
     z: Tensor | None  # Mask_0(S), where a convolution follows
     c: Tensor | None  # Conv(Z), where mixing follows
     slope: Tensor | None  # of the soft cap, where there is one and the caller needs it
-    p: Tensor
-    sunk: Tensor | None  # what of each row goes to the sink, where there is one
+    soft: Softmax
 
 
 def _probabilities(
@@ -208,18 +204,13 @@ def _probabilities(
         logits = steps.mix(c, mix, last=True)
     logits = cap_(logits, x.softcap)
     slope = cap_slope(logits, x.softcap) if slopes else None
-    return _Probabilities(z, c, slope, *_softmax(x, steps, block, logits))
+    return _Probabilities(z, c, slope, _softmax(x, steps, block, logits))
 
 
-def _softmax(
-    x: Operands, steps: TileSteps, block: RowBlock, capped: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """The softmax of the block's own rows, and what of each row goes to the sink."""
-    logits, owned = x.biased(capped, block), block.tokens(block.rows)
-    if x.sinks is None:
-        return steps.softmax(logits, owned, block.columns), None
-    hidden = steps.scope.hidden(owned, block.columns)
-    return sunk_softmax_(logits.contiguous(), hidden, x.sinks)
+def _softmax(x: Operands, steps: TileSteps, block: RowBlock, capped: Tensor) -> Softmax:
+    """The softmax of the block's own rows."""
+    logits = x.biased(capped, block)
+    return steps.softmax(logits, x.sinks, block.tokens(block.rows), block.columns)
 
 
 def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
@@ -227,7 +218,7 @@ def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: Lo
     logits = wide.logits(block.rows, block.columns, block.offset)
     if x.parameters.mix is not None:
         logits = steps.mix(logits, x.parameters.mix, last=True)
-    return _softmax(x, steps, block, cap_(logits, x.softcap))[0]
+    return _softmax(x, steps, block, cap_(logits, x.softcap)).p
 
 
 def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
@@ -255,11 +246,11 @@ def attend_backward(
     dsinks = None if x.sinks is None else x.sinks.new_zeros(len(x.sinks))
     for block in _row_blocks(x, steps):
         block_map = _probabilities(x, steps, block, slopes=True)
-        d = _after_softmax_backward(grad, block_map.p, x, steps, block, dv, sums)
-        if dsinks is not None:
-            dsinks += sink_gradient(d, block_map.p, block_map.sunk)
-        # The sum over a row of P dP: it no longer equals that of O dO, as in flash attention.
-        d = steps.softmax_backward(d, block_map.p)
+        d = _after_softmax_backward(grad, block_map.soft.p, x, steps, block, dv, sums)
+        last = dbias is None and block_map.slope is None and x.parameters.mix is None
+        d, taken = steps.softmax_backward(d, block_map.soft, last=last)
+        if dsinks is not None:  # a sink has no value: all it does is take weight
+            dsinks -= (taken * block_map.soft.sunk).sum((0, 2, 3))
         if dbias is not None:
             block.own(dbias).copy_(d.sum_to_size(block.own(dbias).shape))
         if block_map.slope is not None:
@@ -289,7 +280,7 @@ def _after_softmax_backward(
     The peak of memory is made of tiles: each goes as soon as it has been read.
     """
     _, post_conv, _, post_mix = x.parameters
-    out_grad, p = grad[:, :, _cut(block.write)], steps.behind(p)
+    out_grad = grad[:, :, _cut(block.write)]
     a = _convolved(p, x, steps, block)
     mixed = a if post_mix is None else steps.mix(a, post_mix)
     factor = x.dropout_factor(block)

@@ -21,7 +21,7 @@ from torch import Tensor
 from heedful.ops.common.precision import widen, without_autocast
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.mta.convolution import Parameters, TileSteps, grouped, mix
+from heedful.ops.mta.convolution import Parameters, Softmax, TileSteps, grouped, mix
 from heedful.ops.mta.fused.block_kernels import (
     WIDTH,
     blank_kernel,
@@ -154,7 +154,7 @@ class TritonSteps(TileSteps):
         dweights = self.product(grouped(grad, weights), grouped(x, weights).mT).sum(0)
         return mix(grad, weights.mT.to(grad.dtype)), dweights
 
-    def softmax(self, logits: Tensor, rows: range, columns: range) -> Tensor:
+    def softmax(self, logits: Tensor, sinks: Tensor | None, rows: range, columns: range) -> Softmax:
         batch, heads, count, width = logits.shape
         at = block_launch()
         p = logits if logits.dtype == self._dtype else torch.empty_like(logits, dtype=self._dtype)
@@ -162,15 +162,17 @@ class TritonSteps(TileSteps):
             logits, p, self._segments, heads, count, width, rows.start, columns.start, **self._mask,
             BM=at.rows, BN=at.columns, num_warps=at.warps,
         )  # fmt: skip
-        return p
+        return Softmax(p)  # it serves no sinks
 
-    def softmax_backward(self, grad: Tensor, p: Tensor) -> Tensor:
-        batch, heads, count, width = p.shape
+    def softmax_backward(
+        self, grad: Tensor, soft: Softmax, *, last: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, heads, count, width = grad.shape
         at = block_launch()
         softmax_backward_kernel[(triton.cdiv(count, at.rows), batch * heads)](
-            grad, p, count, width, BM=at.rows, BN=at.columns, num_warps=at.warps
+            grad, soft.p, count, width, BM=at.rows, BN=at.columns, num_warps=at.warps
         )
-        return grad
+        return grad, None
 
     def _convolve(
         self, x: Tensor, y: Tensor, kernel: Tensor, above: int, rows: range, *, transposed: bool
