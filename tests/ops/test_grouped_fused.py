@@ -14,8 +14,8 @@ from heedful.ops import Queries, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import fixed_groups, sliding_groups
 from heedful.ops.grouped.fused import _blocks
 from heedful.ops.grouped.neighbourhood import reach_of
-from helpers.grouped_cases import EXACT, TOKENS, VISIBILITIES, attend, each_case, tensors
-from helpers.oracle import against_oracle, with_grads
+from helpers.grouped_cases import TOKENS, VISIBILITIES, attend, each_case, tensors
+from helpers.oracle import EXACT, against_oracle, with_grads
 
 KINDS = [name for name in VISIBILITIES if "mutual" not in name]
 each_asking = pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])

@@ -13,7 +13,8 @@ from heedful.ops.grouped import (
     sliding_groups,
     slot_groups,
 )
-from helpers.grouped_cases import attend, draw, each_impl, tensors
+from helpers.grouped_cases import attend, each_impl, tensors
+from helpers.oracle import draw
 
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.
 
