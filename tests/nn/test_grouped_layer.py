@@ -45,9 +45,9 @@ class Turning:
         return torch.cat(turned, -1)
 
 
-def grouped_layer(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
+def grouped_layer(config: Grouped) -> GroupedAttention:
     """A layer in fp64, away from its first values."""
-    return stirred(config, 0.4, shape)
+    return stirred(config, 0.4)
 
 
 class Whole:

@@ -226,8 +226,8 @@ x = torch.randn(1, tokens, 64)
 def run():
     module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
 """
-    short, long = (peak_memory_mib(code.replace("{tokens}", str(n))) for n in (2048, 8192))
-    assert long < 5 * short and long < 60, "a map of 8,192 tokens and four heads has 1,024 MiB"
+    short, long = (peak_memory_mib(code.replace("{tokens}", str(n))) for n in (1024, 4096))
+    assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"
 
 
 def test_refused():
