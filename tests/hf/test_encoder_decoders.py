@@ -86,7 +86,6 @@ def test_each_place_changes_logits_by_itself(family):
         assert all(not torch.equal(results[-1], before) for before in results[:-1])
 
 
-@pytest.mark.crossed
 @every
 @each
 def test_no_target_token_changes_an_earlier_logit(family, name):
@@ -135,7 +134,6 @@ def test_pairs_of_a_decoders_tokens():
         heedful.convert(tiny("t5"), config, where="decoder")
 
 
-@pytest.mark.crossed
 @every
 @each
 def test_a_ragged_batch_is_its_rows(family, name):
@@ -214,7 +212,6 @@ def test_the_cache_knows_its_bytes(family, name):
     assert cache.nbytes == 0 and cache.get_seq_length() == 0 and copied.get_seq_length() == 6
 
 
-@pytest.mark.crossed
 @every
 @each
 def test_a_checkpoint_comes_back_bit_for_bit(family, name, tmp_path):
@@ -247,7 +244,6 @@ def test_auto_classes_load_a_checkpoint(tmp_path):
     torch.testing.assert_close(actual, logits(model, source, target))
 
 
-@pytest.mark.crossed
 @every
 @each
 def test_revert_restores_everything(family, name):
@@ -272,7 +268,6 @@ def test_revert_restores_everything(family, name):
     assert torch.equal(logits(model, source, target), at_first)
 
 
-@pytest.mark.crossed
 @every
 @each
 def test_gradients_reach_every_parameter(family, name):

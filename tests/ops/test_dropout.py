@@ -55,7 +55,6 @@ def test_the_mask_does_not_depend_on_the_row_blocks(mechanism, monkeypatch):
         torch.testing.assert_close(x, usual[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.crossed
 @every
 @each_impl
 def test_on_average_nothing_is_dropped(mechanism, impl):

@@ -137,7 +137,6 @@ def test_a_leak_through_shares_that_fall_off_but_never_end():
 # Gradients.
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
 @each_impl
 def test_gradients_by_finite_differences(impl, asking):

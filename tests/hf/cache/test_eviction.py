@@ -172,7 +172,6 @@ def test_random_keeps_a_uniform_sample():
     assert counts.min() > 30 and counts.max() < 72
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_no_more_is_cached_than_the_budget_and_the_chunk(name, policy):
     model = converted(name, max_position_embeddings=512, dtype=torch.float32)

@@ -126,11 +126,10 @@ def converted(name: str, family: str, dtype: torch.dtype = torch.float64):
     return varied(tiny(family, dtype), MECHANISMS[name])
 
 
-@pytest.mark.crossed
 @pairs
 def test_no_token_changes_an_earlier_logit(name, family):
     model = converted(name, family)
-    assert_causal(lambda ids: logits(model, ids), tokens(1, 7), dim=1)
+    assert_causal(lambda ids: logits(model, ids), tokens(1, 6), dim=1)
 
 
 def padded(left: bool) -> tuple:
