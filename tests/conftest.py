@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "device: runs on the device that --device names")
     config.addinivalue_line(
-        "markers", "crossed: a cover of the cross is run, the rest of it is exhaustive"
+        "markers", "crossed: every pair of values is run, the rest of the cross is exhaustive"
     )
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made: they run on any machine

@@ -30,83 +30,61 @@ if TYPE_CHECKING:
 # The packages' own configurations are the commands, with a place to write to beside them.
 
 
-@dataclass(frozen=True)
-class CompareCommand(Comparison):
-    __doc__ = Comparison.__doc__
-
-    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
-    """Folder for report.html, results.jsonl, config.json and the trained models."""
-
+class _Unchecked:
     def __post_init__(self) -> None:
         """Checked by `_as`: what a constructor raises, tyro would put into a box."""
 
 
 @dataclass(frozen=True)
-class TrainCommand(Training):
+class CompareCommand(_Unchecked, Comparison):
+    __doc__ = Comparison.__doc__
+
+    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")] = "runs/compare"
+    """Folder for report.html, results.jsonl, config.json and the trained models."""
+
+
+@dataclass(frozen=True)
+class TrainCommand(_Unchecked, Training):
     __doc__ = Training.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class ConvertCommand(FolderConversion):
+class ConvertCommand(_Unchecked, FolderConversion):
     __doc__ = FolderConversion.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class BenchCommand(Bench):
+class BenchCommand(_Unchecked, Bench):
     __doc__ = Bench.__doc__
 
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
     there already is never replaced."""
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class GenerateCommand(Generation):
+class GenerateCommand(_Unchecked, Generation):
     __doc__ = Generation.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class BudgetCommand(BudgetSearch):
+class BudgetCommand(_Unchecked, BudgetSearch):
     __doc__ = BudgetSearch.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class CalibrateCommand(CalibrationRun):
+class CalibrateCommand(_Unchecked, CalibrationRun):
     __doc__ = CalibrationRun.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class EvalCommand(Evaluation):
+class EvalCommand(_Unchecked, Evaluation):
     __doc__ = Evaluation.__doc__
 
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
-
 
 @dataclass(frozen=True)
-class InspectCommand(Inspection):
+class InspectCommand(_Unchecked, Inspection):
     __doc__ = Inspection.__doc__
-
-    def __post_init__(self) -> None:
-        """Checked by `_as`, as above."""
 
 
 @dataclass(frozen=True)

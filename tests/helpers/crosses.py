@@ -30,12 +30,11 @@ def in_share(name: str, number: int, shares: int) -> bool:
 
 
 def cover(cases: list[set[str]]) -> set[int]:
-    """Which few cases together have every pair of values that any has; of two axes, every value.
+    """Which few cases together have every pair of values that any has; of two axes, all cases.
 
-    All pairs of two axes would be the whole cross. Of all cases the one with most that is new comes
-    first, and so on.
+    Of all cases the one with most that is new comes first, and so on.
     """
-    parts = [set(combinations(sorted(case), 2 if len(case) > 2 else 1)) for case in cases]
+    parts = [set(combinations(sorted(case), min(len(case), 2))) for case in cases]
     missing, sample = set().union(*parts), set()
     while missing:
         best = max(range(len(parts)), key=lambda at: len(parts[at] & missing))

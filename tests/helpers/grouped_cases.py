@@ -16,6 +16,7 @@ from heedful.ops.grouped import (
     slot_groups,
 )
 from helpers.mechanisms import VISIBILITIES
+from helpers.oracle import draw
 
 SIZE, SPAN, STRIDE, SHORTEST, LONGEST, BLOCK, SLOTS = 4, 6, 2, 2, 7, 8, 2
 
@@ -147,17 +148,12 @@ def _slots_by_hand(z: Tensor, block: list[int]) -> Shares:
     return [{t: actual[i][k] for i, t in enumerate(block)} for k in range(SLOTS)]
 
 
-EXACT = {"rtol": 0, "atol": 1e-12}
 TOKENS = 37
 VISIBILITIES = VISIBILITIES | {
     "both ways in a window": lambda keys: Visibility(causal=False, window=11)
 }
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def tensors(tokens: int = TOKENS, queries: int | None = None) -> dict[str, Tensor]:

@@ -46,6 +46,11 @@ class Mechanism:
         return self.call(tensors, impl, visibility)
 
 
+def run_by(mechanism: Mechanism, impl: str, visibility: Visibility | None = None, **options):
+    """The mechanism as a function of its tensors."""
+    return lambda x: mechanism.run(x | options, impl, visibility)
+
+
 def _qkv(shape: Shape) -> dict[str, Tensor]:
     def draw(heads: int, tokens: int) -> Tensor:
         return torch.randn(shape.batch, heads, tokens, shape.dim, dtype=torch.float64)

@@ -25,8 +25,8 @@ from helpers.families import FAMILIES, GROUPED, logits, ragged_mask, tiny, token
 ROTARY = ("llama", "qwen3", "gemma2", "gpt_neox", "glm", "cohere")
 
 
-def calibrated(name: str = "standard", family: str = "llama", **options):
-    model = converted(name, family, **options)
+def calibrated(name: str = "standard", **options):
+    model = converted(name, **options)
     return model, calibrate(model, [tokens(2, 30), tokens(1, 12)])
 
 

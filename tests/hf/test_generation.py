@@ -30,7 +30,6 @@ def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
     return ids
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize(
     ("name", "family"),
     [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2", *EAGER) if fits(x, y)],
@@ -45,7 +44,6 @@ def test_generate_is_the_repeated_full_forward(name, family):
     assert len(set(actual[:, 7:].flatten().tolist())) > 1
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_ragged_batch_is_its_rows(name, family):

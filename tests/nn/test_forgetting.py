@@ -10,39 +10,24 @@ from heedful.nn import (
     Exclusive,
     Forgetting,
     HeadShape,
+    Layer,
     LayerInputs,
     Selective,
     Standard,
-    from_json,
-    to_json,
 )
 from heedful.ops import Visibility
 from heedful.ops.visibility import Queries
-from heedful.testing import assert_causal, peak_memory_mib
+from heedful.testing import peak_memory_mib
+from helpers.layers import SHAPE, qkvx, stirred
+from helpers.oracle import EXACT, draw
 
-SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
-EXACT = {"rtol": 0, "atol": 1e-12}
 STARTS = pytest.mark.parametrize("start", ["published", "identity"])
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
-    """Queries, keys and values, and the input of the module."""
-    heads = draw(batch, 4, tokens, 6), draw(batch, 2, tokens, 6), draw(batch, 2, tokens, 6)
-    return *heads, draw(batch, tokens, 20)
-
-
-def stirred(config, bias: float = 1.0):
-    module = config.build(SHAPE).double()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-        if isinstance(config, Forgetting):
-            module.forget.bias.add_(bias)
-    return module
+def forgetting(start: str = "published", bias: float = 1.0) -> Layer:
+    layer = stirred(Forgetting(start))
+    layer.forget.bias.data.add_(bias)
+    return layer
 
 
 def gates(module, x: Tensor) -> Tensor:
@@ -68,7 +53,7 @@ def defined(module, q: Tensor, k: Tensor, v: Tensor, x: Tensor, visible: Tensor 
 @STARTS
 @pytest.mark.parametrize("length", [1, 5, 41])
 def test_the_sum_of_the_gates_between_key_and_query_is_added(start, length):
-    module, (q, k, v, x) = stirred(Forgetting(start)), qkvx(length)
+    module, (q, k, v, x) = forgetting(start), qkvx(length)
     expected = defined(module, q, k, v, x)
     inputs = LayerInputs(input=x)
     torch.testing.assert_close(module(q, k, v, inputs=inputs).output, expected, **EXACT)
@@ -77,7 +62,7 @@ def test_the_sum_of_the_gates_between_key_and_query_is_added(start, length):
 
 
 def test_a_scale_and_the_bias_of_a_family():
-    module, (q, k, v, x), bias = stirred(Forgetting()), qkvx(9), draw(1, 4, 9, 9)
+    module, (q, k, v, x), bias = forgetting(), qkvx(9), draw(1, 4, 9, 9)
     for scale in (0.37, -1.4):
         logits = q @ k.repeat_interleave(2, 1).mT * scale + bias
         c = gates(module, x).cumsum(2)
@@ -91,7 +76,7 @@ def test_a_scale_and_the_bias_of_a_family():
 
 @STARTS
 def test_gradients_are_those_of_the_definition(start):
-    module, tensors = stirred(Forgetting(start)), [y.requires_grad_() for y in qkvx(37)]
+    module, tensors = forgetting(start), [y.requires_grad_() for y in qkvx(37)]
     leaves, weight = [*tensors, *module.parameters()], draw(2, 4, 37, 6)
     q, k, v, x = tensors
     outputs = module(q, k, v, inputs=LayerInputs(input=x)).output, defined(module, *tensors)
@@ -103,7 +88,7 @@ def test_gradients_are_those_of_the_definition(start):
 @STARTS
 def test_steps_with_a_state_are_the_whole(start):
     """F of every key is what later tokens have let a head forget of it."""
-    module, (q, k, v, x) = stirred(Forgetting(start)), qkvx(90)
+    module, (q, k, v, x) = forgetting(start), qkvx(90)
     whole = module(q, k, v, inputs=LayerInputs(input=x))
     logs, state, position = gates(module, x), None, 0
     for step in (1, 40, 1, 1, 34, 2, 1, 10):
@@ -121,22 +106,8 @@ def test_steps_with_a_state_are_the_whole(start):
     torch.testing.assert_close(state, whole.state, **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_later_token_changes_a_bit(dtype):
-    module, (q, k, v, x) = stirred(Forgetting()).to(torch.float32), qkvx(70, batch=1)
-    sizes = [24, 12, 12, 20]
-
-    def attend(tokens: Tensor) -> Tensor:
-        q, k, v, x = tokens.split(sizes, dim=2)
-        q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
-        return module(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
-
-    parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
-    assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
-
-
 def test_packed_documents_are_the_documents():
-    module, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
+    module, (q, k, v, x) = forgetting(), qkvx(60)
     documents = torch.tensor([[0] * 7 + [1] * 35 + [-1] * 3 + [2] * 15])
     packed = module(
         q, k, v, visibility=Visibility(documents=documents), inputs=LayerInputs(input=x)
@@ -149,7 +120,7 @@ def test_packed_documents_are_the_documents():
 
 @pytest.mark.parametrize("places", [range(5), range(55, 60), range(20, 29)], ids=str)
 def test_padding_anywhere_forgets_nothing(places):
-    module, (q, k, v, x) = stirred(Forgetting()), qkvx(60)
+    module, (q, k, v, x) = forgetting(), qkvx(60)
     padding = torch.ones(1, 60).bool()
     padding[:, list(places)] = False
     visibility, inputs = Visibility(padding=padding), LayerInputs(input=x)
@@ -167,7 +138,7 @@ def test_fp32_errs_as_standard_attention_does(bias, documents):
 
     Of one channel per key, as large as that sum, fp32 would round off up to 1e-3.
     """
-    module, (q, k, v, x) = stirred(Forgetting(), bias), qkvx(3000, batch=1)
+    module, (q, k, v, x) = forgetting(bias=bias), qkvx(3000, batch=1)
     options = {"visibility": Visibility(documents=torch.zeros(1, 3000).long())} if documents else {}
     exact = module(q, k, v, inputs=LayerInputs(input=x), **options)
     plain = Standard().build(SHAPE)
@@ -183,7 +154,7 @@ def test_fp32_errs_as_standard_attention_does(bias, documents):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_as_standard_attention_does(dtype):
     """Over 2,000 tokens a head forgets hundreds, of which bf16 alone would round off whole ones."""
-    module, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(2000, batch=1)
+    module, (q, k, v, x) = forgetting(bias=0.0).float(), qkvx(2000, batch=1)
     narrow, x = [y.to(dtype) for y in (q, k, v)], x.to(dtype)
     out = module(*narrow, inputs=LayerInputs(input=x)).output
     exact = module.double()(*(y.double() for y in narrow), inputs=LayerInputs(input=x.double()))
@@ -198,7 +169,7 @@ def test_half_precision_errs_as_standard_attention_does(dtype):
 @pytest.mark.parametrize("scale", [2.0**-7, 40.0])
 def test_fp16_at_the_ends_of_its_range(scale):
     """A scale of 1 / D, or far above one, and forty gates of e^-500."""
-    module, (q, k, v, x) = stirred(Forgetting(), -500.0).float(), qkvx(40, batch=1)
+    module, (q, k, v, x) = forgetting(bias=-500.0).float(), qkvx(40, batch=1)
     narrow = [(0.1 * y).half() for y in (q, k, v)]
     out = module(*narrow, scale=scale, inputs=LayerInputs(input=x.float()))
     exact = module.double()(*(y.double() for y in narrow), scale=scale, inputs=LayerInputs(input=x))
@@ -207,7 +178,7 @@ def test_fp16_at_the_ends_of_its_range(scale):
 
 
 def test_autocast_computes_in_its_precision_and_gates_in_fp32():
-    module, (q, k, v, x) = stirred(Forgetting(), 0.0).float(), qkvx(700, batch=1)
+    module, (q, k, v, x) = forgetting(bias=0.0).float(), qkvx(700, batch=1)
     q, k, v, x = (y.to(torch.bfloat16).float() for y in (q, k, v, x))
     expected = module(*(y.bfloat16() for y in (q, k, v)), inputs=LayerInputs(input=x))
     with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +219,7 @@ def test_starts():
 
 
 def test_maps_hide_what_is_forgotten():
-    module, (q, k, v, x) = stirred(Forgetting()), qkvx(9)
+    module, (q, k, v, x) = forgetting(), qkvx(9)
     maps = module.maps(q, k, inputs=LayerInputs(input=x))
     expected = -gates(module, x)[..., None] * torch.ones(9, 9, dtype=torch.float64).tril(-1)
     torch.testing.assert_close(maps.hiding, expected, **EXACT)
@@ -273,18 +244,11 @@ def test_exclusive_outputs_have_nothing_of_their_own_value():
     assert module.roles == {"decoder", "encoder"} and module.standard_form() is None
 
 
-@pytest.mark.parametrize("config", [Exclusive(), Forgetting("identity")], ids=str)
-def test_json_gives_the_same_configuration_back(config):
-    assert from_json(to_json(config)) == config
-
-
 def test_refused():
     module, (q, k, v, x) = Forgetting().build(SHAPE).double(), qkvx(5)
     inputs = LayerInputs(input=x)
     with pytest.raises(ValueError, match="start must be one of 'published', 'identity', got 'one'"):
         Forgetting("one")
-    with pytest.raises(ValueError, match="ForgettingAttention needs input beside q, k and v"):
-        module(q, k, v)
     with pytest.raises(ValueError, match=r"input must hold all 5 tokens .* got 2"):
         module(q, k, v, inputs=LayerInputs(input=x[:, :2]))
     places = Queries(positions=torch.arange(5)[None])

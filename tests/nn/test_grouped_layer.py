@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from heedful.nn import Grouped, HeadShape, LayerInputs
 from heedful.nn.grouped import GroupedAttention
 from heedful.ops import Visibility
+from helpers.layers import SHAPE, stirred
+from helpers.oracle import EXACT
 
-SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
-EXACT = {"rtol": 0, "atol": 1e-12}
 TOKENS = 40
 
 GROUPINGS: dict[str, dict] = {
@@ -45,13 +45,9 @@ class Turning:
         return torch.cat(turned, -1)
 
 
-def grouped_layer(config: Grouped, shape: HeadShape = SHAPE) -> GroupedAttention:
+def grouped_layer(config: Grouped) -> GroupedAttention:
     """A layer in fp64, away from its first values."""
-    layer = config.build(shape).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.4 * torch.randn_like(p))
-    return layer
+    return stirred(config, 0.4)
 
 
 class Whole:

@@ -32,13 +32,9 @@ from heedful.nn import (
 )
 from heedful.ops import Visibility, selective_attention
 from heedful.testing import assert_matches_oracle
-
-SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
-EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+from helpers.families import stir
+from helpers.layers import SHAPE, stirred
+from helpers.oracle import EXACT, draw
 
 
 def qkv(tokens: int = 9, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,12 +48,6 @@ def layer(config, shape: HeadShape = SHAPE) -> torch.nn.Module:
 
 def standard(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-def perturb(module: torch.nn.Module) -> None:
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.3 * torch.randn_like(p))
 
 
 IDENTITIES = {
@@ -87,6 +77,7 @@ ALL = {name: mechanism(name) for name in NAMES} | {
     name: config for name, config in ablations().items()
 }
 ALL["simplicial"] = Simplicial(5, 3, every=1)
+ALL["selective, bilinear"] = Selective(selector="bilinear")
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
 ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
@@ -109,8 +100,7 @@ def opened(attention: Layer, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInput
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_preset_runs_and_trains_all_its_parameters(name):
-    attention = layer(ALL[name])
-    perturb(attention)
+    attention = stirred(ALL[name])
     q, k, v = (x.requires_grad_() for x in qkv())
     inputs = beside()
     out = attention(*opened(attention, q, k, v, inputs), inputs=inputs)
@@ -119,6 +109,14 @@ def test_every_preset_runs_and_trains_all_its_parameters(name):
     (out.output.square().sum() + gates).backward()
     for parameter, p in [("q", q), ("k", k), ("v", v), *attention.named_parameters()]:
         assert p.grad is not None and bool((p.grad != 0).any()), parameter
+
+
+@pytest.mark.parametrize("name", [x for x in ALL if "input" in layer(ALL[x]).needs])
+def test_the_input_of_the_module_is_asked_for(name):
+    attention = layer(ALL[name])
+    expected = f"{type(attention).__name__} needs input beside q, k and v: pass inputs"
+    with pytest.raises(ValueError, match=expected):
+        attention(*qkv())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "pre+post conv, pre+post mix, vector gate"])
@@ -183,8 +181,7 @@ def test_what_layers_declare():
 
 @pytest.mark.parametrize("config", [MultiToken(conv=(3, 5), post_conv=(2, 3)), TalkingHeads()])
 def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
-    attention = layer(config)
-    perturb(attention)
+    attention = stirred(config)
     q, k, v = qkv(12)
     whole = attention(q, k, v).output[:, :, -1]
     rows = attention.past_queries + 1
@@ -196,8 +193,7 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_maps_are_what_multiplies_the_values(name):
-    attention, inputs = layer(ALL[name]), beside()
-    perturb(attention)
+    attention, inputs = stirred(ALL[name]), beside()
     if getattr(attention, "norm", None) is not None:
         attention.norm.forward = lambda x: x
     if name == "gated":  # whose gate acts behind the map: wide open
@@ -286,7 +282,7 @@ def test_gate_is_a_sigmoid_of_the_normed_head(gate, start):
     attention = layer(
         MultiToken(norm="plain", gate=gate, gate_start=start, conv=None, post_conv=None)
     )
-    perturb(attention.gate)
+    stir(attention.gate, 0.3)
     weight, bias = attention.gate.weight.detach(), attention.gate.bias.detach()
     assert weight.shape == {"scalar": (1, 6), "vector": (6, 6)}[gate]
     q, k, v = qkv()
@@ -392,10 +388,6 @@ def test_own_selectors_project_the_last_queries_of_a_longer_input():
     torch.testing.assert_close(
         attention(q, k, v, inputs=LayerInputs(input=hidden)).output, expected.output, **EXACT
     )
-    with pytest.raises(
-        ValueError, match="SelectiveAttention needs input beside q, k and v: pass inputs"
-    ):
-        attention(q, k, v)
 
 
 def test_an_extra_head_is_the_identity_and_its_keys_learn_first():
@@ -438,7 +430,7 @@ def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
         ALL[name].build(SHAPE),
         LayerInputs(input=draw(2, 40, SHAPE.hidden).to(dtype)),
     )
-    perturb(attention)
+    stir(attention, 0.3)
     rounded = [x.to(dtype) for x in qkv(40)]
     actual = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
     assert actual.dtype == dtype

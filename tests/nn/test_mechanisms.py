@@ -7,10 +7,17 @@ import pytest
 
 from heedful.nn import (
     NAMES,
+    Canon,
+    Dex,
     Differential,
+    Forgetting,
+    Gated,
     HeadShape,
+    KnockingHeads,
+    LocalGlobal,
     MultiToken,
     Selective,
+    Simplicial,
     Standard,
     TalkingHeads,
     ablations,
@@ -27,6 +34,14 @@ CONFIGS = {
     "another head": Selective(head=3),
     "first tokens hidden": Selective(protect_first=False),
     "pairs": TalkingHeads(group=2),
+    "forgetting identity": Forgetting("identity"),
+    "dex in two heads": Dex((2, 0)),
+    "simplicial everywhere": Simplicial(64, 8, 1, "identity"),
+    "knocking heads in two parts": KnockingHeads(("q", "k")),
+    "knocking heads with a gate": KnockingHeads(form="mlp"),
+    "canon A": Canon("A", 3, "random"),
+    "gated heads": Gated("head", "identity"),
+    "local layers": LocalGlobal(64, 2),
     "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity", "depth"),
 }
 
@@ -116,6 +131,19 @@ REFUSED = {
     "head must be a head index, .* got 1.5": lambda: Selective(head=1.5),
     "head must be a head index, .* got 'a'": lambda: Selective(head="a"),
     "protect_first must be True or False, got 1": lambda: Selective(protect_first=1),
+    "parts must be one or several of 'q', 'k', 'v', got 'v'": lambda: KnockingHeads("v"),
+    r"parts must be .* got \(\)": lambda: KnockingHeads(()),
+    r"parts must be .* got \('x',\)": lambda: KnockingHeads(("x",)),
+    r"parts must name each part once, got \('v', 'v'\)": lambda: KnockingHeads(("v", "v")),
+    "form must be one of 'linear', 'mlp', got 'gelu'": lambda: KnockingHeads(form="gelu"),
+    r"parts must be \('v',\) with form='mlp'": lambda: KnockingHeads(("q", "v"), "mlp"),
+    "places must be one of 'A', 'B', 'AB', got 'C'": lambda: Canon("C"),
+    "kernel must be a whole number of tokens of at least 1, got 0": lambda: Canon(kernel=0),
+    "start must be one of 'zero', 'random', got 'ones'": lambda: Canon(start="ones"),
+    "per must be one of 'channel', 'head', got 'token'": lambda: Gated("token"),
+    "start must be one of 'published', 'identity', got 'zero'": lambda: Gated(start="zero"),
+    "window must be a whole number of at least 1, got 0": lambda: LocalGlobal(window=0),
+    "every must be a whole number of at least 1, got 1.5": lambda: LocalGlobal(every=1.5),
 }
 
 

@@ -1,4 +1,4 @@
-"""Parallax and Dex: their formulas, gradients, order and memory."""
+"""Parallax and Dex: their formulas, gradients and memory."""
 
 import math
 
@@ -7,38 +7,12 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from heedful.nn import (
-    Dex,
-    HeadShape,
-    LayerInputs,
-    Parallax,
-    Standard,
-    from_json,
-    to_json,
-)
+from heedful.nn import Dex, LayerInputs, Parallax, Standard
 from heedful.ops import Visibility
-from heedful.testing import assert_causal, peak_memory_mib
-
-SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
-EXACT = {"rtol": 0, "atol": 1e-12}
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-def qkvx(tokens: int, batch: int = 2) -> tuple[Tensor, ...]:
-    """Queries, keys and values, and the input of the module."""
-    heads = draw(batch, 4, tokens, 6), draw(batch, 2, tokens, 6), draw(batch, 2, tokens, 6)
-    return *heads, draw(batch, tokens, 20)
-
-
-def stirred(config):
-    module = config.build(SHAPE).double()
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return module
+from heedful.testing import peak_memory_mib
+from helpers.families import stir
+from helpers.layers import SHAPE, qkvx, stirred
+from helpers.oracle import EXACT, draw
 
 
 def second(module, x: Tensor) -> Tensor:
@@ -117,23 +91,6 @@ def test_second_queries_are_rotated_to_their_positions():
     assert turns[0].tolist() == [[5, 6, 7]]
 
 
-@pytest.mark.parametrize("config", [Parallax(), Dex((1,))], ids=str)
-def test_gradients(config):
-    small = HeadShape(heads=2, key_heads=1, dim=2, hidden=3, layer=0)
-    module, sizes = config.build(small).double(), ((2, 3, 2), (1, 3, 2), (1, 3, 2), (3, 3))
-    q, k, v, x = (draw(1, *size).requires_grad_() for size in sizes)
-
-    def attend(*tensors: Tensor) -> Tensor:
-        *heads, x = tensors[:4]
-        names = [name for name, _ in module.named_parameters()]
-        own = dict(zip(names, tensors[4:], strict=True))
-        options = {"inputs": LayerInputs(input=x)}
-        return torch.func.functional_call(module, own, tuple(heads), options).output
-
-    parameters = [draw(*p.shape).requires_grad_() for p in module.parameters()]
-    assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
-
-
 VISIBILITIES = {
     "documents": Visibility(documents=torch.tensor([[0] * 7 + [1] * 70 + [-1] * 3 + [2] * 10])),
     "window": Visibility(window=9),
@@ -164,20 +121,6 @@ def test_blocks_see_what_they_may(name):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_later_token_changes_a_bit(dtype):
-    module = stirred(Parallax()).to(torch.float32)
-
-    def attend(tokens: Tensor) -> Tensor:
-        q, k, v, x = tokens.split([24, 12, 12, 20], dim=2)
-        q, k, v = (y.unflatten(2, (-1, 6)).transpose(1, 2) for y in (q, k, v))
-        return module(q, k, v, inputs=LayerInputs(input=x)).output.transpose(1, 2).flatten(2)
-
-    q, k, v, x = qkvx(70, batch=1)
-    parts = [y.transpose(1, 2).flatten(2) for y in (q, k, v)]
-    assert_causal(attend, torch.cat([*parts, x], dim=2).to(dtype), dim=1)
-
-
 @pytest.mark.parametrize("config", [Parallax(), Dex()], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_new_layer_changes_no_bit(config, dtype):
@@ -189,9 +132,7 @@ def test_a_new_layer_changes_no_bit(config, dtype):
     (out.float() * torch.randn(out.shape)).sum().backward()
     slopes = [bool((p.grad != 0).any()) for p in module.parameters()]
     assert any(slopes), "it learns from there"
-    with torch.no_grad():
-        for p in module.parameters():
-            p.add_(0.1)
+    stir(module, 0.1)
     assert module.standard_form() is None
 
 
@@ -223,17 +164,7 @@ def test_dex_by_loops(heads):
     torch.testing.assert_close(module(q, k, v).output, expected, **EXACT)
 
 
-@pytest.mark.parametrize("config", [Parallax(), Dex(), Dex((2, 0))], ids=str)
-def test_json_gives_the_same_configuration_back(config):
-    assert from_json(to_json(config)) == config
-    if isinstance(config, Dex) and config.heads:
-        assert from_json(to_json(config) | {"heads": list(config.heads)}) == config
-
-
 def test_refused():
-    q, k, v, _ = qkvx(3)
-    with pytest.raises(ValueError, match="ParallaxAttention needs input beside q, k and v"):
-        Parallax().build(SHAPE).double()(q, k, v)
     for heads in ((), 3, (-1,), (0.5,), ("all",)):
         with pytest.raises(ValueError, match="heads must be a tuple of head numbers from 0 on"):
             Dex(heads)

@@ -8,15 +8,11 @@ import heedful
 from heedful.eviction import Bounded, CachedTokens, LowestGate, MostHidden
 from heedful.hf.budgets import NAME, read_budgets, write_budgets
 from heedful.hf.family.modules import attention_modules
-from heedful.nn import HeadShape, LayerInputs, RetentionGate, Standard
+from heedful.nn import LayerInputs, RetentionGate, Standard
 from helpers.cached import converted, greedy, in_steps
 from helpers.families import logits, ragged_mask, tiny, tokens
-
-SHAPE = HeadShape(4, 2, 6, 20, 0)
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
+from helpers.layers import SHAPE
+from helpers.oracle import draw
 
 
 def stirred():

@@ -18,6 +18,7 @@ from heedful.nn import (
     TalkingHeads,
 )
 from heedful.ops import Queries, Visibility
+from helpers.layers import stirred
 
 CONFIGS = {
     "standard": Standard(),
@@ -44,11 +45,7 @@ every = pytest.mark.parametrize(("name", "role"), CASES)
 
 def layer_of(name: str, role: str) -> Layer:
     """With parameters that are no identities."""
-    layer = CONFIGS[name].build(HeadShape(4, 2, 6, 20, 0, role)).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.3 * torch.randn_like(p))
-    return layer
+    return stirred(CONFIGS[name], shape=HeadShape(4, 2, 6, 20, 0, role))
 
 
 def draw(queries: int = 9) -> tuple[Tensor, Tensor, Tensor, Tensor]:

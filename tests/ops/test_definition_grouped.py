@@ -13,20 +13,18 @@ from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups, slot_g
 from heedful.ops.grouped.reference import memberships
 from helpers.grouped_cases import (
     BY_NAME,
-    EXACT,
     TOKENS,
     VISIBILITIES,
     Case,
     attend,
     documents_of,
-    draw,
     each_case,
     each_impl,
     shares_by_hand,
     tensors,
 )
 from helpers.loops import dot, sight, softmax
-from helpers.oracle import against_oracle, with_grads
+from helpers.oracle import EXACT, against_oracle, draw, with_grads
 
 KINDS = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",

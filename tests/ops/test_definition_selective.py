@@ -8,14 +8,10 @@ from heedful.ops import Visibility, selective_attention
 from heedful.ops.selective.sums import RunningTotal
 from heedful.testing import assert_matches_oracle
 from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
+from helpers.oracle import EXACT, draw
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
-EXACT = {"rtol": 0, "atol": 1e-12}
 TAU = 0.4
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def first_tokens(visibility: Visibility | None, row: int, keys: int) -> set[int]:

@@ -11,7 +11,7 @@ from heedful.ops import Visibility, selective_attention
 from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d, _kernel_gradient, _kernel_gradient_in_patches
 from heedful.ops.selective.sums import above, below
-from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape
+from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape, run_by
 from helpers.oracle import against_oracle, with_grads
 
 BY_NAME = {str(mechanism): mechanism for mechanism in MECHANISMS}
@@ -27,10 +27,6 @@ def device_blocks(monkeypatch):
     monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
     widen = precision.widen
     monkeypatch.setattr(precision, "_product", lambda a, b: widen(a) @ widen(b))
-
-
-def run_by(mechanism, impl: str, visibility=None, **options):
-    return lambda x: mechanism.run(x | options, impl, visibility)
 
 
 @every

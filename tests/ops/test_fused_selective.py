@@ -75,7 +75,6 @@ def hold(tensors: dict[str, Tensor], dtype: torch.dtype, tile=SMALL, **options) 
     return against_oracle(fused(tile=tile, **options), reference(**options), tensors, dtype)
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("selector", ["head 0", "own", "one per head"])
 def test_it_errs_at_most_twice_as_much_as_the_definition(selector, dtype):

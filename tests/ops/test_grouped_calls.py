@@ -20,17 +20,15 @@ from heedful.ops.grouped.groups import NEVER
 from heedful.ops.grouped.neighbourhood import score_pairs
 from heedful.testing import assert_matches_oracle
 from helpers.grouped_cases import (
-    EXACT,
     LONGEST,
     TOKENS,
     VISIBILITIES,
     attend,
-    draw,
     each_case,
     each_impl,
     tensors,
 )
-from helpers.oracle import with_grads
+from helpers.oracle import EXACT, draw, with_grads
 
 # Shapes, cost, and what cannot be.
 

@@ -14,8 +14,8 @@ from heedful.ops import Queries, Visibility, grouped_attention, summarise
 from heedful.ops.grouped import fixed_groups, sliding_groups
 from heedful.ops.grouped.fused import _blocks
 from heedful.ops.grouped.neighbourhood import reach_of
-from helpers.grouped_cases import EXACT, TOKENS, VISIBILITIES, attend, each_case, tensors
-from helpers.oracle import against_oracle, with_grads
+from helpers.grouped_cases import TOKENS, VISIBILITIES, attend, each_case, tensors
+from helpers.oracle import EXACT, against_oracle, with_grads
 
 KINDS = [name for name in VISIBILITIES if "mutual" not in name]
 each_asking = pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
@@ -53,7 +53,6 @@ def test_fused_is_the_definition_in_fp64(case, asking, visible):
         torch.testing.assert_close(y, expected[name], rtol=0, atol=1e-12 * (1 + size), msg=name)
 
 
-@pytest.mark.crossed
 @pytest.mark.device
 @each_case
 @each_asking
@@ -101,7 +100,6 @@ def test_cross_attention_and_groups_of_a_target_that_ask(case):
         assert not bool(actual[:, :, 9:].any())
 
 
-@pytest.mark.crossed
 @each_case
 @each_asking
 def test_a_later_token_changes_no_earlier_output(case, asking):
@@ -121,7 +119,6 @@ def test_a_later_token_changes_no_earlier_output(case, asking):
         assert (after[:, :, t] - before[:, :, t]).abs().max() > 1e-3
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize("visible", KINDS)
 @pytest.mark.parametrize("window", [1, 40, 500])
 def test_every_column_that_a_row_reaches_is_in_its_blocks(visible, window):

@@ -13,7 +13,8 @@ from heedful.ops.grouped import (
     sliding_groups,
     slot_groups,
 )
-from helpers.grouped_cases import attend, draw, each_impl, tensors
+from helpers.grouped_cases import attend, each_impl, tensors
+from helpers.oracle import draw
 
 # Leaks on purpose: each of them is one slip away, and the perturbation law must see it.
 
@@ -136,7 +137,6 @@ def test_a_leak_through_shares_that_fall_off_but_never_end():
 # Gradients.
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
 @each_impl
 def test_gradients_by_finite_differences(impl, asking):

@@ -18,6 +18,7 @@ from helpers.mechanisms import (
     Shape,
     forms,
     ragged,
+    run_by,
 )
 from helpers.oracle import against_oracle, with_grads
 
@@ -47,11 +48,6 @@ def kernels_run(request: pytest.FixtureRequest) -> None:
     if parameters is not None and str(parameters.params.get("impl")) == "fused":
         request.getfixturevalue("interpreted")
         request.getfixturevalue("bfloat16")
-
-
-def run_by(mechanism: Mechanism, impl: str, visibility: Visibility | None = None, **options):
-    """The mechanism as a function of its tensors."""
-    return lambda x: mechanism.run(x | options, impl, visibility)
 
 
 def hold(

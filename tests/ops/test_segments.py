@@ -6,19 +6,15 @@ from torch import Tensor
 
 from heedful.ops import Visibility, multi_token_attention, selective_attention
 from helpers.mechanisms import ragged
+from helpers.oracle import EXACT, draw
 
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
-EXACT = {"rtol": 0, "atol": 1e-12}
 TOKENS = 12
 VISIBILITIES = {
     "causal": None,
     "window": Visibility(window=4),
     "ragged documents": ragged(TOKENS)[0],
 }
-
-
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def upto(visibility: Visibility | None, keys: int) -> Visibility | None:

@@ -16,6 +16,7 @@ from heedful.ops.mta.wide import (
     wide_queries,
 )
 from helpers.mechanisms import ragged
+from helpers.oracle import draw
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 KERNELS = [(3, 5), (6, 11), (1, 1), (8, 15), (1, 5), (4, 1)]
@@ -68,10 +69,6 @@ def definition(q: Tensor, k: Tensor, conv: Tensor, visibility: Visibility) -> Te
     documents = None if documents is None else documents[:, keys - queries :]
     scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * 0.3
     return correlate(scores.masked_fill(~visible, 0), conv, documents)
-
-
-def draw(*size: int) -> Tensor:
-    return torch.randn(*size, dtype=torch.float64)
 
 
 def by_rows(conv: Tensor) -> tuple[Tensor, Tensor]:

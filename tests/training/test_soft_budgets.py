@@ -44,9 +44,9 @@ def trainer_of(model, folder: Path, steps: int = 4, rate: float = 0.0, **options
     return LayerTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, **options)
 
 
-def loss_of(model, ids, labels, cache: int, step: int = 0) -> torch.Tensor:
+def loss_of(model, ids, labels, cache: int) -> torch.Tensor:
     with EvictionOrderLoss(model).observing() as order:
-        order.draw(labels, step)
+        order.draw(labels, 0)
         model.train()(input_ids=ids, use_cache=False)
         return order(cache)
 

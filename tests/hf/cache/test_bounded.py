@@ -12,12 +12,13 @@ from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.family.modules import logit_bound
-from heedful.nn import Forgetting, HeadShape, LayerInputs, Selective
+from heedful.nn import Forgetting, LayerInputs, Selective
 from heedful.ops import Visibility
 from helpers.cached import converted, greedy, in_steps
 from helpers.families import logits, ragged_mask, tokens
+from helpers.layers import stirred
+from helpers.oracle import draw
 
-SHAPE = HeadShape(heads=4, key_heads=2, dim=6, hidden=20, layer=2)
 MECHANISMS = {
     "forgetting": Forgetting(),
     "forgetting-identity": Forgetting("identity"),
@@ -27,16 +28,8 @@ MECHANISMS = {
 }
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def layer_of(name: str):
-    layer = MECHANISMS[name].build(SHAPE).double()
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.add_(0.5 * torch.randn_like(p))
-    return layer
+    return stirred(MECHANISMS[name], 0.5)
 
 
 def random_inputs(tokens: int, largest: float, batch: int = 2):

@@ -25,25 +25,25 @@ FAMILIES = ["llama", "mistral", "gemma3_text", "gpt2", "gpt_neox", "qwen3", "phi
 FITTING = [(name, family) for name in MECHANISMS for family in FAMILIES if fits(name, family)]
 
 
+CACHES = {
+    "no cache": lambda model: {},
+    "our cache": lambda model: {"cache": heedful.new_cache(model)},
+    "its cache": lambda model: {"cache": DynamicCache(config=model.config)},
+}
+
+
 @pytest.mark.crossed
+@pytest.mark.parametrize("inputs", CACHES)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize(("name", "family"), FITTING)
-def test_cached_steps_are_the_full_forward(name, family):
+def test_cached_steps_are_the_full_forward(name, family, padded, inputs):
     """Longer than the sliding windows of 4, so that these layers let tokens go."""
-    model = converted(name, family)
-    ids = tokens(2, 19)
-    expected = logits(model, ids)
-    for cache in (None, heedful.new_cache(model), DynamicCache(config=model.config)):
-        actual = in_steps(model, ids, [6, 1, 1, 5, 1, 1, 1, 1, 2], cache)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.crossed
-@pytest.mark.parametrize(("name", "family"), FITTING)
-def test_padded_rows_in_steps_are_the_full_forward(name, family):
-    model, ids, mask = converted(name, family), tokens(3, 17), ragged_mask(3, 17)
-    expected = logits(model, ids, attention_mask=mask)
-    actual = in_steps(model, ids, [9, 1, 4, 1, 1, 1], attention_mask=mask)
-    real = mask.bool()
+    model, ids = converted(name, family), tokens(3, 16)
+    mask = ragged_mask(3, 16) if padded else torch.ones_like(ids)
+    given = {"attention_mask": mask} if padded else {}
+    sizes = [6, 1, 5, 1, 1, 2]
+    actual = in_steps(model, ids, sizes, **CACHES[inputs](model), **given)
+    expected, real = logits(model, ids, **given), mask.bool()
     torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
 
 
@@ -51,16 +51,16 @@ def test_padded_rows_in_steps_are_the_full_forward(name, family):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", [name for name in MECHANISMS if name.startswith("grouped")])
 @pytest.mark.parametrize("rows", [slice(0, 4), slice(0, 1), slice(2, 4), slice(3, 4)], ids=str)
-def test_padding_anywhere_in_steps_is_the_full_forward(name, family, rows):
+@pytest.mark.parametrize("sizes", [[23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23], ids=len)
+def test_padding_anywhere_in_steps_is_the_full_forward(name, family, rows, sizes):
     """On the right, in between, longer than a piece, in all rows at once, and a row of nothing."""
     model, ids = converted(name, family), tokens(4, 23)
     mask = torch.ones(4, 23).long()
     mask[0, 4:8] = mask[0, 15:17] = mask[1, 16:] = mask[2, :] = mask[3, :9] = 0
     row, real = ids[rows], mask[rows].bool()
     expected = logits(model, row, attention_mask=mask[rows])
-    for sizes in ([23], [6, 1, 1, 1, 5, 1, 1, 1, 1, 5], [1] * 23):
-        actual = in_steps(model, row, sizes, attention_mask=mask[rows])
-        torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
+    actual = in_steps(model, row, sizes, attention_mask=mask[rows])
+    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
 
 
 MODES = {
@@ -83,9 +83,9 @@ def test_every_mode_of_generate_is_the_uncached_one(name, mode, family):
     ids, mask = tokens(3, 11), ragged_mask(3, 11)
     uncached = {k: x for k, x in MODES[mode].items() if k != "prefill_chunk_size"}
     torch.manual_seed(0)
-    expected = greedy(model, ids, 7, attention_mask=mask, use_cache=False, **uncached)
+    expected = greedy(model, ids, 5, attention_mask=mask, use_cache=False, **uncached)
     torch.manual_seed(0)
-    actual = greedy(model, ids, 7, attention_mask=mask, use_cache=True, **MODES[mode])
+    actual = greedy(model, ids, 5, attention_mask=mask, use_cache=True, **MODES[mode])
     assert torch.equal(actual, expected)
 
 
@@ -97,11 +97,6 @@ DRAFTS = {
     # A stock draft with a sliding window fails in transformers 5.17, whatever the model.
     "unconverted": lambda name, family, model: {"assistant_model": tiny("llama")},
 }
-CACHES = {
-    "no cache": lambda model: {},
-    "our cache": lambda model: {"cache": heedful.new_cache(model)},
-    "its cache": lambda model: {"cache": DynamicCache(config=model.config)},
-}
 
 
 @functools.cache
@@ -109,7 +104,7 @@ def from_the_seed(name: str, family: str) -> tuple:
     """A model, a prompt, and what the model writes on without a cache."""
     torch.manual_seed(0)
     model, ids = converted(name, family), tokens(1, 9)
-    return model, ids, greedy(model, ids, 14, use_cache=False)
+    return model, ids, greedy(model, ids, 10, use_cache=False)
 
 
 @pytest.mark.crossed
@@ -120,7 +115,7 @@ def from_the_seed(name: str, family: str) -> tuple:
 def test_assisted_decoding_is_greedy_decoding(name, inputs, draft, family):
     model, ids, expected = from_the_seed(name, family)
     cache = CACHES[inputs](model)
-    actual = greedy(model, ids, 14, **cache, **DRAFTS[draft](name, family, model))
+    actual = greedy(model, ids, 10, **cache, **DRAFTS[draft](name, family, model))
     assert torch.equal(actual, expected)
     if cache:
         assert cache["cache"].get_seq_length() == expected.shape[1] - 1
@@ -168,25 +163,25 @@ def test_rows_are_repeated_chosen_and_reordered_whole(name):
     torch.testing.assert_close(actual, logits(model, ids), rtol=0, atol=1e-11)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", [*FEW, "mta-pre", "local", "canon-a", *EVERY_GROUPED])
-def test_calls_can_be_taken_back(name, family):
+@pytest.mark.parametrize("first", [3, 12])
+def test_calls_can_be_taken_back(name, family, first):
     """Of one call or several, some of their tokens, all, or none."""
     model, ids = converted(name, family), tokens(1, 24)
-    expected = logits(model, ids)
-    for first in (3, 12):
-        cache = heedful.new_cache(model)
-        cache.activate_past_recording()
-        at = 0
-        for sizes, back in (([first], 0), ([4], 4), ([3], 1), ([1, 1, 1], 2), ([2], 0), ([1], 1)):
-            length = sum(sizes)
-            in_steps(model, torch.cat([ids[:, at : at + length - back], tokens(1, back)], 1), sizes,
-                     cache)  # fmt: skip
-            cache.crop(-back)
-            at += length - back
-            assert cache.get_seq_length() == at
-        actual = in_steps(model, ids[:, at:], [1, 24 - at - 1], cache)
-        torch.testing.assert_close(actual, expected[:, at:], rtol=0, atol=1e-11)
+    cache = heedful.new_cache(model)
+    cache.activate_past_recording()
+    at = 0
+    for sizes, back in (([first], 0), ([4], 4), ([3], 1), ([1, 1, 1], 2), ([2], 0), ([1], 1)):
+        length = sum(sizes)
+        in_steps(model, torch.cat([ids[:, at : at + length - back], tokens(1, back)], 1), sizes,
+                 cache)  # fmt: skip
+        cache.crop(-back)
+        at += length - back
+        assert cache.get_seq_length() == at
+    actual = in_steps(model, ids[:, at:], [1, 24 - at - 1], cache)
+    torch.testing.assert_close(actual, logits(model, ids)[:, at:], rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["selective", "selective-extra"])

@@ -26,7 +26,6 @@ from heedful.ops import Visibility, multi_token_attention
 from helpers.cached import converted, greedy, in_steps, served_by, serves
 from helpers.families import EAGER, chunked, fits, logits, ragged_mask, tiny, tokens
 
-GENERAL = [StreamingLLM, H2O, TOVA, SnapKV, Window, Random]
 SERVED = [
     (name, policy)
     for name in ("standard", "selective", "talking-heads", "differential", "retention-gate")
@@ -173,13 +172,12 @@ def test_random_keeps_a_uniform_sample():
     assert counts.min() > 30 and counts.max() < 72
 
 
-@pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 def test_no_more_is_cached_than_the_budget_and_the_chunk(name, policy):
     model = converted(name, max_position_embeddings=512, dtype=torch.float32)
     budget, chunk, row = 40, 16, 2 * 2 * 8 * 4  # key heads of K and V, dim, bytes
     cache = heedful.new_cache(model, policy(tokens=budget))
-    for sizes in ([chunk] * 12, [1] * 60):
+    for sizes in ([chunk] * 6, [1] * 24):
         in_steps(model, tokens(1, sum(sizes)), sizes, cache)
         assert cache.tokens == [budget - 1] * 3
     whole = 3 * budget * row
@@ -218,9 +216,9 @@ def test_a_ragged_batch_is_its_rows_under_a_budget(name, policy, family):
     ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
     eviction = policy(tokens=10, sinks=2, recent=3)
     cache = heedful.new_cache(model, eviction)
-    together = greedy(model, ids, 9, attention_mask=(ids != 0).long(), cache=cache)
+    together = greedy(model, ids, 6, attention_mask=(ids != 0).long(), cache=cache)
     for row, actual in zip(rows, together, strict=True):
-        alone = greedy(model, row, 9, cache=heedful.new_cache(model, eviction))
+        alone = greedy(model, row, 6, cache=heedful.new_cache(model, eviction))
         assert torch.equal(actual[14:], alone[0, row.shape[1] :])
 
 

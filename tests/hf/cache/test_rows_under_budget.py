@@ -39,43 +39,38 @@ def same(actual, expected):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
-def test_a_whole_row_is_its_steps(name, policy):
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize(("first", "step"), [(1, 1), (15, 1), (6, 4)])
+def test_a_row_is_its_steps(name, policy, padded, first, step):
     """Token by token, after a prompt at once, and in pieces."""
-    model, ids = converted(name), tokens(2, 26)
+    model, ids = converted(name), tokens(3, 26)
+    mask = ragged_mask(3, 26) if padded else torch.ones_like(ids)
+    given, real = {"attention_mask": mask} if padded else {}, mask.bool()
     eviction = policy(tokens=(11, 13), sinks=0 if name == "local" else 2, recent=3)
-    actual = {}
-    for whole, step in ((1, 1), (15, 1), (6, 4)):
-        sizes = [whole]
-        while sum(sizes) < 26:
-            sizes.append(min(step, 26 - sum(sizes)))
-        expected = in_steps(model, ids, sizes, heedful.new_cache(model, eviction))
-        actual[whole] = under(model, eviction, ids, whole, step)
-        same(actual[whole], expected)
-    assert not torch.allclose(actual[1], logits(model, ids), atol=1e-4)  # something was let go
-    assert not torch.equal(actual[1], actual[15])
+    sizes, cache = [first, *[step] * ((26 - first) // step)], heedful.new_cache(model, eviction)
+    expected = in_steps(model, ids, sizes, cache, **given)
+    actual = under(model, eviction, ids, first, step, **given)
+    same(actual[real], expected[real])
+    assert not torch.allclose(actual, logits(model, ids, **given), atol=1e-4)  # some are let go
 
 
-@pytest.mark.crossed
-@pytest.mark.parametrize(("name", "policy"), SERVED)
-def test_padded_rows_are_their_steps(name, policy):
-    model, ids, mask = converted(name), tokens(3, 22), ragged_mask(3, 22)
-    eviction = policy(tokens=10, sinks=2, recent=3)
-    cache = heedful.new_cache(model, eviction)
-    expected = in_steps(model, ids, [1] * 22, cache, attention_mask=mask)
-    actual = under(model, eviction, ids, attention_mask=mask)
-    same(actual[mask.bool()], expected[mask.bool()])
+def test_what_a_row_lets_go_depends_on_its_pieces():
+    model, ids = converted("selective"), tokens(2, 26)
+    eviction = StreamingLLM(tokens=(11, 13), sinks=2, recent=3)
+    results = [under(model, eviction, ids, whole, 1) for whole in (1, 15)]
+    assert not torch.equal(*results)
 
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(("name", "policy"), SERVED)
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
-def test_sliding_windows_are_their_steps(name, policy, family):
+@pytest.mark.parametrize("budgets", [(7, 8), (12, 7)], ids=str)
+def test_sliding_windows_are_their_steps(name, policy, family, budgets):
     """Budgets below the window, and above it, where the window alone decides."""
     model, ids = converted(name, family, sliding_window=9, layer_types=None), tokens(2, 17)
-    for budgets in ((7, 8), (12, 7)):
-        eviction = policy(tokens=budgets, sinks=2, recent=3)
-        expected = in_steps(model, ids, [1] * 17, heedful.new_cache(model, eviction))
-        same(under(model, eviction, ids), expected)
+    eviction = policy(tokens=budgets, sinks=2, recent=3)
+    expected = in_steps(model, ids, [1] * 17, heedful.new_cache(model, eviction))
+    same(under(model, eviction, ids), expected)
 
 
 def test_layers_that_keep_everything_are_left_alone():

@@ -40,9 +40,9 @@ def windowed_above():
 FAMILIES = {"chunks": chunked, "window": windowed, "window in some layers": windowed_above}
 
 
-def left_padded(ids: torch.Tensor, padding: int = 4) -> torch.Tensor:
+def left_padded(ids: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(ids)
-    mask[1, :padding] = 0
+    mask[1, :4] = 0
     return mask
 
 
@@ -67,8 +67,8 @@ def generate(model, ids, mask):
     return model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
 
 
-def positions_of(lengths: list[int], padding: int = 0, fill: int = 1) -> torch.Tensor:
-    parts = [torch.full((padding,), fill), *map(torch.arange, lengths)]
+def positions_of(lengths: list[int], padding: int = 0) -> torch.Tensor:
+    parts = [torch.ones(padding).long(), *map(torch.arange, lengths)]
     return torch.cat(parts)[None]
 
 

@@ -44,8 +44,8 @@ def spread(times: Sequence[float]) -> dict[str, float]:
     return {"ms": statistics.median(times), "low_ms": quantile(0.2), "high_ms": quantile(0.8)}
 
 
-def steady(run: Callable[[], object], *, budget_ms: float = 500, most: int = 30) -> dict:
-    """The spread of as many calls as `budget_ms` holds, 3 to `most`, and what a call needs.
+def steady(run: Callable[[], object], *, budget_ms: float = 500) -> dict:
+    """The spread of as many calls as `budget_ms` holds, 3 to 30, and what a call needs.
 
     `peak_mib` is what a call adds to the peak of the GPU's memory, `None` on a CPU. A budget of 0
     is one call without warm-up, to try that it works.
@@ -53,7 +53,7 @@ def steady(run: Callable[[], object], *, budget_ms: float = 500, most: int = 30)
     peak = peak_mib(run)
     (times,) = milliseconds([run], 1)
     if budget_ms:
-        rounds = max(3, min(most, int(budget_ms / max(times[0], 1e-3))))
+        rounds = max(3, min(30, int(budget_ms / max(times[0], 1e-3))))
         (times,) = milliseconds([run], rounds)
     return spread(times) | {"rounds": len(times), "peak_mib": peak}
 

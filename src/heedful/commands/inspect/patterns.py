@@ -7,9 +7,6 @@ paper names them without a measure, so that the rules here are ours. Energy is t
 import numpy as np
 from numpy.typing import ArrayLike
 
-KERNEL_PATTERNS = ("near identity", "edge", "diagonal", "priming", "other")
-MIXING_PATTERNS = ("near identity", "scaled identity", "contrasting", "other")
-
 _REST = 0.05  # share of the energy off the identity's entries below which there is nothing else
 _MOST = 0.5  # share of what is not the identity that a pattern holds
 _SUM = 0.2  # of an edge: |sum| over the sum of absolute values
