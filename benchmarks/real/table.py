@@ -13,6 +13,7 @@ MODELS = {
     "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
     "runs/evict-r4": "trained under the budgets too",
+    "adapters/smollm2-135m-evict": "trained under the budgets too",
     "runs/evict-0": "the same, rank 8",
 }
 LABELS = {
@@ -26,6 +27,7 @@ LABELS = {
     "most": "most",
 }
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
+BITS = {"auto": "", "int8": ", eight bits"}
 NAMES = {
     "whole": "all tokens",
     "streaming-llm": "StreamingLLM",
@@ -42,13 +44,13 @@ NAMES = {
     "tova-by-layer": "TOVA, the same budgets",
 }
 SHORT = (
-    (STOCK, "streaming-llm", 128),
-    (STOCK, "tova", 128),
-    (STOCK, "triattention", 128),
-    ("runs/gate", "lowest-gate", 128),
-    ("adapters/smollm2-135m-hide", "most-hidden", 128),
-    ("adapters/smollm2-135m-hide", "by-layer", 120),
-    ("runs/evict-r4", "by-layer", 120),
+    (STOCK, "streaming-llm", 128, "auto"),
+    (STOCK, "tova", 128, "auto"),
+    (STOCK, "triattention", 128, "auto"),
+    ("runs/gate", "lowest-gate", 128, "auto"),
+    ("adapters/smollm2-135m-hide", "most-hidden", 128, "auto"),
+    ("adapters/smollm2-135m-hide", "by-layer", 120, "auto"),
+    ("runs/evict-r4", "by-layer", 120, "auto"),
 )
 
 
@@ -56,7 +58,7 @@ def _line(record: dict, whole: dict) -> list[str]:
     """A setting beside the base with its whole cache."""
     return [
         MODELS[record["model"]],
-        NAMES[record["policy"]],
+        NAMES[record["policy"]] + BITS[record.get("cache_dtype", "auto")],
         f"{record['tokens']:,}",
         f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
         f"{statistics.mean(record['needles'].values()):.0%}",
@@ -66,15 +68,23 @@ def _line(record: dict, whole: dict) -> list[str]:
 
 
 def _whole(records: list[dict]) -> dict:
-    return next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
+    return next(r for r in records if _setting(r) == (STOCK, "whole", r["length"], "auto"))
+
+
+def _setting(record: dict) -> tuple:
+    return (*(record[x] for x in ("model", "policy", "tokens")), record.get("cache_dtype", "auto"))
 
 
 def real_cache(length: int) -> str:
     """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
     records = read(RESULTS / f"cache-{length}-cpu.jsonl")
     models = list(MODELS)
-    order = sorted(records, key=lambda r: (models.index(r["model"]), r["policy"] != "whole",
-                                           r["policy"], -r["tokens"]))  # fmt: skip
+
+    def place(r: dict) -> tuple:
+        rounded = "cache_dtype" in r
+        return models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"], rounded
+
+    order = sorted(records, key=place)
     lines = [_line(record, _whole(records)) for record in order]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
@@ -103,11 +113,33 @@ def kept_kinds() -> str:
     return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
 
 
+def harness() -> str:
+    """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
+    records = read(RESULTS / "harness-cpu.jsonl")
+    adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
+    cells = {(r["task"], r["measure"], r["model"]): r for r in records}
+    lines = []
+    for task, measure in dict.fromkeys((r["task"], r["measure"]) for r in records):
+        base = cells[task, measure, STOCK]
+        row = [f"{task.removeprefix('lm-eval:')}, {measure}", _value(base["value"], base)]
+        row += [_value(cells[task, measure, x]["difference"], base, "+") for x in adapters]
+        lines.append(row)
+    head = ["task, measure", MODELS[STOCK], *(MODELS[x] for x in adapters)]
+    return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
+
+
+def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
+    """A share in percent, or a difference in percentage points with its interval."""
+    scale, digits = (100, 1) if record["percent"] else (1, 2)
+    value, low, high = (x if x is None else f"{scale * x:{sign}.{digits}f}" for x in interval)
+    return value if low is None or not sign else f"{value} ({low} to {high})"
+
+
 def real_short() -> str:
     """The whole cache, and policies with about an eighth of its bytes."""
     records = read(RESULTS / "cache-1024-cpu.jsonl")
     whole = _whole(records)
-    settings = {(r["model"], r["policy"], r["tokens"]): r for r in records}
+    settings = {_setting(r): r for r in records}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
     return markdown(HEAD, lines)
 
@@ -117,4 +149,5 @@ BLOCKS = {
     "real-1024": lambda: real_cache(1024),
     "real-2048": lambda: real_cache(2048),
     "real-kept": kept_kinds,
+    "real-harness": harness,
 }
