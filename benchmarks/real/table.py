@@ -27,7 +27,6 @@ LABELS = {
     "most": "most",
 }
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
-BITS = {"auto": "", "int8": ", eight bits"}
 NAMES = {
     "whole": "all tokens",
     "streaming-llm": "StreamingLLM",
@@ -44,13 +43,13 @@ NAMES = {
     "tova-by-layer": "TOVA, the same budgets",
 }
 SHORT = (
-    (STOCK, "streaming-llm", 128, "auto"),
-    (STOCK, "tova", 128, "auto"),
-    (STOCK, "triattention", 128, "auto"),
-    ("runs/gate", "lowest-gate", 128, "auto"),
-    ("adapters/smollm2-135m-hide", "most-hidden", 128, "auto"),
-    ("adapters/smollm2-135m-hide", "by-layer", 120, "auto"),
-    ("runs/evict-r4", "by-layer", 120, "auto"),
+    (STOCK, "streaming-llm", 128),
+    (STOCK, "tova", 128),
+    (STOCK, "triattention", 128),
+    ("runs/gate", "lowest-gate", 128),
+    ("adapters/smollm2-135m-hide", "most-hidden", 128),
+    ("adapters/smollm2-135m-hide", "by-layer", 120),
+    ("runs/evict-r4", "by-layer", 120),
 )
 
 
@@ -58,7 +57,7 @@ def _line(record: dict, whole: dict) -> list[str]:
     """A setting beside the base with its whole cache."""
     return [
         MODELS[record["model"]],
-        NAMES[record["policy"]] + BITS[record.get("cache_dtype", "auto")],
+        NAMES[record["policy"]],
         f"{record['tokens']:,}",
         f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
         f"{statistics.mean(record['needles'].values()):.0%}",
@@ -68,23 +67,19 @@ def _line(record: dict, whole: dict) -> list[str]:
 
 
 def _whole(records: list[dict]) -> dict:
-    return next(r for r in records if _setting(r) == (STOCK, "whole", r["length"], "auto"))
+    return next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
 
 
-def _setting(record: dict) -> tuple:
-    return (*(record[x] for x in ("model", "policy", "tokens")), record.get("cache_dtype", "auto"))
+def _setting(record: dict) -> tuple[str, str, int]:
+    return record["model"], record["policy"], record["tokens"]
 
 
 def real_cache(length: int) -> str:
     """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
     records = read(RESULTS / f"cache-{length}-cpu.jsonl")
     models = list(MODELS)
-
-    def place(r: dict) -> tuple:
-        rounded = "cache_dtype" in r
-        return models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"], rounded
-
-    order = sorted(records, key=place)
+    order = sorted(records, key=lambda r: (models.index(r["model"]), r["policy"] != "whole",
+                                           r["policy"], -r["tokens"]))  # fmt: skip
     lines = [_line(record, _whole(records)) for record in order]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
@@ -111,6 +106,20 @@ def kept_kinds() -> str:
         lines.append([f"{group}: {LABELS.get(label, label)}", f"{total // layers:,}", *cells])
     head = ["tokens", "of them", "all layers", "first third", "middle", "last third"]
     return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
+
+
+def quantized() -> str:
+    """The same settings with the cache in float32 and in eight bits."""
+    exact, records = (read(RESULTS / f"cache-1024-{x}.jsonl") for x in ("cpu", "int8-cpu"))
+    whole = _whole(exact)
+    lines = [
+        [*line[:3], bits, *line[3:]]
+        for record in records
+        for other in (x for x in exact if _setting(x) == _setting(record))
+        for bits, line in (("32", _line(other, whole)), ("8", _line(record, whole)))
+    ]
+    head = [*HEAD[:3], "bits", *HEAD[3:]]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
 def harness() -> str:
@@ -149,5 +158,6 @@ BLOCKS = {
     "real-1024": lambda: real_cache(1024),
     "real-2048": lambda: real_cache(2048),
     "real-kept": kept_kinds,
+    "real-int8": quantized,
     "real-harness": harness,
 }

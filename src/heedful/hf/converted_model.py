@@ -58,7 +58,7 @@ class ConvertedModel(OwnCacheInGenerate):
             raise ValueError(
                 f"cache_implementation={implementation!r} is not served by a converted model: its "
                 "cache grows (static ones do not) and keeps more than keys and values (quantized "
-                "ones do not; heedful.new_cache(model, dtype=torch.int8) rounds them); leave it "
+                "ones do not; heedful.new_cache(model, dtype=torch.int8) quantizes); leave it "
                 "out, or 'offloaded'"
             )
         return None

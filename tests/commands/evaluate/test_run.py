@@ -150,18 +150,18 @@ def test_a_batch_is_its_rows(tmp_path):
         assert len({len(x.ids) for x in plan.items if x.task == task}) > 1
 
 
-def test_rounded_caches_are_evaluated_beside_the_whole_one(tmp_path):
+def test_quantized_caches_are_evaluated_beside_the_whole_one(tmp_path):
     options = NEEDLES | {"tasks": ("needles", "perplexity"), "length": 64, "budget": ("20",)}
-    rounded = evaluate(evaluation_of(tmp_path / "8", cache_dtype="int8", **options)).samples
+    quantized = evaluate(evaluation_of(tmp_path / "8", cache_dtype="int8", **options)).samples
     plain = evaluate(evaluation_of(tmp_path / "32", **options)).samples
 
     def of(samples, cache):
         return [x for x in samples if x.cache == cache]
 
-    assert of(rounded, "") == of(plain, "")
-    assert {x.cache for x in rounded} == {"", "int8", "streaming-llm 20, int8"}
+    assert of(quantized, "") == of(plain, "")
+    assert {x.cache for x in quantized} == {"", "int8", "streaming-llm 20, int8"}
     for name, exact in (("int8", ""), ("streaming-llm 20, int8", "streaming-llm 20")):
-        for a, b in zip(of(rounded, name), of(plain, exact), strict=True):
+        for a, b in zip(of(quantized, name), of(plain, exact), strict=True):
             assert a.key == b.key
             if a.task == "perplexity":
                 assert 0 < abs(a.values["nats"] - b.values["nats"]) < 0.02 * b.values["nats"]

@@ -76,18 +76,20 @@ def test_no_eviction_is_the_default_without_a_budget(folders):
 
 
 @pytest.mark.parametrize("budget", [None, "20"])
-def test_a_cache_can_be_rounded(folders, budget):
+def test_a_cache_can_be_quantized(folders, budget):
     options = {"max_new_tokens": 24, "chunk": 8}
     whole, _ = generation_of(folders / "selective", eviction="none", **options)
-    rounded, _ = generation_of(folders / "selective", cache_dtype="int8", budget=budget, **options)
+    quantized, _ = generation_of(
+        folders / "selective", cache_dtype="int8", budget=budget, **options
+    )
     model = heedful.load(folders / "selective")
     eviction = MostHidden(tokens=20) if budget else False
     cache = heedful.new_cache(model, eviction, dtype=torch.int8)
     expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
-    assert rounded.text == ByteTokenizer().decode(expected)
-    assert (rounded.nbytes, rounded.peak_nbytes) == (cache.nbytes, cache.peak_nbytes)
-    assert rounded.whole_nbytes == whole.whole_nbytes <= whole.nbytes
-    assert rounded.nbytes < whole.nbytes / 2
+    assert quantized.text == ByteTokenizer().decode(expected)
+    assert (quantized.nbytes, quantized.peak_nbytes) == (cache.nbytes, cache.peak_nbytes)
+    assert quantized.whole_nbytes == whole.whole_nbytes <= whole.nbytes
+    assert quantized.nbytes < whole.nbytes / 2
 
 
 @pytest.mark.parametrize(

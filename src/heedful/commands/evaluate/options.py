@@ -44,8 +44,8 @@ class Evaluation:
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for a MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"
-    """int8: evaluate each model also with its whole cache in eight bits per number, rounded; the
-    caches of --budget are then rounded too."""
+    """int8: evaluate each model also with its whole cache quantized to eight bits per number; the
+    caches of --budget are then quantized too."""
     samples: int = 20
     """Samples per cell: of each depth, length and number of needles; each kind and length of
     babilong; each domain, task or split."""

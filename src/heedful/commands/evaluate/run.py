@@ -197,13 +197,13 @@ def _cache_count(options: Evaluation) -> int:
 def _caches(
     options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel
 ) -> dict[str, LanguageModel]:
-    """The model with its whole cache, then with that rounded, then with those of --budget.
+    """The model with its whole cache, then with that quantized, then with those of --budget.
 
     Raises:
         ValueError: the model cannot have one of them.
     """
-    dtype, rounded = cache_dtype_of(options.cache_dtype), options.cache_dtype
-    policies: dict[str, Eviction | bool] = {} if dtype is None else {rounded: False}
+    dtype = cache_dtype_of(options.cache_dtype)
+    policies: dict[str, Eviction | bool] = {} if dtype is None else {options.cache_dtype: False}
     for word in options.budget:
         if word == OWN:
             name, policy = OWN, model._heedful.eviction
@@ -214,7 +214,7 @@ def _caches(
             arguments = arguments_of(options, model)
             policy = policy_named(options.eviction, model, int(word), **arguments)
             name = f"{spelled(type(policy).__name__)} {word}"
-        policies[name if dtype is None else f"{name}, {rounded}"] = policy
+        policies[name if dtype is None else f"{name}, {options.cache_dtype}"] = policy
     for policy in (False, *policies.values()):
         try:
             new_cache(model, policy, dtype=dtype)

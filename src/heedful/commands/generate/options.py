@@ -39,7 +39,7 @@ class Generation:
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"
-    """Of the cache: int8 keeps tokens in eight bits per number, rounded; auto as they are."""
+    """Of the cache: int8 quantizes tokens to eight bits per number, auto keeps them as they are."""
     chunk: int | None = None
     """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
     max_new_tokens: int = 128
@@ -55,7 +55,7 @@ class Generation:
     seed: int = 0
     """Of drawn tokens, and of random eviction."""
     beside_whole: bool = False
-    """First write with the whole cache, not rounded, to compare."""
+    """First write with the whole cache, not quantized, to compare."""
 
     def __post_init__(self) -> None:
         check_literals(self)

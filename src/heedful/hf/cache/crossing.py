@@ -144,7 +144,7 @@ class BiasedLayerCache(LayerCache):
     The family counts keys from the sequence's first one, so that none is dropped.
 
     Arguments:
-        layer, sliding, meter, rounds: as of any layer's cache.
+        layer, sliding, meter, int8: as of any layer's cache.
         budget: refused.
     """
 
@@ -154,7 +154,7 @@ class BiasedLayerCache(LayerCache):
         sliding: int | None = None,
         budget: Budget | None = None,
         meter: Meter | None = None,
-        rounds: bool = False,
+        int8: bool = False,
     ) -> None:
         if budget is not None:
             raise ValueError(
@@ -162,7 +162,7 @@ class BiasedLayerCache(LayerCache):
                 "bias for every key of the sequence in order; use heedful.new_cache(model, "
                 "eviction=False)"
             )
-        super().__init__(layer, sliding, meter=meter, rounds=rounds)
+        super().__init__(layer, sliding, meter=meter, int8=int8)
         self.window = None
 
     def _clear(self) -> None:

@@ -33,7 +33,7 @@ class LayerCache(AttentionCache):
         sliding: how far back the family's queries see; `None` for all tokens.
         budget: which tokens are evicted when; `None` keeps all that a window shows.
         meter: counts the whole cache's bytes; `None` makes one.
-        rounds: whether tokens are kept in eight bits per number.
+        int8: whether tokens are kept in eight bits per number.
 
     Raises:
         ValueError: the policy cannot serve the layer.
@@ -45,7 +45,7 @@ class LayerCache(AttentionCache):
         sliding: int | None = None,
         budget: Budget | None = None,
         meter: Meter | None = None,
-        rounds: bool = False,
+        int8: bool = False,
     ) -> None:
         if layer.past_queries and layer.keeps:
             raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
@@ -58,12 +58,12 @@ class LayerCache(AttentionCache):
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
-        self.budget, self._rounds = budget, rounds
+        self.budget, self._int8 = budget, int8
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
         super()._clear()
-        self._tokens = StoredTokens(self._rounds)
+        self._tokens = StoredTokens(self._int8)
         self._queries = PastRows(self._past_queries, dim=2)
         self._inputs: dict[str, PastRows] = {}
         self._state: Float[Tensor, "B S n"] | None = None
@@ -114,7 +114,7 @@ class LayerCache(AttentionCache):
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of keys, values and what is cached beside them, if none were evicted or rounded."""
+        """Bytes of all that is cached per token, if no token were evicted or quantized."""
         per_token = self._tokens.token_nbytes
         if self._state is not None and self._state.shape[2]:
             per_token += self._state[:, :, :1].numel() * self._state.element_size()
@@ -148,9 +148,9 @@ class LayerCache(AttentionCache):
                 "the cache evicts tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
             )
-        if self._rounds and recorded:
+        if self._int8 and recorded:
             raise ValueError(
-                "the cache rounds tokens, which has no gradients: call the model under "
+                "the cache quantizes tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or with a cache without dtype"
             )
         self._begin_update(key_states, kwargs)
@@ -402,7 +402,7 @@ class LayerCache(AttentionCache):
             slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
 
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:
-        """As of any cache; copies of rounded tokens, which attention reads, are there as well."""
+        """As of any cache; copies of quantized tokens, which attention reads, are there as well."""
         super()._measure(most=most, copied=copied + self._tokens.copy_nbytes)
 
     def _tensors(self) -> list[Tensor | None]:

@@ -16,8 +16,8 @@ from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
+from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.rounded import is_rounded
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.family.modules import attends_twice, attention_modules
 from heedful.nn import Layer
@@ -120,8 +120,8 @@ def new_cache(
         eviction: which tokens leave when a layer's budget is full; see `heedful.eviction`. `None`
             takes the budgets that came with the model (`budgets.json` in its folder), if any;
             `False` keeps everything.
-        dtype: `torch.int8` keeps tokens in eight bits per number, rounded; by default they stay as
-            the model computes them.
+        dtype: `torch.int8` quantizes tokens to eight bits per number; by default they stay as the
+            model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
 
     Returns:
@@ -131,7 +131,7 @@ def new_cache(
         ValueError: the model is not converted, its family keeps its tokens in another way, the
             policy cannot serve the mechanism, or the dtype cannot.
     """
-    rounds = is_rounded(dtype)
+    int8 = is_int8(dtype)
     attention = attention_modules(model)
     if not attention and attention_modules(model, "encoder"):
         raise ValueError(
@@ -147,7 +147,7 @@ def new_cache(
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = cache_kind(module)(module.heedful, sliding, budget, meter, rounds)
+        layers[index] = cache_kind(module)(module.heedful, sliding, budget, meter, int8)
     own = KVCache(layers, meter, offloading)
     if not model.config.is_encoder_decoder:
         return own

@@ -18,9 +18,9 @@ from heedful.checks import is_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
+from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.new import attention_modules, cache_kind
-from heedful.hf.cache.rounded import is_rounded
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
@@ -86,16 +86,16 @@ def evicting(
     for name, value in (("whole", whole), ("step", step)):
         if not is_whole(value, 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    rounds = is_rounded(dtype)
-    if eviction is None and not rounds:
+    int8 = is_int8(dtype)
+    if eviction is None and not int8:
         yield peaks
         return
     routes = []
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
-        if budget is not None or rounds:
+        if budget is not None or int8:
             layer, kind = module.heedful, cache_kind(module)
-            kind(layer, None, budget, rounds=rounds)  # raises if it cannot be served
-            routes.append(_Route(layer, budget, rounds, Pieces(whole, step), peaks))
+            kind(layer, None, budget, int8=int8)  # raises if it cannot be served
+            routes.append(_Route(layer, budget, int8, Pieces(whole, step), peaks))
     if any("forward" in vars(route.layer) for route in routes):
         raise ValueError("model is evicting already; leave the outer `evicting` first")
     try:
@@ -115,9 +115,9 @@ class _Route:
     """In place of a layer's forward: the sequence in pieces, through a layer's cache."""
 
     def __init__(
-        self, layer: Layer, budget: Budget | None, rounds: bool, pieces: Pieces, peaks: Peaks
+        self, layer: Layer, budget: Budget | None, int8: bool, pieces: Pieces, peaks: Peaks
     ) -> None:
-        self.layer, self.budget, self.rounds = layer, budget, rounds
+        self.layer, self.budget, self.int8 = layer, budget, int8
         self.pieces, self.peaks = pieces, peaks
         self.needs, self.inside = layer.needs, False
 
@@ -141,7 +141,7 @@ class _Route:
                 "a cache"
             )
         visibility = Visibility() if visibility is None else visibility
-        cache = LayerCache(self.layer, visibility.window, self.budget, rounds=self.rounds)
+        cache = LayerCache(self.layer, visibility.window, self.budget, int8=self.int8)
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:

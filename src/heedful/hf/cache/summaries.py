@@ -33,7 +33,7 @@ class SummaryCache(AttentionCache):
         sliding: how far back the family's queries see; not needed.
         budget: refused, as summaries stand in place of far tokens already.
         meter: counts the whole cache's bytes; `None` makes one.
-        rounds: refused, as a summary is made anew with each of its tokens.
+        int8: refused, as a summary is made anew with each of its tokens.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class SummaryCache(AttentionCache):
         sliding: int | None = None,
         budget: Budget | None = None,
         meter: Meter | None = None,
-        rounds: bool = False,
+        int8: bool = False,
     ) -> None:
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
-        if rounds:
+        if int8:
             raise ValueError(
-                f"dtype: {type(layer).__name__} keeps summaries of groups, which are not rounded; "
-                "leave dtype out"
+                f"dtype: {type(layer).__name__} keeps summaries of groups, which are not "
+                "quantized; leave dtype out"
             )
         super().__init__(layer, meter)
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from heedful.eviction.gather import Moves
-from heedful.hf.cache.rounded import RoundedSlots
+from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
 
 
@@ -20,16 +20,16 @@ class StoredTokens:
         that they are the newest ones in order.
 
     Arguments:
-        rounds: whether the streams have eight bits per number.
+        int8: whether the streams have eight bits per number.
     """
 
-    def __init__(self, rounds: bool = False) -> None:
-        kind = RoundedSlots if rounds else Slots
+    def __init__(self, int8: bool = False) -> None:
+        kind = Int8Slots if int8 else Slots
         self.keys, self.values, self.beside = kind(), kind(), kind()
         self.positions: Int[Tensor, "B 1 n"] | None = None
 
     @property
-    def streams(self) -> list[Slots | RoundedSlots]:
+    def streams(self) -> list[Slots | Int8Slots]:
         """Those that have tokens."""
         return [slots for slots in (self.keys, self.values, self.beside) if slots.tensors]
 
@@ -49,7 +49,7 @@ class StoredTokens:
 
     @property
     def copy_nbytes(self) -> int:
-        """Bytes of the copies that attention reads, where the streams are rounded."""
+        """Bytes of the copies that attention reads, where the streams are quantized."""
         return sum(slots.copy_nbytes for slots in self.streams)
 
     def append(

@@ -5,8 +5,8 @@ Each token's numbers in each head are whole multiples of a scale of their own,
     x ~ s c,   s = max |x| / 127,   c = round(x / s) in -127..127,
 
 with an error of half a scale at most and none for the largest: in keys that is the channel which
-decides the logits, so that scales are float32. A token is rounded when it comes, so that attention
-does not depend on how many tokens come in one call.
+decides the logits, so that scales are float32. A token is quantized when it comes, so that
+attention does not depend on how many tokens come in one call.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from heedful.hf.cache.slots import Slots
 _LARGEST = 127
 
 
-class RoundedSlots:
+class Int8Slots:
     """As `Slots`, with the tokens in eight bits; they are read as copies in the model's dtype."""
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class RoundedSlots:
 
     @property
     def contents(self) -> Float[Tensor, "B H n D"] | None:
-        """The tokens, rounded."""
+        """The tokens, dequantized."""
         if self._dtype is None:
             return None
-        return restored(self._codes.contents, self._scales.contents, self._dtype)
+        return dequantize(self._codes.contents, self._scales.contents, self._dtype)
 
     @property
     def length(self) -> int:
@@ -62,7 +62,7 @@ class RoundedSlots:
     def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
         self._dtype = new.dtype
-        codes, scales = rounded(new)
+        codes, scales = quantize(new)
         self._codes.append(codes, limit)
         self._scales.append(scales, limit)
         return self.contents
@@ -87,8 +87,8 @@ class RoundedSlots:
             slots.map_batch(change)
 
 
-def is_rounded(dtype: torch.dtype | None) -> bool:
-    """Whether a cache of that dtype rounds; raises for those that there are not."""
+def is_int8(dtype: torch.dtype | None) -> bool:
+    """Whether a cache of that dtype quantizes; raises for those that there are not."""
     if dtype not in (None, torch.int8):
         raise ValueError(
             f"dtype must be torch.int8, or None for what the model computes in, got {dtype!r}"
@@ -96,7 +96,7 @@ def is_rounded(dtype: torch.dtype | None) -> bool:
     return dtype is not None
 
 
-def rounded(
+def quantize(
     x: Float[Tensor, "B H m D"],
 ) -> tuple[Int8[Tensor, "B H m D"], Float32[Tensor, "B H m 1"]]:
     """The whole numbers and the scales that stand for `x`."""
@@ -106,7 +106,7 @@ def rounded(
     return codes.clamp(-_LARGEST, _LARGEST).to(torch.int8), scales
 
 
-def restored(
+def dequantize(
     codes: Int8[Tensor, "B H m D"], scales: Float32[Tensor, "B H m 1"], dtype: torch.dtype
 ) -> Float[Tensor, "B H m D"]:
     """What whole numbers and scales stand for."""

@@ -1,4 +1,4 @@
-"""A cache in eight bits per number: attention to rounded tokens, to the bit."""
+"""A cache in eight bits per number: attention to quantized tokens, to the bit."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import heedful
 from heedful.eviction import H2O, POLICIES, MostHidden, StreamingLLM
 from heedful.hf.cache import tokens as stored
 from heedful.hf.cache.counters import nbytes_of
-from heedful.hf.cache.rounded import restored, rounded
+from heedful.hf.cache.int8 import dequantize, quantize
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.cache.slots import Slots
 from heedful.nn import Selective, Standard
@@ -25,7 +25,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def in_eight_bits(x: torch.Tensor) -> torch.Tensor:
-    return restored(*rounded(x), x.dtype)
+    return dequantize(*quantize(x), x.dtype)
 
 
 def int8(model, eviction=False):
@@ -34,10 +34,10 @@ def int8(model, eviction=False):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1e-4, 1.0, 3e3])
-def test_numbers_are_rounded_by_half_a_scale_at_most(dtype, size):
+def test_numbers_are_moved_by_half_a_scale_at_most(dtype, size):
     x = (torch.randn(2, 3, 50, 16, generator=torch.manual_seed(0)) * size).to(dtype)
     x[:, :, 3] = 0
-    codes, scales = rounded(x)
+    codes, scales = quantize(x)
     assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
     error = (codes.double() * scales.double() - x.double()).abs()
     assert (error <= scales.double() * 0.50001).all()
@@ -51,8 +51,8 @@ def test_numbers_are_rounded_by_half_a_scale_at_most(dtype, size):
     assert ((read.double() - x.double()).abs() <= scales.double() * 0.50001 + slack).all()
 
 
-class RoundedFirst(Slots):
-    """Tokens are rounded before an ordinary cache keeps them."""
+class QuantizedFirst(Slots):
+    """Tokens are quantized and restored before an ordinary cache keeps them."""
 
     def append(self, new, limit=None):
         return super().append(in_eight_bits(new), limit)
@@ -61,7 +61,7 @@ class RoundedFirst(Slots):
 @pytest.mark.crossed
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize(("name", "policy"), SERVED)
-def test_attention_is_to_rounded_tokens(name, policy, family, monkeypatch):
+def test_attention_is_to_quantized_tokens(name, policy, family, monkeypatch):
     """To the bit, in whatever calls they come; evicted are the same ones."""
     window = {"sliding_window": 20} if family == "mistral" else {}
     model, ids = converted(name, family, **window), tokens(2, 30)
@@ -73,7 +73,7 @@ def test_attention_is_to_rounded_tokens(name, policy, family, monkeypatch):
     if policy is None:
         steps = in_steps(model, ids, [1] * 30, caches[1])
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "Slots", RoundedFirst)
+        patched.setattr(stored, "Slots", QuantizedFirst)
         cache = heedful.new_cache(model, eviction)
         expected = in_steps(model, ids, [9, 7, 1, 13], cache)
     assert torch.equal(actual, expected)
@@ -96,17 +96,17 @@ MODES = {
 @pytest.mark.crossed
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["standard", "selective-extra", "mta-everywhere", "simplicial"])
-def test_every_mode_of_generate_keeps_rounded_tokens(name, mode, monkeypatch):
+def test_every_mode_of_generate_keeps_quantized_tokens(name, mode, monkeypatch):
     model, rows = converted(name), 1 if mode == "a look into the prompt" else 3
     ids = tokens(rows, 11)
     actual = greedy(model, ids, 8, cache=int8(model), **MODES[mode])
     with monkeypatch.context() as patched:
-        patched.setattr(stored, "Slots", RoundedFirst)
+        patched.setattr(stored, "Slots", QuantizedFirst)
         cache = heedful.new_cache(model)
         assert torch.equal(greedy(model, ids, 8, cache=cache, **MODES[mode]), actual)
 
 
-def test_a_rounded_cache_can_be_copied_and_stored():
+def test_a_quantized_cache_can_be_copied_and_stored():
     model, ids = converted("selective-extra"), tokens(2, 12)
     cache = int8(model, MostHidden(tokens=8, sinks=1, recent=2))
     in_steps(model, ids[:, :9], [9], cache)
@@ -128,7 +128,7 @@ def test_bytes_are_counted_with_the_copies_that_attention_reads(dtype, eviction)
     share = (32 + 4) / (32 * dtype.itemsize)
     assert cache.nbytes - positions == pytest.approx(share * (plain.nbytes - positions), rel=1e-3)
     assert cache.whole_nbytes == plain.whole_nbytes
-    # At its peak the last layer reads copies of all its tokens, which others have rounded.
+    # At its peak the last layer reads copies of all its tokens, which others have quantized.
     one = plain.whole_nbytes / 97 / len(cache.layers)
     read = one * (97 if eviction is False else 64)
     assert cache.peak_nbytes >= cache.nbytes + read * (1 if eviction is False else 0)
@@ -148,7 +148,7 @@ def test_whole_rows_are_their_steps(policy):
     assert 0 < peaks.nbytes < heedful.new_cache(model).nbytes + cache.peak_nbytes
 
 
-def test_what_cannot_be_rounded_is_refused():
+def test_what_cannot_be_quantized_is_refused():
     model = converted("standard")
     for dtype in (torch.float16, torch.uint8, "int8"):
         with pytest.raises(ValueError, match=r"dtype must be torch\.int8, or None"):
@@ -159,15 +159,15 @@ def test_what_cannot_be_rounded_is_refused():
     grouped = converted("grouped")
     with pytest.raises(ValueError, match="dtype: GroupedAttention keeps summaries"):
         int8(grouped)
-    with pytest.raises(ValueError, match="rounds tokens, which has no gradients"):
+    with pytest.raises(ValueError, match="quantizes tokens, which has no gradients"):
         model(input_ids=tokens(1, 4), cache=int8(model), use_cache=True)
     with pytest.raises(ValueError, match=r"new_cache\(model, dtype=torch\.int8\)"):
         greedy(model, tokens(1, 4), cache_implementation="quantized")
 
 
 @pytest.mark.parametrize(("name", "part"), [("mta-everywhere", "queries"), ("selective", "F")])
-def test_query_rows_and_states_are_not_rounded(name, part):
-    """Of the first layer, to which rounded tokens of other layers make no difference."""
+def test_query_rows_and_states_are_not_quantized(name, part):
+    """Of the first layer, to which quantized tokens of other layers make no difference."""
     model, ids = converted(name), tokens(1, 9)
     first = []
     for cache in (int8(model), heedful.new_cache(model)):
@@ -176,6 +176,6 @@ def test_query_rows_and_states_are_not_rounded(name, part):
         first.append(layer._queries.rows if part == "queries" else layer._state)
     if part == "queries":
         assert torch.equal(*first)
-    else:  # F is of rounded logits, with all its digits
+    else:  # F is of quantized logits, with all its digits
         torch.testing.assert_close(*first, rtol=0.1, atol=0.1)
         assert (first[0] != 0).any() and not torch.equal(*first)
