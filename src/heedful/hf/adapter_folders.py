@@ -52,12 +52,13 @@ def save_adapter(
         dtype: of the parameters in the file, such as `torch.bfloat16`; by default as they are.
 
     Raises:
-        ValueError: the model is not converted, or its mechanism has no parameters.
+        ValueError: the model is not converted, or there is nothing to save: neither parameters of
+            its mechanism nor low-rank matrices.
     """
     converted = converted_inside(model)
     conversion = conversion_of(converted)
     own = conversion.parameters()
-    if not own:
+    if not own and not holds_adapter(model):
         names = ", ".join(map(str, conversion.mechanisms))
         raise ValueError(
             f"model has no parameters beside its base: {names}; there is nothing to save, convert "

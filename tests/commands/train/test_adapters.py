@@ -79,14 +79,17 @@ def test_what_the_base_predicts_is_learned_and_not_the_text(options):
     assert next(x["loss"] for x in log if "loss" in x) > 5
 
 
-def test_low_rank_matrices_are_trained_beside_the_mechanism(options):
+@pytest.mark.parametrize("mechanism", ["mta", "standard"])
+def test_low_rank_matrices_are_trained_beside_the_mechanism(options, mechanism):
+    """With standard attention there are the matrices alone: a control."""
     lora = replace(
-        options, recipe="adapt", mechanism=("mta",), train="lora", rank=2, learning_rate=1e-2
+        options, recipe="adapt", mechanism=(mechanism,), train="lora", rank=2, learning_rate=1e-2
     )
     quietly(lora)
     assert "adapter_config.json" in os.listdir("run") and "README.md" not in os.listdir("run")
     saved = load_file("run/adapter_model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.bfloat16}
+    assert any(".heedful." in name for name in saved) == (mechanism == "mta")
     base, model = stock_model("base"), heedful.load("run")
     weight = "model.layers.0.self_attn.q_proj.weight"
     change = model.get_parameter(weight) - base.get_parameter(weight)
@@ -157,7 +160,10 @@ def kind_of(row: dict[str, torch.Tensor]) -> str:
     [
         ({"train": "all", "targets": "base"}, "needs a frozen base"),
         ({"model": "30m"}, "has none; name a trained model"),
-        ({"mechanism": ("standard",)}, "needs a mechanism with parameters"),
+        (
+            {"mechanism": ("standard",), "recipe": "adapt", "train": "mechanism"},
+            "train='mechanism' needs a mechanism with parameters",
+        ),
         ({"data": ("recall:1",)}, "must name a text beside recall"),
         ({"data": ("text.txt:1", "other.txt")}, "'other.txt' has no weight"),
         ({"data": ("text.txt:0",)}, "has the weight 0"),

@@ -144,10 +144,10 @@ def _beside_frozen(
     else:
         _give_mechanism(model, options)
     own = conversion_of(model).parameters().values()
-    if not own:
+    if not own and recipe.train == "mechanism":
         raise ValueError(
-            f"train={recipe.train!r} needs a mechanism with parameters; name one, such as "
-            "--mechanism selective:selector=extra or --mechanism mta"
+            "train='mechanism' needs a mechanism with parameters; name one, such as --mechanism "
+            "selective:selector=extra or --mechanism mta"
         )
     # In the order of these budgets nothing changes any more.
     path = Path(options.model) / NAME
