@@ -109,17 +109,15 @@ def kept_kinds() -> str:
 
 
 def quantized() -> str:
-    """The same settings with the cache in float32 and in eight bits."""
+    """Caches in eight bits, each behind the same one in float32 where there is one."""
     exact, records = (read(RESULTS / f"cache-1024-{x}.jsonl") for x in ("cpu", "int8-cpu"))
-    whole = _whole(exact)
-    lines = [
-        [*line[:3], bits, *line[3:]]
-        for record in records
-        for other in (x for x in exact if _setting(x) == _setting(record))
-        for bits, line in (("32", _line(other, whole)), ("8", _line(record, whole)))
-    ]
-    head = [*HEAD[:3], "bits", *HEAD[3:]]
-    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+    whole, lines = _whole(exact), []
+    for record in sorted(records, key=lambda r: (list(MODELS).index(r["model"]), -r["tokens"])):
+        for other in exact:
+            if _setting(other) == _setting(record):
+                lines.append(["32", *_line(other, whole)])
+        lines.append(["8", *_line(record, whole)])
+    return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(records)}"
 
 
 def harness() -> str:
