@@ -1,6 +1,6 @@
 """What `heedful eval` found, as results: every task and measure, beside the first model.
 
-python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
+    python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
 """
 
 import argparse
