@@ -62,7 +62,8 @@ class Counter(TorchDispatchMode):
         written = {x.name for x in func._schema.arguments if x.is_out}
         if func is _PRODUCT_INTO:
             written = set()
-        known = args[1:] if func in _OVERWRITING else args
+        # A new tensor takes only its dtype and device from the first.
+        known = args[1:] if func in _OVERWRITING or func.__name__.startswith("new_") else args
         read = (known, {name: x for name, x in (kwargs or {}).items() if name not in written})
         tensors = [x for x in tree_leaves(read) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]

@@ -24,6 +24,7 @@ def device_blocks(monkeypatch):
     monkeypatch.setattr(tiles, "is_cpu", lambda device: False)
     monkeypatch.setattr(tiles, "ROWS_ON_DEVICE", 24)
     monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_ON_DEVICE", 12)
+    monkeypatch.setattr("heedful.ops.selective.hiding.CHUNK", 8)
     monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
     widen = precision.widen
     monkeypatch.setattr(precision, "_product", lambda a, b: widen(a) @ widen(b))
@@ -198,7 +199,7 @@ def test_the_gradient_of_a_kernel_in_patches(size, tile, missing):
 
 
 GOALS = {
-    "selective": (400, 4.5e9),
+    "selective": (400, 2.8e9),
     "talking-heads": (400, 17.5e9),
     "mta-pre": (700, 16.5e9),
     "mta": (1000, 32e9),
@@ -238,14 +239,13 @@ def test_convolutions_leave_the_choice_of_tf32_as_it_was():
     assert torch.backends.cudnn.allow_tf32 == setting
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_the_sum_of_rows_above_and_below(cpu):
+def test_the_sum_of_rows_above_and_below():
     s, later = torch.rand(2, 1, 9, 5, dtype=torch.float64), torch.rand(2, 1, 5).double()
     exact = torch.stack([s[:, :, :i].sum(2) for i in range(9)], dim=2)
-    torch.testing.assert_close(above(s.clone(), cpu), exact)
+    torch.testing.assert_close(above(s.clone()), exact)
     exact = torch.stack([later + s[:, :, i + 1 :].sum(2) for i in range(9)], dim=2)
     total = later + s.sum(2)
-    torch.testing.assert_close(below(s.clone(), later, cpu), exact)
+    torch.testing.assert_close(below(s.clone(), later), exact)
     torch.testing.assert_close(later, total)
 
 

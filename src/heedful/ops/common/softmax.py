@@ -1,27 +1,17 @@
 """The softmax of a tile on a device: mask, exponentials, sums and rounding in one launch.
 
 As single operations they pass over a tile of fp32 up to ten times. Compiled by torch they read it
-once and write it once, in the precision of the product that follows. Both directions are custom
-operators, so that a model compiled around them leaves them whole and a counter sees what is
-launched.
+once and write it once, in the precision of the product that follows; see compiled.py.
 
 The backward pass takes the logits and each row's logarithm of the sum of exponentials, from which
-the map comes back unrounded. (Annotations here have no shapes: tests would wrap the functions in
-checks of these, which cannot be compiled.)
+the map comes back unrounded.
 """
-
-import functools
-import importlib.util
-import logging
-import os
-import shutil
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_log = logging.getLogger("heedful")
+from heedful.ops.common.compiled import form
 
 
 @torch.library.custom_op("heedful::tile_softmax", mutates_args=())
@@ -32,7 +22,7 @@ def tile_softmax(
 
     `mask` is that of the last columns; the others are visible. Rows that see nothing become zero.
     """
-    return _form(_softmax, logits)(logits, mask, sinks, dtype)
+    return form(_softmax, logits)(logits, mask, sinks, dtype)
 
 
 @tile_softmax.register_fake
@@ -45,7 +35,7 @@ def tile_softmax_backward(
     grad: Tensor, logits: Tensor, log_sum: Tensor, mask: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the logits in this dtype, and per row the sum of the map times `grad`."""
-    return _form(_softmax_backward, logits)(grad, logits, log_sum, mask, dtype)
+    return form(_softmax_backward, logits)(grad, logits, log_sum, mask, dtype)
 
 
 @tile_softmax_backward.register_fake
@@ -82,28 +72,3 @@ def _softmax_backward(
 def _whole(mask: Tensor, tile: Tensor) -> Tensor:
     """The mask of all columns; compiled, it is never written."""
     return pad(mask, (tile.shape[-1] - mask.shape[-1], 0))
-
-
-def _form(step: Callable, x: Tensor) -> Callable:
-    return _compiled(step) if _compiles(x.device.type) else step
-
-
-@functools.cache
-def _compiled(step: Callable) -> Callable:
-    """One kernel for tiles of every size; a batch, a head or a row alone gets its own."""
-    return torch.compile(step, dynamic=True)
-
-
-@functools.cache
-def _compiles(device: str) -> bool:
-    """Whether torch can compile for these devices here; says once what is missing."""
-    if device != "cuda":
-        return False
-    missing = None
-    if importlib.util.find_spec("triton") is None:
-        missing = "Triton"
-    elif not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        missing = "a C compiler, with which Triton launches kernels,"
-    if missing is not None:
-        _log.warning("%s is not installed: the softmax takes more launches and time", missing)
-    return missing is None

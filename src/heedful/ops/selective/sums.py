@@ -28,22 +28,18 @@ class RunningTotal:
         return self.pair[0, ..., cut] + self.pair[1, ..., cut]
 
 
-def above(s: Float[Tensor, "B Hs R C"], cpu: bool) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those above it; on a CPU by a product, which is faster there."""
-    return _earlier(s) @ s if cpu else s.cumsum(2).sub_(s)
+def above(s: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
+    """For each row the sum of those above it; by a product, which is fast on a CPU."""
+    return _earlier(s) @ s
 
 
 def below(
-    s: Float[Tensor, "B Hs R C"], later: Float[Tensor, "B Hs C"], cpu: bool
+    s: Float[Tensor, "B Hs R C"], later: Float[Tensor, "B Hs C"]
 ) -> Float[Tensor, "B Hs R C"]:
     """For each row the sum of those below it and of `later`, to which all rows are added."""
-    if cpu:
-        sums = (_earlier(s).mT @ s).add_(later[:, :, None])
-        later.add_(s.sum(2))
-        return sums
+    sums = (_earlier(s).mT @ s).add_(later[:, :, None])
     later.add_(s.sum(2))
-    sums = s.cumsum(2)
-    return torch.sub(later[:, :, None], sums, out=sums)
+    return sums
 
 
 def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from heedful.ops.common import tiles
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_queries
-from heedful.ops.common.precision import operand, product, scores, widen, without_autocast
+from heedful.ops.common.precision import operand, product, scores, without_autocast
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import (
     ROWS,
@@ -41,12 +41,14 @@ from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.composed import (
     ALIGNMENT,
     Bias,
+    bias_as_made,
     bias_of,
     biased_attention,
     biased_attention_backward,
     sums_shape,
 )
 from heedful.ops.selective.decode import selective_attention_few
+from heedful.ops.selective.hiding import SelectorTile
 from heedful.ops.selective.sums import RunningTotal, above, below
 from heedful.ops.visibility import Visibility
 
@@ -118,8 +120,14 @@ class Operands(NamedTuple):
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.rows, block.cut)
 
-    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"]) -> Bias:
+    def passes_bias(self, tau: float | None) -> bool:
+        """Whether of F nothing is needed but a bias, which is then made with it."""
+        return self.composed and self.bias is None and tau is None
+
+    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"], tau: float | None) -> Bias:
         """What `composed` blocks add to their logits."""
+        if self.passes_bias(tau):
+            return bias_as_made(f, block.hidden, self.q.shape[1])
         bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
         return bias_of(f, block.hidden, bias, self.q[:, :, block.rows])
 
@@ -173,10 +181,10 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
         room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
-        f = _hiding(x, block, total)
+        f = _hiding(x, block, total, tau)
         if x.composed:
             parts = (x.q[:, :, block.rows], x.k[:, :, block.cut], x.v[:, :, block.cut])
-            output, sums = biased_attention(*parts, x.bias_of(block, f), x.scale)
+            output, sums = biased_attention(*parts, x.bias_of(block, f, tau), x.scale)
             out.sums[:, :, start:stop] = sums
         else:
             p = _maps(x, block, f, room=room).p
@@ -186,7 +194,6 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
             output = product(p, x.v[:, :, block.cut])
             del p
         out.output[:, :, start:stop] = output
-        total.add(block.sums, block.cut)
         if tau is not None:
             terms = block.hidden.fill(f.clamp(max=tau), 0.0)
             out.memory[:, start:stop] = terms.sum((1, 3)) / selectors
@@ -202,12 +209,11 @@ class RowBlock(NamedTuple):
     hidden: Hidden
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
-    logits: Tensor  # of the selector
-    s: Tensor
+    logits: Tensor  # of the selector, on a device before their scale
 
-    @property
-    def sums(self) -> Float[Tensor, "B Hs C"]:
-        return self.s.sum(2)
+    def tile(self, scale: float) -> SelectorTile:
+        """As a device's steps take it."""
+        return SelectorTile(self.logits, self.hidden.mask, self.later, self.diagonal, scale)
 
     def only_active(self, x: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
         """Zero where nothing can be hidden, in place: whatever stood there, NaN included.
@@ -227,21 +233,38 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.scope.hidden(owned, columns)
-    logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
-    s = torch.fmax(logits, logits.new_zeros(()))  # of NaN and zero this is zero
+    scale = x.scale if x.scope.cpu else 1.0
+    logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], scale)
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
-    block = RowBlock(rows, cut, hidden, diagonal, later, logits, s)
-    block.only_active(s)
-    return block
+    return RowBlock(rows, cut, hidden, diagonal, later, logits)
 
 
-def _hiding(x: Operands, block: RowBlock, total: RunningTotal) -> Float[Tensor, "B Hs R C"]:
-    """F of a block; `total` is of the blocks before it."""
+def _hiding(
+    x: Operands, block: RowBlock, total: RunningTotal, tau: float | None, *, back: bool = False
+) -> Float[Tensor, "B Hs R C"]:
+    """F of a block, or the bias made of it.
+
+    Into `total`, which is of the blocks before it, goes what it hides; or with `back` out of it.
+    """
+    tile = block.tile(x.scale)
+    if x.scope.cpu:
+        s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
+        sums = block.only_active(s).sum(2)
+    else:
+        s = tile.sums()
+        sums = s.sum(2)
+    if back:
+        total.add(-sums, block.cut)
     base = total.rounded(block.cut)
+    if not back:
+        total.add(sums, block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    return base[:, :, None] + above(block.s, x.scope.cpu)
+    if x.scope.cpu:
+        return base[:, :, None] + above(s)
+    bias = x.passes_bias(tau)
+    return tile.passed_on(base, s, x.q.dtype if bias else base.dtype, bias)
 
 
 class _Maps(NamedTuple):
@@ -284,13 +307,11 @@ def attend_backward(
     """
     selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
-    dq, dsq, dsk = (
-        torch.zeros(t.shape, dtype=pair.dtype, device=t.device)
-        # Those of keys are transposed: a product is a quarter faster when its long side comes last.
-        for t in (x.q, x.selector_q, x.selector_k.mT)
-    )
-    if x.composed:
-        dq = torch.empty_like(x.q)  # every block has rows of its own, in this precision
+    # Every block has rows of its own.
+    dq = torch.empty_like(x.q, dtype=x.q.dtype if x.composed else pair.dtype)
+    dsq = torch.empty_like(x.selector_q, dtype=pair.dtype)
+    # Those of keys are transposed: a product is a quarter faster when its long side comes last.
+    dsk = torch.zeros(x.selector_k.mT.shape, dtype=pair.dtype, device=x.k.device)
     dk, dv = (
         pair.new_zeros(t.shape) if x.composed else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
     )
@@ -303,13 +324,12 @@ def attend_backward(
     for start, stop in row_blocks(x.q.shape[2], x.rows):
         block = _row_block(x, start, stop)
         rows, cut = block.rows, block.cut
-        total.add(-block.sums, cut)
-        f = _hiding(x, block, total)
+        f = _hiding(x, block, total, tau, back=True)
         out_grad, slope = grad[:, :, rows], None
         if x.composed:
             filled = slice(start, start - (start - stop) // ALIGNMENT * ALIGNMENT)
             dq[:, :, rows], dk_block, dv_block, dlogits = biased_attention_backward(
-                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f),
+                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f, tau),
                 out[:, :, rows], sums[:, :, filled], x.scale,
             )  # fmt: skip
             dk[:, :, cut].add_(dk_block)
@@ -331,14 +351,17 @@ def attend_backward(
             part = dbias[:, :, rows, cut]
             part.copy_(dlogits.sum_to_size(part.shape))
 
-        df = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else widen(dlogits)
-        df = df.neg_() if df is not dlogits else -df
+        # Of -F, not of F.
+        g = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else dlogits
         if tau is not None:
             unclipped = block.hidden.fill(f <= tau, False)
-            df += unclipped * (grad_memory[:, None, rows, None] / selectors)
-        ds = below(df, later[:, :, cut], x.scope.cpu)
-        # At zero the slope of the ReLU is one, as in reference.py.
-        ds = block.only_active(ds.mul_(block.logits >= 0))
+            g = g - unclipped * (grad_memory[:, None, rows, None] / selectors)
+        if x.scope.cpu:
+            # At zero the slope of the ReLU is one, as in reference.py.
+            ds = below(-g, later[:, :, cut]).mul_(block.logits >= 0)
+            block.only_active(ds)
+        else:
+            ds = block.tile(x.scale).gradient(g, later[:, :, cut], x.selector_q.dtype)
         dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
         dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 
@@ -348,7 +371,7 @@ def attend_backward(
             dlogits.mul_(x.scale)
             dq[:, :, rows] = product(dlogits, x.k[:, :, cut])
             dk[:, :, cut].add_(product(x.q[:, :, rows].mT, dlogits).mT)
-        del block, f, slope, dlogits, df, ds
+        del block, f, slope, dlogits, g, ds
     dsk = dsk.mT
     if x.first is not None:
         dsk.masked_fill_(x.first[:, None, :, None], 0.0)

@@ -1,0 +1,50 @@
+"""Steps between products that torch compiles for a CUDA device, when it calls one first.
+
+Such a step is a function in plain torch, inside a custom operator, so that a model compiled around
+it leaves it whole and a counter sees what is launched. (Its annotations have no shapes: tests would
+wrap it in checks of these, which cannot be compiled.)
+"""
+
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_log = logging.getLogger("heedful")
+
+
+def form(step: Callable, x: Tensor, *, as_written: bool = False) -> Callable:
+    """The step for this tensor's device: compiled, or as it is.
+
+    With loops in the order in which dimensions are written, if `as_written`. Else the compiler
+    orders those around single numbers by strides, and what follows a sum over rows, whose loops
+    keep their order, becomes a launch of its own.
+    """
+    return _compiled(step, as_written) if _compiles(x.device.type) else step
+
+
+@functools.cache
+def _compiled(step: Callable, as_written: bool) -> Callable:
+    """One kernel for tiles of every size; a batch, a head or a row alone gets its own."""
+    options = {"pick_loop_orders": False} if as_written else None
+    return torch.compile(step, dynamic=True, options=options)
+
+
+@functools.cache
+def _compiles(device: str) -> bool:
+    """Whether torch can compile for these devices here; says once what is missing."""
+    if device != "cuda":
+        return False
+    missing = None
+    if importlib.util.find_spec("triton") is None:
+        missing = "Triton"
+    elif not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        missing = "a C compiler, with which Triton launches kernels,"
+    if missing is not None:
+        _log.warning("%s is not installed: operators take more launches and time", missing)
+    return missing is None
