@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Shaped
 from torch import Tensor
 
 from heedful.eviction.gather import Moves
@@ -25,7 +25,7 @@ class Slots:
         self._own = False  # whether nobody else has this tensor
 
     @property
-    def contents(self) -> Float[Tensor, "B H n D"] | None:
+    def contents(self) -> Shaped[Tensor, "B H n D"] | None:
         """The tokens, as a view."""
         if self.buffer is None:
             return None
@@ -54,7 +54,7 @@ class Slots:
         """Bytes of a copy that reading the contents makes."""
         return 0
 
-    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
+    def append(self, new: Shaped[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
         if self.buffer is None:
             return self._begin(new, limit)
@@ -73,7 +73,7 @@ class Slots:
         self.length += added
         return self.contents
 
-    def _begin(self, new: Float[Tensor, "B H m D"], limit: int | None) -> Tensor:
+    def _begin(self, new: Shaped[Tensor, "B H m D"], limit: int | None) -> Tensor:
         """Take the first tokens as they are: most calls of a model are the only one.
 
         The next call makes room. But a part of a larger tensor (of queries, keys and values in one)
