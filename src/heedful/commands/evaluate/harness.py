@@ -114,7 +114,8 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = "")
             if cache:
                 raise ValueError(
                     "tasks of lm-evaluation-harness that generate text run with the whole cache "
-                    f"alone, not with {cache!r}; leave --budget out, or take needles"
+                    f"alone, not with {cache!r}; leave --budget and --cache-dtype out, or take "
+                    "needles"
                 )
             for request in requests:
                 context, arguments = request.args

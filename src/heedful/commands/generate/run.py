@@ -28,7 +28,7 @@ class GenerationResult(NamedTuple):
     prompt, tokens: how many were read and written.
     tokens_per_second: of the tokens after the first; `None` where there is no other.
     nbytes, peak_nbytes: of the cache at the end, and at its largest.
-    whole_nbytes: what it would have held at the end, neither evicted nor quantized.
+    whole_nbytes: what it would have taken at the end with nothing evicted or quantized.
     cached: how many tokens each layer's cache had at the end.
     """
 
