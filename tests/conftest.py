@@ -146,6 +146,19 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+@pytest.fixture
+def task_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A few documents of each task of lm-evaluation-harness, where a package would have them."""
+    from helpers.task_data import forget, write_task_data
+
+    folder = write_task_data(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    forget()
+    yield folder
+    forget()
+
+
 @pytest.fixture(autouse=True)
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point buffers hold NaN: forgetting an entry shows."""

@@ -14,6 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"
 VERSIONS = RESULTS / "training-overhead-versions-cpu.jsonl"
 NARROWER = RESULTS / "training-overhead-narrower-cpu.jsonl"
+RIVALS = RESULTS / "training-overhead-rivals-cpu.jsonl"
 TURNS = RESULTS / "trainer-overhead-cpu.jsonl"
 PUBLISHED = {
     "standard": 11.25,
@@ -108,9 +109,9 @@ def overhead(path: Path = OVERHEAD) -> str:
     return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
-def command_alone() -> str:
+def in_turn(path: Path) -> str:
     """What `heedful train` takes beside the plain loop, step by step in one process."""
-    records = read(TURNS)
+    records = read(path)
     names = {"standard": "`heedful train`, standard attention", "plain": "the plain loop itself"}
     lines = []
     for r in records:
@@ -121,7 +122,7 @@ def command_alone() -> str:
             ends.append(np.median(rng.choice(order, (2000, len(order))), axis=1))
         low, high = np.quantile(np.sqrt(ends[0] / ends[1]), (0.025, 0.975))
         lines.append([
-            names[r["kind"]], f"{values[0]:.3f} ×", f"{1 / values[1]:.3f} ×",
+            names.get(r["kind"], r["kind"]), f"{values[0]:.3f} ×", f"{1 / values[1]:.3f} ×",
             f"{np.sqrt(values[0] / values[1]):.3f} ×", f"{low:.3f} to {high:.3f}",
         ])  # fmt: skip
     head = ["beside the plain loop", "plain began", "it began", "both", "95 %"]
@@ -157,6 +158,7 @@ BLOCKS = {
     "training-overhead": overhead,
     "training-overhead-versions": lambda: overhead(VERSIONS),
     "training-overhead-narrower": lambda: overhead(NARROWER),
-    "trainer-overhead": command_alone,
+    "training-overhead-rivals": lambda: in_turn(RIVALS),
+    "trainer-overhead": lambda: in_turn(TURNS),
     "last-words": last_words,
 }

@@ -136,8 +136,10 @@ def test_scripts_of_a_page_run(page, script, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", commands())
-def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
+def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
+    if "on-disk" in arguments:
+        request.getfixturevalue("task_data")
     for place in ("my-notes", "notes", "books", "books-held-out", "books-train"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
@@ -167,7 +169,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys):
         if arguments[0] in ("train", "convert", "doctor"):
             small(positions=length + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
-    for adapter in {"runs/hide", "adapters/smollm2-135m-hide"} & {*arguments}:
+    ours = {f"adapters/smollm2-135m-{recipe}" for recipe in ("hide", "evict")}
+    for adapter in ({"runs/hide"} | ours) & {*arguments}:
         if arguments[0] != "train" or "evict" in arguments:
             _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
     measure = bench.bench

