@@ -1,5 +1,6 @@
 """For every test: shapes checked, uninitialised memory poisoned, no network, fixed seeds."""
 
+import gc
 import logging
 import os
 import socket
@@ -65,6 +66,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         deselected = set(items) - set(others)
         items[:] = [item for item in items if item in deselected]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests are no garbage: left out, a collection takes a tenth as long."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
