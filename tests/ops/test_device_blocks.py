@@ -20,11 +20,8 @@ every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 
 
 @pytest.fixture(autouse=True)
-def device_blocks(monkeypatch):
-    """Small ones, so that many meet; bf16 products have fp32 results there."""
-    monkeypatch.setattr(tiles, "ROWS_COMPOSED", 24)
-    monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_COMPOSED", 12)
-    monkeypatch.setattr("heedful.ops.selective.hiding.CHUNK", 8)
+def device_blocks(small_blocks, monkeypatch):
+    """Small ones; bf16 products have fp32 results there."""
     monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
     widen = precision.widen
     monkeypatch.setattr(precision, "_product", lambda a, b: widen(a) @ widen(b))

@@ -14,7 +14,7 @@ from helpers.mechanisms import MECHANISMS, Shape, run_by
 from helpers.oracle import with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+each_impl = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 DROPPED = {"dropout_p": 0.3, "seed": 7}
 
 

@@ -24,7 +24,7 @@ from helpers.oracle import against_oracle, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 with_two_sided = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
-each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+each_impl = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
 
 
@@ -42,18 +42,20 @@ pytestmark = pytest.mark.device
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(request: pytest.FixtureRequest) -> None:
-    """Laws of the fused form need its kernels, in the interpreter or on the GPU."""
+def forms_run(request: pytest.FixtureRequest) -> None:
+    """Laws of the fused form need its kernels, in the interpreter or on the GPU, and those of the
+    composed form several blocks."""
     parameters = getattr(request.node, "callspec", None)
-    if parameters is not None and str(parameters.params.get("impl")) == "fused":
-        request.getfixturevalue("interpreted")
-        request.getfixturevalue("bfloat16")
+    impl = "" if parameters is None else str(parameters.params.get("impl"))
+    needed = {"fused": ("interpreted", "bfloat16"), "composed": ("small_blocks",)}
+    for name in needed.get(impl, ()):
+        request.getfixturevalue(name)
 
 
 def hold(
-    mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility, impl: str = "tiled"
+    mechanism: Mechanism, shape: Shape, dtype: torch.dtype, visibility, impl: str = "auto"
 ) -> None:
-    """Law 2 for one case."""
+    """Law 2 for one case; `auto` is tiled on a CPU and composed on a GPU."""
     functions = (run_by(mechanism, name, visibility) for name in (impl, "reference"))
     against_oracle(*functions, mechanism.draw(shape), dtype, f"{mechanism} {shape}")
 
@@ -358,7 +360,7 @@ def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries
     """All see all, so that no place counts, however many queries there are."""
     tensors = mechanism.draw(Shape(queries=queries, keys=50))
     plain, explicit = Visibility(causal=False), Visibility(causal=False, queries=Queries())
-    for impl in ("reference", "tiled"):
+    for impl in ("reference", "auto"):
         actual, expected = (
             mechanism.run(tensors, impl, visibility)[0] for visibility in (plain, explicit)
         )

@@ -73,7 +73,7 @@ ENCODING = [*TWO_SIDED, *(m for m in MECHANISMS if m not in CAUSAL_ONLY)]
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each = pytest.mark.parametrize("addition", ADDITIONS, ids=str)
-each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+each_impl = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 selecting = next(m for m in MECHANISMS if m.name == "selective")
 
 
