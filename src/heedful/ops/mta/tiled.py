@@ -349,7 +349,7 @@ def _tiled(
 
 
 def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
-    """The output by row blocks, or with kernels of low rank by a CPU's cheaper forms, in wide.py."""
+    """The output by row blocks, or for a CPU with kernels of low rank by the forms of wide.py."""
     conv, *rest = x.parameters
     sight = steps.scope.sight
     two_sided = steps.reach(conv).after > 0

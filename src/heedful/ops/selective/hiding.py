@@ -1,4 +1,4 @@
-"""What a row block hides, on a device: from the selector's products to a bias in two launches.
+"""What a composed row block hides: from the selector's products to a bias in two launches.
 
 As single operations the scale, the ReLU, two masks, sums and rounding pass over the selector's tile
 a dozen times in fp32. Here a first step sums chunks of rows, and a second one, which has the sum

@@ -6,8 +6,7 @@ from the last block to the first and takes from the total what the forward added
 is kept of the blocks between. For that the total is held exactly enough: see sums.py.
 
 If composed, as on a GPU, a block goes through torch's own attention, with -F as its bias
-(composed.py), unless a soft cap, sinks or dropout change the map; then, and else, its tiles are
-made here.
+(composed.py), unless a soft cap, sinks or dropout change the map. All other tiles are made here.
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it.
@@ -130,7 +129,7 @@ class Operands(NamedTuple):
         return self.by_sdpa and self.bias is None and tau is None
 
     def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"], tau: float | None) -> Bias:
-        """What blocks `by_sdpa` add to their logits."""
+        """What blocks that go through torch's attention add to their logits."""
         if self.passes_bias(tau):
             return bias_as_made(f, block.hidden, self.q.shape[1])
         bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
@@ -167,8 +166,8 @@ def by_sdpa(composed: bool, *terms: object) -> bool:
 class Outputs(NamedTuple):
     """What the loop over the blocks fills: the output, the memory, and the running total's pair.
 
-    And, of blocks `by_sdpa`, the logarithm of each row's sum of exponentials, which its backward
-    starts from, as it does from the output.
+    And, if blocks go through torch's attention, the logarithm of each row's sum of exponentials,
+    which its backward starts from, as it does from the output.
     """
 
     output: Float[Tensor, "B H Tq Dv"]
@@ -312,7 +311,7 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of the operands and of the incoming state, from the last block to the first.
 
-    `out` and `sums` are those of the forward, if blocks are `by_sdpa`.
+    `out` and `sums` are those of the forward, if blocks go through torch's attention.
     """
     selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
