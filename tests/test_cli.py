@@ -64,7 +64,8 @@ def test_a_typo_in_an_option_is_a_usage_error():
 def test_doctor_finds_this_machine_sound(capsys):
     assert status_of("doctor") == 0
     printed = capsys.readouterr().out
-    assert "tiled equals reference" in printed and "keeps its logits, and reverts" in printed
+    assert "tiled and composed equal reference" in printed
+    assert "keeps its logits, and reverts" in printed
     assert "fused        no: its kernels need a GPU; impl='auto' runs tiled" in printed
     assert "all works" in printed
 

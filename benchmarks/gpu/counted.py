@@ -99,9 +99,9 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
 
     def multi_token(**parameters: Tensor) -> None:
         filters = Parameters(**{name: parameters.get(name) for name in Parameters._fields})
-        steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device))
+        steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device, composed=True))
         mta.attend(mta.operands(q, k, v, filters, dim**-0.5, steps), steps)
-        steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device))
+        steps = TileSteps(Scope(PLAIN, tokens, tokens, q.device, composed=True))
         mta.gradients(grad, (q, k, v, *filters, None, None), dim**-0.5, steps)
 
     def hidden() -> None:
@@ -109,7 +109,7 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
         first = torch.empty(batch, tokens, dtype=torch.bool, device="meta")
         x = selective.operands(
             q, k, v, q[:, :1], k[:, :1], None, None, None, None, None, None, None, first, None,
-            dim**-0.5, None, 0.0,
+            dim**-0.5, None, 0.0, True,
         )  # fmt: skip
         memory, out = pair.new_empty(batch, 0), torch.empty_like(q)
         sums = pair.new_empty(selective.sums_shape(q, True))

@@ -150,16 +150,20 @@ def outcomes(output: str) -> dict[str, str]:
 
 def forms(mechanism: str) -> tuple[str, ...]:
     """The implementations to time."""
-    return ("fused", "tiled") if mechanism in FUSED else ("tiled",)
+    return ("fused", "composed") if mechanism in FUSED else ("composed",)
 
 
 def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
-    """Every operator by its kernels and by plain torch, shortest sequences first."""
+    """Every operator by its kernels and by plain torch, shortest sequences first.
+
+    At the shortest also by the blocks for a CPU, which a GPU's should beat.
+    """
     for tokens in sizes.lengths:
+        also = ("tiled",) if tokens == min(sizes.lengths) else ()
         for passed in ("forward", "forward+backward"):
             yield from sdpa_cases(sizes, passed, tokens)
             for mechanism in MECHANISMS:
-                for impl in forms(mechanism):
+                for impl in (*forms(mechanism), *also):
                     yield operator_case(sizes, mechanism, impl, passed, tokens)
 
 
@@ -283,7 +287,7 @@ def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
     step = Step(**dict(sizes.step))
     impls = {"unconverted": sizes.sdpa}
     for mechanism in STEPPED:
-        for impl in impls.get(mechanism, ("fused", "tiled")):
+        for impl in impls.get(mechanism, ("fused", "composed")):
             config = asdict(step) | {"mechanism": mechanism, "impl": impl, "device": device()}
             measure = partial(one_training, step, mechanism, impl)
             yield SessionCase(f"{mechanism} {impl}", config, measure)

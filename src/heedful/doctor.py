@@ -74,7 +74,7 @@ def _triton() -> str:
 
 
 def _operators() -> str:
-    """Tiled against reference, forward and backward, on this machine's device."""
+    """The memory-linear forms against the reference, forward and backward, on this device."""
     import torch
 
     from heedful.ops import multi_token_attention, selective_attention
@@ -90,26 +90,28 @@ def _operators() -> str:
         lambda impl: selective_attention(q, k, v, impl=impl).output,
     ):
         results = []
-        for impl in ("reference", "tiled"):
+        for impl in ("reference", "tiled", "composed"):
             out = call(impl)
             results.append((out, *torch.autograd.grad(out.square().sum(), q)))
-        worst = max(worst, *((a - b).abs().max().item() for a, b in zip(*results, strict=True)))
+        exact, *others = results
+        errors = ((a - b).abs().max() for x in others for a, b in zip(x, exact, strict=True))
+        worst = max(worst, *(error.item() for error in errors))
     if not worst < 1e-8:
-        raise RuntimeError(f"tiled differs from reference by {worst:.2g} in fp64")
-    return f"tiled equals reference in fp64 (largest difference {worst:.1g})"
+        raise RuntimeError(f"tiled or composed differs from reference by {worst:.2g} in fp64")
+    return f"tiled and composed equal reference in fp64 (largest difference {worst:.1g})"
 
 
 def _fused() -> str:
     """Whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
-    from heedful.ops.impl import UNTRIED, no_triton
+    from heedful.ops.impl import UNTRIED, no_triton, usual
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    reason = no_triton(torch.empty(0, device=device))
+    q = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
+    reason, runs = no_triton(q), f"impl='auto' runs {usual(q.device)}"
     if reason is not None:
-        return f"no: {reason.split(', and q')[0]}; impl='auto' runs tiled"
-    return f"can be requested, impl='auto' runs tiled: {UNTRIED}"
+        return f"no: {reason.split(', and q')[0]}; {runs}"
+    return f"can be requested, {runs}: {UNTRIED}"
 
 
 def _conversion() -> str:

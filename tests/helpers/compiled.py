@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from heedful.ops import Groups, Visibility, grouped_attention, summarise
-from heedful.ops.common import softmax, tiles
+from heedful.ops.common import softmax
 from heedful.ops.common.dropout import dropout_of
 from heedful.ops.grouped import cif_groups, fixed_groups
 from heedful.ops.grouped import tiled as grouped
@@ -80,11 +80,11 @@ def operator_mta() -> None:
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
         (*qkv, *steps, bias(4), sinks, drop, segments, segments, None, True, True, 7, 0.5, 3.0,
-         0.2, False, False),
+         0.2, False, False, False),
         (*qkv, None, None, *steps[2:], *[None] * 5, places(), False, True, 7, 0.5, None,
-         0.0, False, False),
-        (*qkv, *[None] * 10, False, False, None, 0.5, None, 0.0, False, True),
-        (*qkv, two_sided, None, *[None] * 8, False, False, 9, 0.5, None, 0.0, True, False),
+         0.0, False, True, False),
+        (*qkv, *[None] * 10, False, False, None, 0.5, None, 0.0, False, False, True),
+        (*qkv, two_sided, None, *[None] * 8, False, False, 9, 0.5, None, 0.0, True, False, False),
     ):  # fmt: skip
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
@@ -107,14 +107,14 @@ def operator_selective() -> None:
         (*inputs, state, *[None] * 5, places(), None, 7, 0.3, 0.5, None, 0.0),
         (*inputs, *[None] * 10, 0.5, None, 0.0),
     )  # fmt: skip
-    for arguments, cpu in (*((x, True) for x in cases), (cases[1], False)):
-        with patch.object(tiles, "is_cpu", return_value=cpu):
-            torch.library.opcheck(selective._tiled, arguments)
-            fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
-            *outputs, pair, sums = selective._tiled(*fixed)
-            grads = [torch.randn_like(t) for t in outputs]
-            composed = (None, None) if cpu else (outputs[0], sums)
-            torch.library.opcheck(selective._tiled_backward, (*grads, pair, *composed, *fixed))
+    for case, composed in (*((x, False) for x in cases), (cases[1], True)):
+        arguments = (*case, composed)
+        torch.library.opcheck(selective._tiled, arguments)
+        fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+        *outputs, pair, sums = selective._tiled(*fixed)
+        grads = [torch.randn_like(t) for t in outputs]
+        results = (outputs[0], sums) if composed else (None, None)
+        torch.library.opcheck(selective._tiled_backward, (*grads, pair, *results, *fixed))
 
 
 def tile_cases(dtype: torch.dtype = torch.bfloat16) -> list[tuple]:
@@ -210,9 +210,11 @@ def hiding_results(tile: hiding.SelectorTile, grad: Tensor, base: Tensor) -> lis
 def hiding_steps(backend: object) -> None:
     """What a GPU gets, by this backend: whole graphs, and what the definition gives."""
 
+    options = {"pick_loop_orders": False} if backend == "inductor" else None  # as written
+
     @functools.cache
     def compiled(step):
-        return torch.compile(step, dynamic=True, fullgraph=True, backend=backend)
+        return torch.compile(step, dynamic=True, fullgraph=True, backend=backend, options=options)
 
     for tile in selector_cases(torch.float64):
         grad, base = torch.randn_like(tile.products), torch.rand_like(tile.products[:, :, 0])
@@ -449,6 +451,7 @@ CHECKS = {
     "whole graph hiding": hiding_graphs,
     "inductor": inductor,
     "inductor softmax": lambda: softmax_steps("inductor"),
+    "inductor hiding": lambda: hiding_steps("inductor"),
     "forward mode": forward_mode,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
     **{

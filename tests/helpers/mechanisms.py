@@ -196,6 +196,7 @@ ON_GPU = torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ
 IMPLEMENTATIONS = (
     Implementation("reference"),
     Implementation("tiled"),
+    Implementation("composed"),
     Implementation("fused", torch.float32)
     if ON_GPU
     else Implementation("fused", torch.float32, 24, (1, 20, 3)),

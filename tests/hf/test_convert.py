@@ -249,7 +249,7 @@ REFUSED = {
     "layers must name at least one layer, got none; None converts all": {"layers": []},
     "mix groups of 3 heads do not divide the model's 4 heads": {"mechanism": TalkingHeads(3)},
     "head must be below the model's 4 heads, got 9": {"mechanism": Selective(head=9)},
-    "impl must be one of auto, reference, tiled, fused, got 'flash'": {"impl": "flash"},
+    "impl must be one of auto, reference, tiled, composed, fused, got 'flash'": {"impl": "flash"},
 }
 
 

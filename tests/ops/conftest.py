@@ -1,7 +1,17 @@
-"""What Triton's interpreter lacks."""
+"""What several tests of the operators need: small blocks, and what Triton's interpreter lacks."""
 
 import numpy as np
 import pytest
+
+from heedful.ops.common import tiles
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of `impl="composed"`, so that many meet; of rows that a GPU's kernel takes whole."""
+    monkeypatch.setattr(tiles, "ROWS_COMPOSED", 32)
+    monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_COMPOSED", 16)
+    monkeypatch.setattr("heedful.ops.selective.hiding.CHUNK", 8)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def by_loops(q, k, v, lam: list[float], visibility, softcap=None, sinks=None) ->
     return weighted(weights, v.tolist(), group)
 
 
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("impl", ["reference", "tiled", "composed"])
 @pytest.mark.parametrize("kind", cases(9))
 @pytest.mark.parametrize("queries", [9, 4, 1])
 @pytest.mark.parametrize("softcap", [None, 0.7])
@@ -53,7 +53,7 @@ def test_loops(impl, kind, queries, softcap):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("impl", ["reference", "tiled", "composed"])
 def test_one_lambda_serves_all_pairs(impl):
     q, k, v = draw(1, 4, 5, 3), draw(1, 2, 5, 3), draw(1, 1, 5, 6)
     lam = torch.tensor(0.6, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_one_lambda_serves_all_pairs(impl):
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", ["reference", "tiled"])
+@pytest.mark.parametrize("impl", ["reference", "tiled", "composed"])
 def test_equal_maps_cancel(impl):
     """With both maps of a pair equal and lambda one, nothing is left, in bfloat16 too.
 

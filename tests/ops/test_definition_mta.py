@@ -10,7 +10,7 @@ from heedful.testing import assert_causal
 from helpers.loops import capped, cases, dot, grid, sight, softmax, weighted
 from helpers.oracle import EXACT, draw
 
-each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
+each_impl = pytest.mark.parametrize("impl", ["reference", "tiled", "composed"])
 
 
 def by_loops(

@@ -11,7 +11,7 @@ from helpers.mechanisms import FUSED, MECHANISMS, Shape
 SHAPE = Shape(batch=1, heads=2, key_heads=2, queries=9, keys=9, dim=4)
 BY_NAME = {str(m): m for m in MECHANISMS}
 every = pytest.mark.parametrize("name", ["mta-full", "selective-own", "differential"])
-each_impl = pytest.mark.parametrize("impl", ["auto", "tiled"])
+each_impl = pytest.mark.parametrize("impl", ["auto", "tiled", "composed"])
 REFUSED = "cannot serve this .* call: .*; impl='reference' has them all"
 
 

@@ -1,10 +1,11 @@
-"""The blocks that a device other than a CPU gets, run on a CPU: the same laws, and few launches."""
+"""`impl="composed"`, what a GPU gets, run on a CPU: the same laws, and few launches."""
 
 import functools
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.counted import SHAPES, Counter, calls
 from heedful.ops import Visibility, selective_attention
@@ -19,12 +20,8 @@ every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
 
 
 @pytest.fixture(autouse=True)
-def device_blocks(monkeypatch):
-    """Small ones, so that many meet; bf16 products have fp32 results there."""
-    monkeypatch.setattr(tiles, "is_cpu", lambda device: False)
-    monkeypatch.setattr(tiles, "ROWS_ON_DEVICE", 24)
-    monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_ON_DEVICE", 12)
-    monkeypatch.setattr("heedful.ops.selective.hiding.CHUNK", 8)
+def device_blocks(small_blocks, monkeypatch):
+    """Small ones; bf16 products have fp32 results there."""
     monkeypatch.setattr(precision, "bf16_on_cpu", lambda: True)
     widen = precision.widen
     monkeypatch.setattr(precision, "_product", lambda a, b: widen(a) @ widen(b))
@@ -33,7 +30,7 @@ def device_blocks(monkeypatch):
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_err_at_most_twice_as_much_as_the_definition(mechanism, dtype):
-    functions = (run_by(mechanism, impl) for impl in ("tiled", "reference"))
+    functions = (run_by(mechanism, impl) for impl in ("composed", "reference"))
     against_oracle(*functions, mechanism.draw(Shape().long(111)), dtype, str(mechanism))
 
 
@@ -45,7 +42,7 @@ CAUSAL = [name for name in VISIBILITIES if "both ways" not in name and "mutual" 
 def test_they_are_the_definition_in_fp64(mechanism, visible):
     visibility = VISIBILITIES[visible](90)
     tensors = mechanism.draw(Shape(queries=80, keys=90))
-    actual = with_grads(run_by(mechanism, "tiled", visibility), tensors)
+    actual = with_grads(run_by(mechanism, "composed", visibility), tensors)
     expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
     for name, x in actual.items():
         scale = expected[name].abs().max().item()
@@ -72,7 +69,7 @@ def test_what_else_selective_attention_takes_there(term, selectors):
             **x, **options.get(term, {}), tau=0.7, visibility=visibility, impl=impl
         )
 
-    actual, expected = (with_grads(call(impl), tensors) for impl in ("tiled", "reference"))
+    actual, expected = (with_grads(call(impl), tensors) for impl in ("composed", "reference"))
     for name, x in actual.items():
         torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12, msg=name)
 
@@ -86,7 +83,7 @@ def test_what_else_multi_token_attention_takes_there(name):
         for options in ({}, {"softcap": 1.5}):
             runs = (
                 run_by(BY_NAME[name], impl, VISIBILITIES["ragged documents"](50), **options)
-                for impl in ("tiled", "reference")
+                for impl in ("composed", "reference")
             )
             actual, expected = (with_grads(run, tensors | extra) for run in runs)
             for part, x in actual.items():
@@ -97,7 +94,7 @@ def test_what_else_multi_token_attention_takes_there(name):
 def test_documents_in_bf16(name):
     """The convolution is in fp32 where it must not cross their borders."""
     visibility = VISIBILITIES["ragged documents"](90)
-    functions = (run_by(BY_NAME[name], impl, visibility) for impl in ("tiled", "reference"))
+    functions = (run_by(BY_NAME[name], impl, visibility) for impl in ("composed", "reference"))
     against_oracle(*functions, BY_NAME[name].draw(Shape().long(90)), torch.bfloat16, name)
 
 
@@ -124,7 +121,7 @@ def test_with_identity_parameters_bf16_errs_as_torch_does(name):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     exact = results(attention, torch.float64)
-    actual = results(lambda x: run_by(BY_NAME[name], "tiled")(x)[0])
+    actual = results(lambda x: run_by(BY_NAME[name], "composed")(x)[0])
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         flash = results(attention)
     for part, *x in zip(("output", *"qkv"), exact, actual, flash, strict=True):
@@ -194,7 +191,7 @@ def test_the_gradient_of_a_kernel_in_patches(size, tile, missing):
     x = torch.randn(2, 3, *tile, dtype=torch.float64)
     grad, kernel = x.new_ones(2, 3, outputs, tile[1]).normal_(), x.new_empty(3, rows, columns)
     patches = _kernel_gradient_in_patches(grad, x, kernel, above, torch.float64)
-    rest = (above, below, None, 0)
+    rest = (above, below, None, 0, 3)
     torch.testing.assert_close(patches, _kernel_gradient(grad, x, kernel, *rest))
 
 
@@ -221,22 +218,30 @@ def test_a_tile_of_a_long_sequence_has_fewer_rows(monkeypatch):
     monkeypatch.undo()
     meta = torch.device("meta")
     sight = tiles.Sight(None, False, True, 2**40)
-    rows = [tiles.Scope(sight, n, n, meta).rows_per_block(16) for n in (4096, 32768, 65536, 2**20)]
+    scopes = (tiles.Scope(sight, n, n, meta, composed=True) for n in (4096, 32768, 65536, 2**20))
+    rows = [scope.rows_per_block(16) for scope in scopes]
     assert rows == [256, 256, 128, 64]
-    scope = tiles.Scope(sight, 4096, 4096, meta)
+    scope = tiles.Scope(sight, 4096, 4096, meta, composed=True)
     for start in range(0, 4096, 64):
         scope.hidden(range(start, start + 64), range(start + 64))
     assert len(scope._masks) <= 4
 
 
 def test_convolutions_leave_the_choice_of_tf32_as_it_was():
-    setting = torch.backends.cudnn.allow_tf32
-    x, kernels = torch.randn(1, 2, 6, 8), torch.randn(2, 1, 3, 3)
-    expected = torch.conv2d(x, kernels, None, 1, (1, 1), 1, 2)
-    torch.testing.assert_close(_conv2d(x, kernels, (1, 1)), expected)
-    with pytest.raises(RuntimeError):
-        _conv2d(x, torch.randn(2, 1, 30, 30), (0, 0))
-    assert torch.backends.cudnn.allow_tf32 == setting
+    """Away from a CPU they switch it off, and on again, also if they fail."""
+    setting, seen = torch.backends.cudnn.allow_tf32, []
+
+    class Setting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(torch.backends.cudnn.allow_tf32)
+            return func(*args, **(kwargs or {}))
+
+    x, kernels = (torch.empty(*size, device="meta") for size in ((1, 2, 6, 8), (2, 1, 3, 3)))
+    with Setting():
+        assert _conv2d(x, kernels, (1, 1)).shape == x.shape
+        with pytest.raises(RuntimeError):
+            _conv2d(x, kernels.new_empty(2, 1, 30, 30), (0, 0))
+    assert seen and not seen[0] and torch.backends.cudnn.allow_tf32 == setting
 
 
 def test_the_sum_of_rows_above_and_below():
@@ -251,9 +256,10 @@ def test_the_sum_of_rows_above_and_below():
 
 def test_a_window_and_documents_keep_their_masks_apart():
     """Masks that distances decide are kept; those that documents decide are not."""
-    scope = tiles.Scope(tiles.Sight(None, False, True, 9), 60, 60, torch.device("cpu"))
+    sight, cpu = tiles.Sight(None, False, True, 9), torch.device("cpu")
+    scope = tiles.Scope(sight, 60, 60, cpu, composed=True)
     first = scope.hidden(range(10, 20), range(0, 20)).mask
     assert scope.hidden(range(30, 40), range(20, 40)).mask is first
     assert scope.hidden(range(30, 40), range(16, 40)).mask is not first
-    dense = Visibility(window=9).dense(60, 60, torch.device("cpu"))
+    dense = Visibility(window=9).dense(60, 60, cpu)
     assert torch.equal(~first[0, 0], dense[0, 10:20, :20])

@@ -32,7 +32,7 @@ def test_multi_token_attention_makes_its_constants_there():
     for window in (None, 70):
         for parameters in ((CONV, CONV, MIX, MIX), (None, None, None, None)):
             inputs = (Q, Q, Q, *parameters, *[None] * 6, False, True, window, 0.5, None, 0.0,
-                      False, False)  # fmt: skip
+                      False, True, False)  # fmt: skip
             forward, backward = (x._init_fn for x in (tiled._tiled, tiled._tiled_backward))
             out = forward(*inputs)
             assert out.shape == Q.shape and out.device == META
@@ -42,7 +42,7 @@ def test_multi_token_attention_makes_its_constants_there():
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["torch's kernel", "tiles"])
 def test_selective_attention_makes_its_constants_there(softcap):
     first = torch.zeros(1, 130, dtype=torch.bool, device=META)
-    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], *[None] * 7, first, None, 1.0, 0.5, softcap, 0.0)
+    inputs = (Q, Q, Q, Q[:, :1], Q[:, :1], *[None] * 7, first, None, 1.0, 0.5, softcap, 0.0, True)
     forward, backward = (x._init_fn for x in (selective._tiled, selective._tiled_backward))
     with Counter() as counter:
         out, last, memory, pair, sums = forward(*inputs)
@@ -54,7 +54,7 @@ def test_selective_attention_makes_its_constants_there(softcap):
 def test_documents_and_mutual_tokens_are_not_looked_at():
     """Blocks take all columns that causal order and the window leave; the rest is masked."""
     numbers = torch.zeros(2, 130, dtype=torch.int64, device=META)
-    scope = Scope(Sight(numbers, True, True, None, numbers), 130, 130, META)
+    scope = Scope(Sight(numbers, True, True, None, numbers), 130, 130, META, composed=True)
     assert scope.columns(range(0, 64)) == range(0, 130)
     assert scope.hidden(range(0, 64), range(0, 130)).mask.device == META
     assert scope.row_documents(-2, 64).shape == (2, 66)

@@ -15,6 +15,7 @@ from helpers.oracle import with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+with_composed = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 DROPPED = {"dropout_p": 0.3, "seed": 7}
 
 
@@ -70,7 +71,7 @@ def test_on_average_nothing_is_dropped(mechanism, impl):
 
 
 @every
-@each_impl
+@with_composed
 def test_none_is_nothing_and_a_seed_is_all(mechanism, impl):
     tensors = mechanism.draw(Shape().long(40))
     without = with_grads(lambda x: mechanism.run(x, impl), tensors)

@@ -161,7 +161,8 @@ def test_registered_operators():
 
 
 def steps_of(queries: int, dtype: torch.dtype) -> blocks.TritonSteps:
-    scope = Scope(Sight(None, False, True, None), queries, queries, torch.ones(()).device)
+    sight, device = Sight(None, False, True, None), torch.ones(()).device
+    scope = Scope(sight, queries, queries, device, composed=True)
     return blocks.TritonSteps(scope, dtype)
 
 

@@ -74,6 +74,7 @@ ENCODING = [*TWO_SIDED, *(m for m in MECHANISMS if m not in CAUSAL_ONLY)]
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 each = pytest.mark.parametrize("addition", ADDITIONS, ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled"))
+with_composed = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 selecting = next(m for m in MECHANISMS if m.name == "selective")
 
 
@@ -119,7 +120,7 @@ def test_non_causal(mechanism, addition, visible):
 @pytest.mark.crossed
 @every
 @each
-@each_impl
+@with_composed
 def test_gradients_by_finite_differences(mechanism, addition, impl):
     shape = Shape(batch=2, heads=2, key_heads=1, queries=9, keys=12, dim=3)
     tensors = addition.tensors(mechanism, shape)
@@ -212,7 +213,7 @@ def test_none_is_nothing_and_next_to_nothing_nearly(mechanism, impl, name):
 @pytest.mark.crossed
 @every
 @each
-@each_impl
+@with_composed
 def test_no_later_token_reaches_an_earlier_output(mechanism, addition, impl):
     """Nor does a row of the bias, which is a query's: not by a bit."""
     tensors = {n: x.float() for n, x in addition.tensors(mechanism, Shape().long(70)).items()}

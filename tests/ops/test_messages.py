@@ -10,11 +10,13 @@ from jaxtyping import TypeCheckError
 from heedful.ops import (
     Visibility,
     differential_attention,
+    grouped_attention,
     impl,
     multi_token_attention,
     selective_attention,
 )
 from heedful.ops.common.precision import product
+from heedful.ops.grouped import fixed_groups
 
 OPERATORS = {
     "multi_token_attention": multi_token_attention,
@@ -242,7 +244,17 @@ def test_auto_says_once_what_it_runs(caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="heedful"):
         multi_token_attention(Q, Q, Q)
         multi_token_attention(Q, Q, Q)
-    assert caplog.messages == [f"multi_token_attention: impl=auto runs tiled ({impl.UNTRIED})"]
+        meta = Q.to("meta")  # which stands for a device other than a CPU
+        multi_token_attention(meta, meta, meta)
+        grouped_attention(meta, meta, meta, groups=fixed_groups(2, meta.shape[2], device="meta"))
+    runs = ("multi_token_attention", "tiled"), ("multi_token_attention", "composed")
+    runs += (("grouped_attention", "tiled"),)
+    assert caplog.messages == [f"{name}: impl=auto runs {x} ({impl.UNTRIED})" for name, x in runs]
+
+
+def test_grouped_attention_has_one_shape_for_all_devices():
+    with pytest.raises(ValueError, match=r"impl='composed' cannot serve this grouped.* use auto,"):
+        grouped_attention(Q, Q, Q, groups=fixed_groups(2, Q.shape[2]), impl="composed")
 
 
 STEPS = {

@@ -2,7 +2,7 @@
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -11,28 +11,34 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
-Impl = Literal["auto", "reference", "tiled", "fused"]
-IMPLS = ("auto", "reference", "tiled", "fused")
+Impl = Literal["auto", "reference", "tiled", "composed", "fused"]
+IMPLS = ("auto", "reference", "tiled", "composed", "fused")
 UNTRIED = (
     "the fused kernels are right in Triton's interpreter and compile for an H200, but have not "
     "run on a GPU yet; until they have, impl='fused' asks for them"
 )
 
 _log = logging.getLogger("heedful")
-_logged: set[str] = set()
+_logged: set[tuple[str, str]] = set()
 
 
 def choose(
-    operator: str, impl: str, unfused: Callable[[], str | None], tensors: Iterable[Tensor | None]
+    operator: str,
+    impl: str,
+    unfused: Callable[[], str | None],
+    tensors: Sequence[Tensor | None],
+    uncomposed: str | None = None,
 ) -> str:
     """The implementation to run for `impl`; asking for one that cannot serve raises.
 
     Arguments:
         operator: name of the operator, for the message.
-        impl: `"auto"`, `"reference"`, `"tiled"` or `"fused"`. `auto` takes `tiled`, and logs it
-            once per operator.
+        impl: `"auto"`, `"reference"`, `"tiled"`, `"composed"` or `"fused"`. `auto` takes `tiled` on
+            a CPU and `composed` elsewhere, and logs its choice once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
-        tensors: what the call may be differentiated in.
+        tensors: what the call may be differentiated in, first the queries.
+        uncomposed: why `composed` cannot serve this operator, or `None` if it can; then `auto`
+            takes `tiled` on every device.
     """
     check_impl(impl)
     if impl != "reference" and _transformed(tensors):
@@ -46,12 +52,23 @@ def choose(
             f"impl='fused' cannot serve this {operator} call: {reason}; use auto, tiled or "
             "reference"
         )
+    if impl == "composed" and uncomposed is not None:
+        raise ValueError(
+            f"impl='composed' cannot serve this {operator} call: {uncomposed}; use auto, tiled or "
+            "reference"
+        )
     if impl != "auto":
         return impl
-    if not torch.compiler.is_compiling() and operator not in _logged:
-        _logged.add(operator)
-        _log.info("%s: impl=auto runs tiled (%s)", operator, UNTRIED)
-    return "tiled"
+    choice = "tiled" if uncomposed is not None else usual(tensors[0].device)
+    if not torch.compiler.is_compiling() and (operator, choice) not in _logged:
+        _logged.add((operator, choice))
+        _log.info("%s: impl=auto runs %s (%s)", operator, choice, UNTRIED)
+    return choice
+
+
+def usual(device: torch.device) -> str:
+    """What `auto` takes on this device, of an operator that has both."""
+    return "tiled" if device.type == "cpu" else "composed"
 
 
 def _transformed(tensors: Iterable[Tensor | None]) -> bool:

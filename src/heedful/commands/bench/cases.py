@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ROWS = {case: row for row in TABLE for case in row.inputs}
 
 MECHANISMS = tuple(_ROWS)
-OURS = ("reference", "tiled", "fused")
+OURS = ("reference", "tiled", "composed", "fused")
 PEERS = ("x-transformers", "flex", "liger")
 PASSES = ("forward", "forward+backward", "decode")
 

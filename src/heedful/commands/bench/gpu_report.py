@@ -122,7 +122,8 @@ def cases(sizes: ReportSizes) -> Iterator[SessionCase]:
         config = here | {x: getattr(sizes, x) for x in PRIMITIVE_SIZES}
         yield SessionCase(name, config, partial(timed, setup, sizes.milliseconds, flops))
     for mechanism in MECHANISMS:
-        for impl in ("tiled",) if mechanism == "differential" else ("tiled", "fused"):
+        fused = () if mechanism == "differential" else ("fused",)
+        for impl in ("tiled", "composed", *fused):
             config = here | {"mechanism": mechanism, "impl": impl, "tokens": sizes.checked}
             run = partial(checked, sizes, mechanism, impl)
             yield SessionCase(f"right {mechanism} {impl}", config, run)
@@ -303,7 +304,8 @@ def launch(calls: int) -> Callable[[], object]:
     from heedful.ops.mta.fused.blocks import TritonSteps
 
     x = draw(1, 1, 16, 16)
-    steps = TritonSteps(Scope(Sight(None, False, True, None), 16, 16, x.device), x.dtype)
+    scope = Scope(Sight(None, False, True, None), 16, 16, x.device, composed=True)
+    steps = TritonSteps(scope, x.dtype)
 
     def run() -> None:
         for _ in range(calls):

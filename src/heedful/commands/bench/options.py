@@ -9,7 +9,9 @@ CaseName = Literal[
     "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
     "differential",
 ]  # fmt: skip
-ImplName = Literal["reference", "tiled", "fused", "x-transformers", "flex", "liger"]
+ImplName = Literal[
+    "reference", "tiled", "composed", "fused", "x-transformers", "flex", "liger",
+]  # fmt: skip
 PassName = Literal["forward", "forward+backward", "decode"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Layout = Literal["contiguous", "transposed"]
@@ -25,7 +27,7 @@ class Bench:
     """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
     identity; mta-post: after it; mta: on both sides, with full head mixing."""
     impls: tuple[ImplName, ...] = (
-        "reference", "tiled", "fused", "x-transformers", "flex", "liger",
+        "reference", "tiled", "composed", "fused", "x-transformers", "flex", "liger",
     )  # fmt: skip
     """By which implementation; what cannot run here is left out, with the reason."""
     lengths: tuple[int, ...] = (1024,)

@@ -10,6 +10,7 @@ from heedful.records.files import write_whole
 _LOOKS = {  # line and marker by implementation; the colour is the mechanism's
     "reference": (":", ""),
     "tiled": ("-", "o"),
+    "composed": ("-", "D"),
     "fused": ("-", "s"),
     "x-transformers": ("-.", "x"),
     "flex": ("-.", "^"),

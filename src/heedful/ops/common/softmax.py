@@ -1,4 +1,4 @@
-"""The softmax of a tile on a device: mask, exponentials, sums and rounding in one launch.
+"""The softmax of a composed tile: mask, exponentials, sums and rounding in one launch.
 
 As single operations they pass over a tile of fp32 up to ten times. Compiled by torch they read it
 once and write it once, in the precision of the product that follows; see compiled.py.

@@ -8,26 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from heedful.ops.common.softmax import tile_softmax
 from heedful.ops.visibility import see, see_placed
 
 ROWS = 64
-ROWS_ON_DEVICE = 256  # where launches cost more than what a tile larger than a cache does
-TILE_ON_DEVICE = 2**27  # entries of one sequence; in fp32 512 MiB, of which a few are alive at once
+ROWS_COMPOSED = 256  # where launches cost more than what a tile larger than a cache does
+TILE_COMPOSED = 2**27  # entries of one sequence; in fp32 512 MiB, of which a few are alive at once
 STEP = 128  # columns
-STEP_ON_DEVICE = 8  # in bf16 rows of 16 bytes, which products there want
+STEP_COMPOSED = 8  # in bf16 rows of 16 bytes, which a GPU's products want
 _LOG2_E = math.log2(math.e)
 TILE = 2**20  # entries; in fp32 4 MiB, so that the few tiles alive at once stay near a cache's size
-
-
-def is_cpu(device: torch.device) -> bool:
-    """Whether blocks are shaped for a CPU: small tiles that stay in its cache, memory used again.
-
-    Any other device gets few launches on large tiles.
-    """
-    return device.type == "cpu"
-
-
 _MASKS = 4
 
 
@@ -50,14 +39,19 @@ class Sight(NamedTuple):
 class Scope:
     """A visibility laid over `queries` last tokens of `keys`: what each block of rows can reach.
 
+    Blocks are small and stay in a CPU's cache, and memory is used again; or, if `composed`, few
+    launches are made on large blocks, as a GPU wants them.
+
     On a CPU it looks at the documents, and leaves out columns that no row of a block can see. On
     other devices such a look would stall the stream, so that columns are left out for causal order
     and a window alone, and the others are masked.
     """
 
-    def __init__(self, sight: Sight, queries: int, keys: int, device: torch.device) -> None:
+    def __init__(
+        self, sight: Sight, queries: int, keys: int, device: torch.device, *, composed: bool
+    ) -> None:
         self.sight, self.keys, self.offset, self.device = sight, keys, keys - queries, device
-        self._queries, self.cpu = queries, is_cpu(device)
+        self._queries, self.composed = queries, composed
         self._masks: dict[tuple[int, int, int], Bool[Tensor, "1 1 R C"]] = {}
         if sight.places is not None:
             self.offset = 0  # queries are counted by themselves
@@ -69,8 +63,8 @@ class Scope:
         """The key columns that any of these tokens can see, with `aside` more on both sides.
 
         Nothing is added beyond the tokens' documents: a convolution takes nothing from there. The
-        end is rounded up, on a CPU further, as torch keeps a compiled convolution for every width
-        that it met there.
+        end is rounded up, further in the CPU's shape, as torch keeps a compiled convolution for
+        every width that it met there.
         """
         if self.sight.places is not None:
             return range(self.keys)
@@ -87,25 +81,25 @@ class Scope:
             tokens = slice(rows.start, rows.stop)
             start = max(start, min(self._bounds.first[tokens]))
             stop = min(stop, max(self._bounds.stop[tokens]))
-        step = STEP if self.cpu else STEP_ON_DEVICE
+        step = STEP_COMPOSED if self.composed else STEP
         start, stop = min(max(0, start), self.keys - 1), min(self.keys, -(-stop // step) * step)
         return range(start, max(start + 1, stop))  # one column is kept where nothing is visible
 
     def rows_per_block(self, heads: int) -> int:
-        """64 rows, or 32 where tiles of this many heads would outgrow a cache; see `device_rows`.
+        """64 rows, or 32 where tiles of this many heads would outgrow a cache; see `most_rows`.
 
         The number does not depend on the batch, or results would. With still fewer rows most of the
         work would go into the rows around them that a convolution reads.
         """
-        if not self.cpu:
-            return self.device_rows(heads, ROWS_ON_DEVICE)
+        if self.composed:
+            return self.most_rows(heads, ROWS_COMPOSED)
         columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
         return ROWS if ROWS * heads * columns <= TILE else ROWS // 2
 
-    def device_rows(self, heads: int, most: int) -> int:
+    def most_rows(self, heads: int, most: int) -> int:
         """So many rows, or fewer where tiles of this many heads would take too much memory."""
         columns = min(self.keys, (self.sight.window or self.keys) * (1 if self.sight.causal else 2))
-        while most > ROWS and most * heads * columns > TILE_ON_DEVICE:
+        while most > ROWS and most * heads * columns > TILE_COMPOSED:
             most //= 2
         return most
 
@@ -263,13 +257,10 @@ def cap_slope(
 def sunk_softmax_(
     logits: Float[Tensor, "B H R C"], hidden: Hidden, sinks: Float[Tensor, "H 1 1"] | None
 ) -> tuple[Float[Tensor, "B H R C"], Float[Tensor, "B H R 1"] | None]:
-    """Softmax over the visible entries, on a CPU in place; rows that see nothing become zero.
+    """Softmax over the visible entries, in place; rows that see nothing become zero.
 
     With a sink in every row's sum, if given; also the weight that goes there.
     """
-    if not is_cpu(logits.device):
-        p, log_sum = tile_softmax(logits, hidden.mask, sinks, logits.dtype)
-        return p, None if sinks is None else (sinks - log_sum).exp()
     hidden.fill(logits, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     if sinks is not None:

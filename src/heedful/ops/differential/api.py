@@ -59,7 +59,8 @@ def differential_attention(
             dropped, in every implementation; `None` draws one from torch's generator.
         visibility: which keys each query sees; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense) or `"tiled"` (memory-linear).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear, shaped for a CPU) or
+            `"composed"` (memory-linear, shaped for a GPU).
 
     Returns:
         `[B, P, Tq, Dv]` in q's dtype.
@@ -96,8 +97,10 @@ def differential_attention(
         lambda: "it has no kernels of its own",
         (q, k, v, lam, bias, sinks),
     )
-    run = {"tiled": differential_attention_tiled, "reference": differential_attention_reference}
-    return without_autocast(run[chosen])(
+    run, options = differential_attention_reference, {}
+    if chosen != "reference":
+        run, options = differential_attention_tiled, {"composed": chosen == "composed"}
+    return without_autocast(run)(
         q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, bias=bias,
-        softcap=softcap, sinks=sinks, dropout=dropout,
+        softcap=softcap, sinks=sinks, dropout=dropout, **options,
     )  # fmt: skip

@@ -23,12 +23,16 @@ def differential_attention_tiled(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     dropout: Dropout | None = None,
+    composed: bool = False,
 ) -> Float[Tensor, "B P Tq Dv"]:
-    """The operator of `differential_attention`; the difference is taken after the values."""
+    """The operator of `differential_attention`; the difference is taken after the values.
+
+    The blocks are a GPU's if `composed`, else a CPU's.
+    """
     if dropout is None and few_queries(q, k, (q, k, v, lam, bias, sinks)):
         return _few(q, k, v, lam, visibility, scale, bias, softcap, sinks)
     if bias is not None and bias.shape[1] > 1:
-        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks, dropout)
+        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks, dropout, composed)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
     # Heads in the order (map, pair), so that every map's heads stand beside their key heads.
@@ -43,7 +47,7 @@ def differential_attention_tiled(
     both = multi_token_attention_tiled(
         q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
         visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout, wide=True,
+        dropout=dropout, composed=composed, wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
@@ -52,13 +56,14 @@ def differential_attention_tiled(
 def _map_by_map(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
     bias: Tensor, softcap: float | None, sinks: Tensor | None, dropout: Dropout | None,
+    composed: bool,
 ) -> Tensor:  # fmt: skip
     """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
     first, second = (
         multi_token_attention_tiled(
             q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
             visibility=visibility, scale=scale, bias=bias[:, i::2], softcap=softcap,
-            sinks=None if sinks is None else sinks[i::2], wide=True,
+            sinks=None if sinks is None else sinks[i::2], composed=composed, wide=True,
             dropout=None if dropout is None else dropout.of_heads(slice(i, None, 2)),
         )
         for i in (0, 1)

@@ -71,8 +71,9 @@ def grouped_attention(
         visibility: which keys each query sees; `None` is causal. Documents and padding must be
             those of the groups. With a sliding window, a summary is seen while all its tokens are.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense), `"tiled"` (at the cost of the definition) or
-            `"fused"` (FlexAttention, on a GPU; no `bias`).
+        impl: `"auto"` (`"tiled"` on every device), `"reference"` (dense), `"tiled"` (at the cost of
+            the definition) or `"fused"` (FlexAttention, on a GPU; no `bias`). There is no
+            `"composed"`.
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype. Padded queries get zeros.
@@ -146,6 +147,7 @@ def grouped_attention(
         impl,
         lambda: unserved(q, bias, groups),
         (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None, bias),
+        uncomposed="its tiled form has one shape for all devices",
     )
     forms = {
         "reference": grouped_attention_reference,

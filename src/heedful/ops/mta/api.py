@@ -81,7 +81,8 @@ def multi_token_attention(
             dropped, in every implementation; `None` draws one from torch's generator.
         visibility: which keys each query sees; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear, shaped for a CPU),
+            `"composed"` (memory-linear, shaped for a GPU) or `"fused"` (Triton).
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype; softmax and sums are in fp32 at least.
@@ -139,10 +140,11 @@ def multi_token_attention(
         options = {}  # the call has none of them
     if chosen == "fused":
         from heedful.ops.mta.fused.blocks import multi_token_attention_fused as run
-    elif chosen == "tiled":
-        run = multi_token_attention_tiled
-    else:
+    elif chosen == "reference":
         run = multi_token_attention_reference
+    else:
+        run = multi_token_attention_tiled
+        options["composed"] = chosen == "composed"
     return without_autocast(run)(
         q,
         k,

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.ops.common import tiles
 from heedful.ops.common.precision import add_product_, operand, product, scores
 from heedful.ops.common.softmax import tile_softmax, tile_softmax_backward
 from heedful.ops.common.tiles import Scope, sunk_softmax_
@@ -53,7 +52,7 @@ def reach_of(kernel: Float[Tensor, "H cq ck"] | None, two_sided: bool) -> Reach:
 class Softmax(NamedTuple):
     """The map of a block, and what its backward takes."""
 
-    p: Float[Tensor, "B H R C"]  # as what follows takes it: on a device rounded, half the bytes
+    p: Float[Tensor, "B H R C"]  # as what follows takes it: if composed rounded, half the bytes
     sunk: Float[Tensor, "B H R 1"] | None = None  # what of each row goes to the sink, if any
     origin: tuple[Tensor, Tensor, Tensor] | None = None  # where p is rounded: what makes it again
 
@@ -81,7 +80,7 @@ class TileSteps:
     def folded(self, parameters: Parameters, scale: float) -> tuple[Parameters, float]:
         """The factor of the logits in what is linear in them: a tile is passed over once less."""
         first = "conv" if parameters.conv is not None else "mix"
-        if self.scope.cpu or getattr(parameters, first) is None:
+        if not self.scope.composed or getattr(parameters, first) is None:
             return parameters, scale
         return parameters._replace(**{first: getattr(parameters, first) * scale}), 1.0
 
@@ -92,11 +91,11 @@ class TileSteps:
         return product(a, b)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """`out += a @ b`; on a CPU a part of a larger `out` is no place for a product."""
-        if self.scope.cpu:
-            out.add_(self.product(a, b))
-        else:
+        """`out += a @ b`; for a CPU a part of a larger `out` is no place for a product."""
+        if self.scope.composed:
             add_product_(out, a, b)
+        else:
+            out.add_(self.product(a, b))
 
     def narrowed(self, x: Tensor) -> Tensor:
         """A tile as products with operands take it, for more than one of these."""
@@ -109,10 +108,10 @@ class TileSteps:
     def tile(self, a: Tensor, b: Tensor, *, mixed: bool = False) -> Tensor:
         """A product of operands that is a tile; it stands until the next one is made.
 
-        On a device it has their precision if it is `mixed` next, as the product that does so takes
+        Composed, it has their precision if it is `mixed` next, as the product that does so takes
         it.
         """
-        if mixed and not self.scope.cpu:
+        if mixed and self.scope.composed:
             return a @ b
         return scores(a, b.mT, 1.0, self._room("tile", a, b.shape[3]))
 
@@ -123,9 +122,9 @@ class TileSteps:
     def _room(self, name: str, rows: Tensor, columns: int) -> Tensor | None:
         """Memory for a tile of these rows, the same for all blocks: new pages would cost time.
 
-        `None` on a device, whose allocator has no pages.
+        `None` if composed: a GPU's allocator has no pages.
         """
-        if not self.scope.cpu:
+        if self.scope.composed:
             return None
         size = rows.shape[:3].numel() * columns
         if name not in self._rooms or self._rooms[name].numel() < size:
@@ -152,9 +151,10 @@ class TileSteps:
         documents, before = self._documents(kernel, rows), self.reach(kernel).before
         if documents is not None:
             x = x.to(kernel.dtype)
-        elif last and not self.scope.cpu:
+        elif last and self.scope.composed:
             grad = self.narrowed(grad)
-        return convolve_backward(grad, x, kernel, above, below, documents, before, self._narrow)
+        patches = (self._narrow or x.dtype) if self.scope.composed else None
+        return convolve_backward(grad, x, kernel, above, below, documents, before, patches)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
@@ -164,7 +164,7 @@ class TileSteps:
         self, grad: Tensor, x: Tensor, weights: Tensor, *, last: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Gradients in `x`, where `mix` of the same `last` has put its result, and in `weights`."""
-        dweights = mix_weights_gradient(grad, x, weights)
+        dweights = mix_weights_gradient(grad, x, weights, by_rows=self.scope.composed)
         if grad.dtype != weights.dtype:
             turned = weights.mT.expand(len(grad), -1, -1, -1)
             return product(turned, grouped(grad, weights)).reshape(grad.shape), dweights
@@ -175,7 +175,7 @@ class TileSteps:
 
     def softmax(self, logits: Tensor, sinks: Tensor | None, rows: range, columns: range) -> Softmax:
         logits, hidden = logits.contiguous(), self.scope.hidden(rows, columns)
-        if self.scope.cpu:
+        if not self.scope.composed:
             return Softmax(*sunk_softmax_(logits, hidden, sinks))
         p, log_sum = tile_softmax(logits, hidden.mask, sinks, self._operand_dtype(logits))
         sunk = None if sinks is None else (sinks - log_sum).exp()
@@ -214,7 +214,7 @@ def convolve(
     documents: Int[Tensor, "#B around"] | None,
     before: int,
 ) -> Float[Tensor, "B H N C"]:
-    """Cross-correlation of the rows with zeros around them (MTA eq. 5), heads last in memory.
+    """Cross-correlation of the rows with zeros around them (MTA eq. 5), heads last on a CPU.
 
     So many rows of zeros stand `above` and `below`. With `documents` of all these rows, a row takes
     nothing from rows of another document; it is met by the kernel's row `before`.
@@ -236,7 +236,7 @@ def _conv2d(
 ) -> Float[Tensor, "B HO N C"]:
     """Every head by itself: `c` channels of the input for each group of kernels."""
     groups = x.shape[1] // kernels.shape[1]
-    if tiles.is_cpu(x.device):  # two to five times faster with heads last
+    if x.device.type == "cpu":  # two to five times faster with heads last
         x = x.contiguous(memory_format=torch.channels_last)
         return torch.conv2d(x, kernels, None, 1, padding, 1, groups)
     cudnn = torch.backends.cudnn
@@ -255,14 +255,18 @@ def convolve_backward(
     below: int,
     documents: Int[Tensor, "#B around"] | None,
     before: int,
-    narrow: torch.dtype | None = None,
+    patches: torch.dtype | None = None,
 ) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
-    """Gradients of `convolve` in `x` and `kernel`; on a device of products in `narrow`."""
-    if documents is None and not tiles.is_cpu(x.device):
-        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, narrow or x.dtype)
-    else:
-        dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before)
+    """Gradients of `convolve` in `x` and `kernel`; the second in few launches if `patches`.
+
+    Then it is made of products in this dtype, without documents of patches.
+    """
     heads, rows, columns = kernel.shape
+    if documents is None and patches is not None:
+        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, patches)
+    else:
+        at_once = _HEADS if patches is None else heads
+        dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before, at_once)
     inside = slice(above, above + x.shape[2])
     if documents is None:
         turned, known = kernel.to(grad.dtype).flip(1, 2)[:, None], min(above, below)
@@ -288,11 +292,12 @@ def _kernel_gradient(
     below: int,
     documents: Int[Tensor, "#B around"] | None,
     before: int,
+    at_once: int,
 ) -> Float[Tensor, "H cq ck"]:
     """sum_{n, j} grad[n, j] x[n + r - above, j + c - ck//2]: three times as fast as torch's own.
 
     A product pairs each of a few output columns with every input column in their reach; the sums
-    over equal distances are the gradient.
+    over equal distances are the gradient. Windows of `at_once` heads are laid out at a time.
     """
     heads, rows, columns = kernel.shape
     batch, _, outputs, width = grad.shape
@@ -304,7 +309,6 @@ def _kernel_gradient(
     grad = (pad(grad, (0, fill)) if fill else grad).reshape(batch, heads, outputs * count, few)
     aside = (columns // 2, columns // 2 + fill)
     pairs = x.new_empty(rows, batch, heads, few, reach)
-    at_once = _HEADS if tiles.is_cpu(x.device) else heads
     for first in range(0, heads, at_once):  # `around` is three tiles' worth of memory
         these = slice(first, first + at_once)
         around = pad(x[:, these], (*aside, above, below)).unfold(3, reach, few).flatten(2, 3)
@@ -331,7 +335,7 @@ def _kernel_gradient_in_patches(
     above: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "H cq ck"]:
-    """The same by one product per map, for a device, where bytes and launches cost more than sums.
+    """The same by one product per map, for a GPU, where bytes and launches cost more than sums.
 
     It pairs each entry of a patch of the gradient with each entry of `x` in reach of the patch; the
     sums over equal distances, down and across, are the gradient.
@@ -412,11 +416,15 @@ def mix(
 
 
 def mix_weights_gradient(
-    grad: Float[Tensor, "B H N C"], x: Float[Tensor, "B H N C"], weights: Float[Tensor, "n g g"]
+    grad: Float[Tensor, "B H N C"],
+    x: Float[Tensor, "B H N C"],
+    weights: Float[Tensor, "n g g"],
+    *,
+    by_rows: bool,
 ) -> Float[Tensor, "n g g"]:
-    """Gradient of `mix` in `weights`."""
-    if not tiles.is_cpu(x.device) and len(weights) == 1:
-        # A batch of rows, as one product over all entries would leave most of a device idle.
+    """Gradient of `mix` in `weights`; of one group `by_rows`."""
+    if by_rows and len(weights) == 1:
+        # A batch of rows, as one product over all entries would leave most of a GPU idle.
         parts = [
             product(g.transpose(0, 1), y.permute(1, 2, 0)) for g, y in zip(grad, x, strict=True)
         ]

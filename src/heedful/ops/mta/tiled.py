@@ -52,11 +52,13 @@ def multi_token_attention_tiled(
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     dropout: Dropout | None = None,
+    composed: bool = False,
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in blocks of query rows; dense where these are few.
 
-    The output is in q's dtype, or in the precision of the sums if `wide`.
+    The blocks are a GPU's if `composed`, see `Scope`, else a CPU's. The output is in q's dtype, or
+    in the precision of the sums if `wide`.
     """
     parameters = Parameters(conv, post_conv, mix, post_mix)
     if dropout is None and few_queries(q, k, (q, k, v, *parameters, bias, sinks)):
@@ -70,7 +72,7 @@ def multi_token_attention_tiled(
     return _tiled(
         q, k, v, conv, post_conv, mix, post_mix, bias, sinks, drop, *sight,
         visibility.documents is not None, visibility.causal, visibility.window, scale,
-        softcap, p, two_sided, wide,
+        softcap, p, two_sided, composed, wide,
     )  # fmt: skip
 
 
@@ -329,16 +331,17 @@ def _tiled(
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, softcap: float | None,
-    dropout_p: float, two_sided: bool, wide: bool,
+    dropout_p: float, two_sided: bool, composed: bool, wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
     out = None
-    if softcap is None and sinks is None and drop is None:
+    if not composed and softcap is None and sinks is None and drop is None:
         out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
-        steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
+        scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=composed)
+        steps = TileSteps(scope, two_sided)
         dropout = None if drop is None else Dropout(dropout_p, drop)
         parts = (parameters, scale, steps, bias, sinks, softcap, dropout)
         out = _by_blocks(operands(q, k, v, *parts), steps)
@@ -346,11 +349,13 @@ def _tiled(
 
 
 def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
-    """The output by row blocks, or with kernels of low rank by the cheaper forms of wide.py."""
+    """The output by row blocks, or for a CPU with kernels of low rank by the forms of wide.py."""
     conv, *rest = x.parameters
     sight = steps.scope.sight
     two_sided = steps.reach(conv).after > 0
-    wide = None if conv is None else low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
+    wide = None
+    if conv is not None and not steps.scope.composed:
+        wide = low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
     if wide is not None and all(
         parameter is None for parameter in (*rest, x.bias, x.softcap, x.sinks, x.dropout)
     ):
@@ -376,10 +381,11 @@ def _tiled_backward(
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, softcap: float | None,
-    dropout_p: float, two_sided: bool, wide: bool,
+    dropout_p: float, two_sided: bool, composed: bool, wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
-    steps = TileSteps(Scope(sight, q.shape[2], k.shape[2], q.device), two_sided)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=composed)
+    steps = TileSteps(scope, two_sided)
     inputs = (q, k, v, conv, post_conv, mix, post_mix, bias, sinks)
     dropout = None if drop is None else Dropout(dropout_p, drop)
     return gradients(grad, inputs, scale, steps, softcap, dropout)

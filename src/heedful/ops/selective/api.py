@@ -94,7 +94,8 @@ def selective_attention(
             dropped, in every implementation; `None` draws one from torch's generator.
         visibility: which keys each query sees; must be causal, as `None` is.
         scale: factor on the logits; default `D ** -0.5`.
-        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear) or `"fused"` (Triton).
+        impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear, shaped for a CPU),
+            `"composed"` (memory-linear, shaped for a GPU) or `"fused"` (Triton).
 
     Returns:
         `SelectiveOutput(output, state, memory)`.
@@ -142,10 +143,11 @@ def selective_attention(
         options["dropout"] = dropout
     if chosen == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
-    elif chosen == "tiled":
-        run = selective_attention_tiled
-    else:
+    elif chosen == "reference":
         run = selective_attention_reference
+    else:
+        run = selective_attention_tiled
+        options["composed"] = chosen == "composed"
     return SelectiveOutput(
         *without_autocast(run)(
             q,

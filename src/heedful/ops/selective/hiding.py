@@ -1,4 +1,4 @@
-"""What a row block hides, on a device: from the selector's products to a bias in two launches.
+"""What a composed row block hides: from the selector's products to a bias in two launches.
 
 As single operations the scale, the ReLU, two masks, sums and rounding pass over the selector's tile
 a dozen times in fp32. Here a first step sums chunks of rows, and a second one, which has the sum
@@ -41,7 +41,9 @@ class SelectorTile(NamedTuple):
         bias: bool,
     ) -> Float[Tensor, "B Hs R C"]:
         """F of each row, with `base` of the rows before the tile; or -F as a `bias`."""
-        carry = base[:, :, None] + (sums.cumsum(2) - sums)
+        # Without a chunk's own sum, not less it: its rounding would tell rows of later ones.
+        before = pad(sums[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+        carry = base[:, :, None] + before
         return _passed_on(*self, carry, dtype, bias)
 
     def gradient(

@@ -5,8 +5,8 @@ block the missing part is a product with a strictly triangular matrix of ones. T
 from the last block to the first and takes from the total what the forward added to it, so nothing
 is kept of the blocks between. For that the total is held exactly enough: see sums.py.
 
-On a GPU a block goes through torch's own attention, with -F as its bias (composed.py), unless a
-soft cap, sinks or dropout change the map; then, and on a CPU, its tiles are made here.
+If composed, as on a GPU, a block goes through torch's own attention, with -F as its bias
+(composed.py), unless a soft cap, sinks or dropout change the map. All other tiles are made here.
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it.
@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.ops.common import tiles
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_queries
 from heedful.ops.common.precision import operand, product, scores, without_autocast
+from heedful.ops.common.softmax import tile_softmax
 from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import (
     ROWS,
-    ROWS_ON_DEVICE,
+    ROWS_COMPOSED,
     Hidden,
     Scope,
     Sight,
@@ -69,8 +69,12 @@ def selective_attention_tiled(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     dropout: Dropout | None = None,
+    composed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operator of `selective_attention`, in blocks of query rows; dense where these are few."""
+    """The operator of `selective_attention`, in blocks of query rows; dense where these are few.
+
+    The blocks are a GPU's if `composed`, see `Scope`, else a CPU's.
+    """
     if dropout is None and few_queries(q, k, (q, k, v, selector_q, selector_k, state, bias, sinks)):
         return selective_attention_few(
             q, k, v, selector_q, selector_k, state=state, tau=tau, protect_first=protect_first,
@@ -81,7 +85,7 @@ def selective_attention_tiled(
     p, drop = dropout or (0.0, None)
     output, last, memory, *_ = _tiled(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, *sight, first,
-        visibility.window, tau, scale, softcap, p,
+        visibility.window, tau, scale, softcap, p, composed,
     )  # fmt: skip
     return output, last, memory if tau is not None else None
 
@@ -104,15 +108,15 @@ class Operands(NamedTuple):
     dropout: Dropout | None
 
     @property
-    def composed(self) -> bool:
-        return is_composed(self.q, self.softcap, self.sinks, self.dropout)
+    def by_sdpa(self) -> bool:
+        return by_sdpa(self.scope.composed, self.softcap, self.sinks, self.dropout)
 
     @property
     def rows(self) -> int:
         """Of a block: twice as many as where several heads have a tile each between products."""
-        if self.scope.cpu:
+        if not self.scope.composed:
             return ROWS
-        return self.scope.device_rows(self.q.shape[1], 2 * ROWS_ON_DEVICE)
+        return self.scope.most_rows(self.q.shape[1], 2 * ROWS_COMPOSED)
 
     def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
         """What dropout multiplies the block's probabilities with; `None` without dropout."""
@@ -122,10 +126,10 @@ class Operands(NamedTuple):
 
     def passes_bias(self, tau: float | None) -> bool:
         """Whether of F nothing is needed but a bias, which is then made with it."""
-        return self.composed and self.bias is None and tau is None
+        return self.by_sdpa and self.bias is None and tau is None
 
     def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"], tau: float | None) -> Bias:
-        """What `composed` blocks add to their logits."""
+        """What blocks that go through torch's attention add to their logits."""
         if self.passes_bias(tau):
             return bias_as_made(f, block.hidden, self.q.shape[1])
         bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
@@ -134,7 +138,7 @@ class Operands(NamedTuple):
 
 def operands(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
-    window, scale, softcap, dropout_p,
+    window, scale, softcap, dropout_p, composed,
 ) -> Operands:  # fmt: skip
     """The call's tensors as its blocks take them, and its visibility.
 
@@ -144,7 +148,7 @@ def operands(
     if first is not None:
         selector_k = selector_k.masked_fill(first[:, None, :, None], 0.0)
     sight = Sight(segments, False, True, window, mutual, places)
-    scope = Scope(sight, q.shape[2], k.shape[2], q.device)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=composed)
     if sinks is not None:
         sinks = sinks.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
     return Operands(
@@ -154,16 +158,16 @@ def operands(
     )  # fmt: skip
 
 
-def is_composed(q: Tensor, *terms: object) -> bool:
+def by_sdpa(composed: bool, *terms: object) -> bool:
     """Whether blocks go through torch's attention: without soft cap, sinks and dropout, `terms`."""
-    return not tiles.is_cpu(q.device) and all(x is None for x in terms)
+    return composed and all(x is None for x in terms)
 
 
 class Outputs(NamedTuple):
     """What the loop over the blocks fills: the output, the memory, and the running total's pair.
 
-    And, if blocks are composed, the logarithm of each row's sum of exponentials, which its backward
-    starts from, as it does from the output.
+    And, if blocks go through torch's attention, the logarithm of each row's sum of exponentials,
+    which its backward starts from, as it does from the output.
     """
 
     output: Float[Tensor, "B H Tq Dv"]
@@ -177,12 +181,13 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
     total = RunningTotal(out.pair)
     (batch, heads, queries, _), (_, selectors, keys, _) = x.q.shape, x.selector_k.shape
     room = None
-    if x.scope.cpu:  # from first to last tiles grow, and none would find room where another stood
+    if not x.scope.composed:
+        # From first to last tiles grow, and none would find room where another stood.
         room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
         f = _hiding(x, block, total, tau)
-        if x.composed:
+        if x.by_sdpa:
             parts = (x.q[:, :, block.rows], x.k[:, :, block.cut], x.v[:, :, block.cut])
             output, sums = biased_attention(*parts, x.bias_of(block, f, tau), x.scale)
             out.sums[:, :, start:stop] = sums
@@ -209,10 +214,10 @@ class RowBlock(NamedTuple):
     hidden: Hidden
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
-    logits: Tensor  # of the selector, on a device before their scale
+    logits: Tensor  # of the selector, if composed before their scale
 
     def tile(self, scale: float) -> SelectorTile:
-        """As a device's steps take it."""
+        """As the steps of hiding.py take it."""
         return SelectorTile(self.logits, self.hidden.mask, self.later, self.diagonal, scale)
 
     def only_active(self, x: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
@@ -233,7 +238,7 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.scope.hidden(owned, columns)
-    scale = x.scale if x.scope.cpu else 1.0
+    scale = 1.0 if x.scope.composed else x.scale
     logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], scale)
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
@@ -248,12 +253,12 @@ def _hiding(
     Into `total`, which is of the blocks before it, goes what it hides; or with `back` out of it.
     """
     tile = block.tile(x.scale)
-    if x.scope.cpu:
-        s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
-        sums = block.only_active(s).sum(2)
-    else:
+    if x.scope.composed:
         s = tile.sums()
         sums = s.sum(2)
+    else:
+        s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
+        sums = block.only_active(s).sum(2)
     if back:
         total.add(-sums, block.cut)
     base = total.rounded(block.cut)
@@ -261,7 +266,7 @@ def _hiding(
         total.add(sums, block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    if x.scope.cpu:
+    if not x.scope.composed:
         return base[:, :, None] + above(s)
     bias = x.passes_bias(tau)
     return tile.passed_on(base, s, x.q.dtype if bias else base.dtype, bias)
@@ -293,8 +298,11 @@ def _maps(
     logits.sub_(f)
     if x.bias is not None:
         logits.add_(x.bias[:, :, block.rows, block.cut])
-    p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
-    return _Maps(p, slope, sunk)
+    if not x.scope.composed:
+        p, sunk = sunk_softmax_(logits, block.hidden, x.sinks)
+        return _Maps(p, slope, sunk)
+    p, log_sum = tile_softmax(logits, block.hidden.mask, x.sinks, logits.dtype)
+    return _Maps(p, slope, None if x.sinks is None else (x.sinks - log_sum).exp())
 
 
 def attend_backward(
@@ -303,17 +311,17 @@ def attend_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of the operands and of the incoming state, from the last block to the first.
 
-    `out` and `sums` are those of the forward, if blocks are composed.
+    `out` and `sums` are those of the forward, if blocks go through torch's attention.
     """
     selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     # Every block has rows of its own.
-    dq = torch.empty_like(x.q, dtype=x.q.dtype if x.composed else pair.dtype)
+    dq = torch.empty_like(x.q, dtype=x.q.dtype if x.by_sdpa else pair.dtype)
     dsq = torch.empty_like(x.selector_q, dtype=pair.dtype)
     # Those of keys are transposed: a product is a quarter faster when its long side comes last.
     dsk = torch.zeros(x.selector_k.mT.shape, dtype=pair.dtype, device=x.k.device)
     dk, dv = (
-        pair.new_zeros(t.shape) if x.composed else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
+        pair.new_zeros(t.shape) if x.by_sdpa else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
     )
     dbias = pair.new_zeros(0)
     if x.bias is not None:
@@ -326,7 +334,7 @@ def attend_backward(
         rows, cut = block.rows, block.cut
         f = _hiding(x, block, total, tau, back=True)
         out_grad, slope = grad[:, :, rows], None
-        if x.composed:
+        if x.by_sdpa:
             filled = slice(start, start - (start - stop) // ALIGNMENT * ALIGNMENT)
             dq[:, :, rows], dk_block, dv_block, dlogits = biased_attention_backward(
                 out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f, tau),
@@ -356,16 +364,16 @@ def attend_backward(
         if tau is not None:
             unclipped = block.hidden.fill(f <= tau, False)
             g = g - unclipped * (grad_memory[:, None, rows, None] / selectors)
-        if x.scope.cpu:
+        if x.scope.composed:
+            ds = block.tile(x.scale).gradient(g, later[:, :, cut], x.selector_q.dtype)
+        else:
             # At zero the slope of the ReLU is one, as in reference.py.
             ds = below(-g, later[:, :, cut]).mul_(block.logits >= 0)
             block.only_active(ds)
-        else:
-            ds = block.tile(x.scale).gradient(g, later[:, :, cut], x.selector_q.dtype)
         dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
         dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 
-        if not x.composed:
+        if not x.by_sdpa:
             if slope is not None:
                 dlogits.mul_(slope)
             dlogits.mul_(x.scale)
@@ -383,21 +391,21 @@ def _tiled(
     q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None,
     bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None, segments: Tensor | None,
     mutual: Tensor | None, places: Tensor | None, first: Tensor | None, window: int | None,
-    tau: float | None, scale: float, softcap: float | None, dropout_p: float,
+    tau: float | None, scale: float, softcap: float | None, dropout_p: float, composed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
-    sums = pair.new_full(sums_shape(q, is_composed(q, softcap, sinks, drop)), float("inf"))
+    sums = pair.new_full(sums_shape(q, by_sdpa(composed, softcap, sinks, drop)), float("inf"))
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
-    if whole and state is None and tau is None and softcap is sinks is drop is None:
+    if not composed and whole and state is tau is softcap is sinks is drop is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
             return out, torch.zeros_like(pair[0]), memory, pair, sums
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
-        first, window, scale, softcap, dropout_p,
+        first, window, scale, softcap, dropout_p, composed,
     )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
     attend(x, tau, Outputs(out, memory, pair, sums))
@@ -410,7 +418,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) 
 
     On a CPU only: elsewhere this look at the selector would stall the stream.
     """
-    if not tiles.is_cpu(q.device) or v.shape[3] != q.shape[3]:
+    if q.device.type != "cpu" or v.shape[3] != q.shape[3]:
         return None
     if bool(selector_q.any()) and bool(selector_k.any()):
         return None
@@ -421,7 +429,7 @@ def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) 
 @_tiled.register_fake
 def _(
     q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places, first,
-    window, tau, scale, softcap, dropout_p,
+    window, tau, scale, softcap, dropout_p, composed,
 ):  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -430,7 +438,7 @@ def _(
         q.new_empty(batch, selectors, k.shape[2], dtype=wide),
         q.new_empty(batch, queries if tau is not None else 0, dtype=wide),
         q.new_empty(2, batch, selectors, k.shape[2], dtype=wide),
-        q.new_empty(sums_shape(q, is_composed(q, softcap, sinks, drop)), dtype=wide),
+        q.new_empty(sums_shape(q, by_sdpa(composed, softcap, sinks, drop)), dtype=wide),
     )
 
 
@@ -441,10 +449,11 @@ def _tiled_backward(
     state: Tensor | None, bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None,
     segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
     window: int | None, tau: float | None, scale: float, softcap: float | None, dropout_p: float,
+    composed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
-        first, window, scale, softcap, dropout_p,
+        first, window, scale, softcap, dropout_p, composed,
     )  # fmt: skip
     out = None if out is None else operand(out)
     *grads, dbias, dsinks, later = attend_backward(
@@ -468,12 +477,12 @@ refuse_second_derivative(_tiled_backward, "selective_attention")
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, window, tau, scale, softcap, dropout_p = inputs
+    *tensors, window, tau, scale, softcap, dropout_p, composed = inputs
     out, _, _, pair, sums = output
     ctx.mark_non_differentiable(pair, sums)
-    composed = (out, sums) if is_composed(inputs[0], softcap, *inputs[7:9]) else (None, None)
-    ctx.save_for_backward(pair, *composed, *tensors)
-    ctx.options = (window, tau, scale, softcap, dropout_p)
+    results = (out, sums) if by_sdpa(composed, softcap, *tensors[7:9]) else (None, None)
+    ctx.save_for_backward(pair, *results, *tensors)
+    ctx.options = (window, tau, scale, softcap, dropout_p, composed)
     ctx.present = tuple(x is not None for x in tensors[5:8])
 
 
@@ -483,7 +492,7 @@ def _backward(ctx, grad, grad_state, grad_memory, *_):
     )
     last = (later, dbias, dsinks)
     optional = (x if present else None for x, present in zip(last, ctx.present, strict=True))
-    return *grads, *optional, *(None,) * 10
+    return *grads, *optional, *(None,) * 11
 
 
 _tiled.register_autograd(_backward, setup_context=_save)

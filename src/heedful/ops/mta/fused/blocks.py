@@ -223,7 +223,8 @@ def _fused(
     documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
 ) -> Tensor:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual)
-    steps = TritonSteps(Scope(sight, q.shape[2], k.shape[2], q.device), q.dtype)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=True)
+    steps = TritonSteps(scope, q.dtype)
     parameters = Parameters(conv, post_conv, mix, post_mix)
     with torch.cuda.device_of(q):
         out = attend(operands(q, k, v, parameters, scale, steps), steps)
@@ -242,7 +243,8 @@ def _fused_backward(
     documents: bool, causal: bool, window: int | None, scale: float, wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual)
-    steps = TritonSteps(Scope(sight, q.shape[2], k.shape[2], q.device), q.dtype)
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=True)
+    steps = TritonSteps(scope, q.dtype)
     with torch.cuda.device_of(q):
         grads = gradients(grad, (q, k, v, conv, post_conv, mix, post_mix, None, None), scale, steps)
     return grads[:7]  # it takes no bias and no sinks
