@@ -84,6 +84,25 @@ def half() -> str:
     return f"{markdown(head, lines)}\n\n{_sizes(records)}.\n\n{provenance(records)}"
 
 
+def composed() -> str:
+    """The shape for a GPU beside that for a CPU, on a CPU."""
+    records = read(RESULTS / "operators-composed-cpu.jsonl")
+    cases = {(r["mechanism"], r["pass"], r["impl"]): r for r in records}
+    head = ["mechanism", "pass", "tiled ms", "composed ms", "composed / tiled", "tiled MiB",
+            "composed MiB"]  # fmt: skip
+    lines = []
+    for (name, passed, impl), first in cases.items():
+        if impl == "tiled":
+            second = cases[name, passed, "composed"]
+            lines.append([
+                name, passed, _number(first, "ms"), _number(second, "ms"),
+                f"{second['ms'] / first['ms']:.2f} ×", _number(first, "peak_mib"),
+                _number(second, "peak_mib"),
+            ])  # fmt: skip
+    about = f"{records[0]['tokens']:,} tokens. {_sizes(records)}"
+    return f"{markdown(head, lines)}\n\n{about}.\n\n{provenance(records)}"
+
+
 def peers() -> str:
     """Other people's implementations beside ours, where they exist and can run."""
     records = read(OPERATORS)
@@ -138,5 +157,6 @@ BLOCKS = {
     "bench-decode": lambda: bench("decode"),
     "bench-tiled": tiled,
     "bench-bf16": half,
+    "bench-composed": composed,
     "bench-peers": peers,
 }

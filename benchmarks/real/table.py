@@ -135,6 +135,24 @@ def harness() -> str:
     return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
 
 
+def multi_token() -> str:
+    """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
+    records = read(RESULTS / "mta-cpu.jsonl")
+    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
+    measures = ("perplexity, mean of domains", "perplexity"), ("needles", "accuracy")
+    lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in measures)]]
+    for seed in range(3):
+        control, trained = (f"runs/lora-{name}-{seed}" for name in ("standard", "mta"))
+        row, change = [f"control, seed {seed}"], [f"multi-token attention, seed {seed}"]
+        for measure in measures:
+            record = cells[control, *measure]
+            row.append(_value(record["value"], record))
+            change.append(_value(cells[trained, *measure]["difference"], record, "+"))
+        lines += [row, change]
+    head = ["model", "perplexity", "needles, %"]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
     """A share in percent, or a difference in percentage points with its interval."""
     scale, digits = (100, 1) if record["percent"] else (1, 2)
@@ -159,4 +177,5 @@ BLOCKS = {
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-harness": harness,
+    "real-mta": multi_token,
 }

@@ -43,7 +43,8 @@ from helpers.small_models import small, tokenizer_of_words
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SLOW = ("compiled.py", "fsdp.py")
-FOLDERS = ("runs/study", "runs/text-", "runs/training/")  # of models that other commands made
+# Of models that other commands made.
+FOLDERS = ("runs/study", "runs/text-", "runs/training/", "runs/lora-")
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
 
 
@@ -140,7 +141,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     if "on-disk" in arguments:
         request.getfixturevalue("task_data")
-    for place in ("my-notes", "notes", "books", "books-held-out", "books-train"):
+    books = (f"books{part}" for part in ("", "-held-out", "-train", "-test", "-dev"))
+    for place in ("my-notes", "notes", *books):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("heed the needful, need the heedful. " * 300)
     for book in ("book.txt", "wikitext2-valid.txt", "shakespeare.txt"):
@@ -158,8 +160,11 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     mine = ("my-model", "my-baseline", "runs/selective-30m", "runs/whole", "smollm2")
     folders = {x for x in arguments if x in mine or x.startswith(FOLDERS)}
     length = 512 if any(x.startswith("recall:") for x in arguments) else 48
-    outputs = {"train": {"runs/selective-30m"}, "convert": {"runs/whole"}}
-    for folder in folders - outputs.get(arguments[0], set()):
+    if arguments[0] == "convert":
+        folders.discard(arguments[2])
+    elif arguments[0] == "train":
+        folders.discard(arguments[arguments.index("--out") + 1])
+    for folder in folders:
         if arguments[0] in ("budget", "calibrate", "generate", "eval", "inspect"):
             _save_small_model(tmp_path / folder)
         if "--calibration" in arguments:
