@@ -66,7 +66,7 @@ def check_numbers(records: list[dict]) -> None:
         assert all(r["numbers"]["low_ms"] <= r["numbers"]["ms"] for r in these)
         assert {r["config"]["bench"]["layout"] for r in these} == {"transposed"}
     impls = {r["config"]["impl"] for r in records if r["stage"] == 4}
-    assert impls == {"FLASH_ATTENTION", "tiled"}, "the faster one here is not the interpreter"
+    assert {"FLASH_ATTENTION"} < impls <= {"FLASH_ATTENTION", "tiled", "composed"}, "not fused here"
     steps = [r["numbers"] for r in records if r["stage"] == 5]
     assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
 
