@@ -137,20 +137,24 @@ def harness() -> str:
 
 def multi_token() -> str:
     """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
+    training = {r["model"]: r for r in read(RESULTS / "mta-training-cpu.jsonl")}
     records = read(RESULTS / "mta-cpu.jsonl")
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
     measures = ("perplexity, mean of domains", "perplexity"), ("needles", "accuracy")
-    lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in measures)]]
+    stock = (_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in measures)
+    lines = [["stock", "–", *stock]]
     for seed in range(3):
         control, trained = (f"runs/lora-{name}-{seed}" for name in ("standard", "mta"))
-        row, change = [f"control, seed {seed}"], [f"multi-token attention, seed {seed}"]
+        bits = [training[x]["ended"]["bits_per_byte"] for x in (control, trained)]
+        row = [f"control, seed {seed}", f"{bits[0]:.4f}"]
+        change = [f"multi-token attention, seed {seed}", f"{bits[1] - bits[0]:+.4f}"]
         for measure in measures:
             record = cells[control, *measure]
             row.append(_value(record["value"], record))
             change.append(_value(cells[trained, *measure]["difference"], record, "+"))
         lines += [row, change]
-    head = ["model", "perplexity", "needles, %"]
-    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+    head = ["model", "validation, bits per byte", "perplexity", "needles, %"]
+    return f"{markdown(head, lines)}\n\n{provenance([*training.values(), *records])}"
 
 
 def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
