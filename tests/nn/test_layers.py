@@ -435,7 +435,7 @@ def test_half_precision_inputs_beside_fp32_parameters(name, dtype, monkeypatch):
     actual = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
     assert actual.dtype == dtype
     for api in (ops.mta.api, ops.selective.api, ops.differential.api, ops.grouped.api):
-        monkeypatch.setattr(api, "choose", lambda *_: "reference")
+        monkeypatch.setattr(api, "choose", lambda *_, **__: "reference")
     plain = attention(*opened(attention, *rounded, inputs), inputs=inputs).output
     exact, attention = LayerInputs(input=inputs.input.double()), attention.double()
     oracle = attention(
