@@ -22,7 +22,7 @@ ORDERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["selective-own", "selective-per-head", "mta-full"])
+@pytest.mark.parametrize("name", ["selective-own", "mta-full"])
 def test_the_order_of_programs_changes_no_bit(name, interpreted, monkeypatch):
     """Neither of the output nor of any gradient."""
     tensors = {n: x.float() for n, x in BY_NAME[name].draw(Shape(batch=1).long(40)).items()}
