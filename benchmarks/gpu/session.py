@@ -130,6 +130,8 @@ def laws(tests: tuple[str, ...], left: float) -> dict:
             code = None  # what ended in time is counted
         written.seek(0)
         output = written.read()
+    if code not in (0, 1, None):
+        raise RuntimeError(f"the tests could not run: {output[-1000:]}")
     ended = outcomes(output)
     failures = sorted(name for name, how in ended.items() if how in ("FAILED", "ERROR"))
     passed = sum(how == "PASSED" for how in ended.values())

@@ -193,7 +193,7 @@ def rounds(number: int, kinds: Sequence[str], out: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=MECHANISMS, help="which of them")
+    parser.add_argument("--only", nargs="+", choices=MECHANISMS, help="these alone")
     parser.add_argument("--pairs", type=int, help="steps in turn; by default of the command alone")
     parser.add_argument("--one", dest="kind", help=argparse.SUPPRESS)
     parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)

@@ -105,10 +105,10 @@ def _fused() -> str:
     """Whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
-    from heedful.ops.impl import UNTRIED, no_triton, usual
+    from heedful.ops.impl import UNTRIED, default_impl, no_triton
 
     q = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-    reason, runs = no_triton(q), f"impl='auto' runs {usual(q.device)}"
+    reason, runs = no_triton(q), f"impl='auto' runs {default_impl(q.device)}"
     if reason is not None:
         return f"no: {reason.split(', and q')[0]}; {runs}"
     return f"can be requested, {runs}: {UNTRIED}"

@@ -1,17 +1,23 @@
 """Shapes in annotations are checked at every call: the whole package but its public operators."""
 
+import importlib.util
+
 import jaxtyping
-from beartype import beartype
 from jaxtyping import AbstractArray, install_import_hook
 
+CHECKED = importlib.util.find_spec("beartype") is not None
+"""Not so on a machine that is lent for its GPU and has no package for it."""
 _LEFT_OUT = ".api"  # public operators answer a wrong shape themselves
 
 
 def install() -> None:
-    """Before the package is imported. Functions whose annotations have no shape stay as they are.
+    """Before the package is imported, if beartype is there.
 
-    Checking everything else of them too would take most of the time of many tests.
+    Functions whose annotations have no shape stay as they are: to check everything else of them too
+    would take most of the time of many tests.
     """
+    if not CHECKED:
+        return
     decorate = jaxtyping.jaxtyped
 
     def jaxtyped(*, typechecker):
@@ -27,6 +33,8 @@ def install() -> None:
 def check(function):
     """Of the annotations of a function only those with a shape are checked."""
     hints = function.__annotations__
+    from beartype import beartype
+
     function.__annotations__ = {name: x for name, x in hints.items() if _is_shape(x)}
     return beartype(function)
 

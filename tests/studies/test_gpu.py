@@ -71,6 +71,11 @@ def check_numbers(records: list[dict]) -> None:
     assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
 
 
+def test_laws_that_cannot_run_are_no_result():
+    with pytest.raises(RuntimeError, match=r"(?s)the tests could not run: .*not found: .*nowhere"):
+        gpu_session.laws(("tests/nowhere.py",), 60.0)
+
+
 def test_outcomes_of_tests_are_read_with_and_without_workers():
     output = (
         "tests/ops/a.py::test_one[x y] PASSED   [ 50%]\n"

@@ -59,14 +59,14 @@ def choose(
         )
     if impl != "auto":
         return impl
-    choice = "tiled" if uncomposed is not None else usual(tensors[0].device)
+    choice = "tiled" if uncomposed is not None else default_impl(tensors[0].device)
     if not torch.compiler.is_compiling() and (operator, choice) not in _logged:
         _logged.add((operator, choice))
         _log.info("%s: impl=auto runs %s (%s)", operator, choice, UNTRIED)
     return choice
 
 
-def usual(device: torch.device) -> str:
+def default_impl(device: torch.device) -> str:
     """What `auto` takes on this device, of an operator that has both."""
     return "tiled" if device.type == "cpu" else "composed"
 
