@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--in-turn", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.pairs is not None and args.pairs < SKIPPED + 3:
+        parser.error(f"--pairs must be at least {SKIPPED + 3}, as {SKIPPED} steps warm up")
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
