@@ -75,17 +75,31 @@ def test_factors_are_those_of_the_step_and_scale_the_budgets(short_chunks):
     model, ids = hiding(), tokens(2, 51)
     owner = EvictionInTraining(model, POLICY)
     factors = []
-    for step in (0, 1, 2, 0):
+    for step in (*range(400), 0):
         owner.draw(7, step)
         factors.append(owner.factor)
-    assert factors[0] == factors[3] and len(set(factors)) == 3
-    assert all(0.5 <= x <= 1.5 for x in factors)
+    budgets = [x for x in factors[:-1] if x is not None]
+    assert factors[0] == factors[-1] and len(set(budgets)) == len(budgets)
+    assert all(0.5 <= x <= 1.5 for x in budgets)
+    assert 80 < 400 - len(budgets) < 120  # a quarter, within 2.3 standard deviations
     owner.factor = 1.5
     with owner.evicting():
         actual = model.train()(input_ids=ids, use_cache=False).logits
     larger = replace(POLICY, tokens=(22, 30, None))
     with evicting(model.eval(), larger, CHUNK, CHUNK):
         torch.testing.assert_close(actual, logits(model, ids), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("policy", [POLICY, LowestGate(POLICY.tokens, sinks=2, recent=3)])
+def test_without_a_factor_nothing_is_evicted(short_chunks, policy):
+    torch.manual_seed(0)
+    gates = policy.reads_gate
+    model = varied(tiny("llama"), RetentionGate(), 0.5) if gates else hiding()
+    owner, ids = EvictionInTraining(model, policy), tokens(2, 51)
+    owner.factor = None
+    with owner.evicting():
+        actual = model.train()(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(actual, logits(model.eval(), ids), rtol=0, atol=1e-9)
 
 
 def test_weights_have_gradients_and_selectors_none(short_chunks):

@@ -27,6 +27,7 @@ from heedful.training.eviction_order import (
 )
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
+WHOLE = 0.25  # of the steps evict nothing: what the model says of short texts must stay
 _EVICTED = -1e9  # finite in every precision that is trained in
 
 
@@ -66,13 +67,17 @@ class EvictionInTraining:
                     "with retention gates, can have a budget in training"
                 )
             self._layers |= dict.fromkeys(layers, tokens)
-        self._eviction, self.factor = eviction, 1.0
+        self._eviction = eviction
+        self.factor: float | None = 1.0
 
     def draw(self, seed: int, step: int) -> None:
-        """Choose the factor on all budgets for a step, the same again for the same step."""
-        least, most = SPREAD
-        share = random.Random(seed * 1_000_003 + step).random()
-        self.factor = least * (most / least) ** share
+        """Choose the factor on all budgets for a step, the same again for the same step.
+
+        A quarter of the steps has none, and nothing is evicted.
+        """
+        draws, (least, most) = random.Random(seed * 1_000_003 + step), SPREAD
+        factor = least * (most / least) ** draws.random()
+        self.factor = None if draws.random() < WHOLE else factor
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
@@ -119,17 +124,19 @@ class EvictionInTraining:
         else:
             order = gates_after_chunks(layer.gates(tokens, inputs), dense)
             f = torch.zeros_like(dense[:, None], dtype=order[0].dtype)
-        cached = cached_tokens(*order, *self._budget(layer))
+        if self.factor is None:
+            return -f
+        cached = cached_tokens(*order, *self._budget(layer, self.factor))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
         attendable = before | (place >= (chunk * CHUNK)[:, None])
         return (-f).masked_fill(~attendable[:, None], _EVICTED)
 
-    def _budget(self, layer: Layer) -> tuple[int, int, int]:
+    def _budget(self, layer: Layer, factor: float) -> tuple[int, int, int]:
         """How many tokens are left after a chunk, and of these the first and newest that stay."""
         sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
-        tokens = round(self._layers[layer] * self.factor)
+        tokens = round(self._layers[layer] * factor)
         return max(sinks + recent + 1, tokens) - 1, sinks, recent
 
 
