@@ -12,9 +12,10 @@ MODELS = {
     "adapters/smollm2-135m-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
-    "runs/evict-r4": "trained under the budgets too",
+    "runs/evict-r6": "trained under the budgets too",
     "adapters/smollm2-135m-evict": "trained under the budgets too",
-    "runs/evict-0": "the same, rank 8",
+    "runs/evict-r4": "the same, always with eviction, rank 4",
+    "runs/evict-0": "the same, always with eviction, rank 8",
 }
 LABELS = {
     "below 32": "9 to 32 tokens",
@@ -49,7 +50,7 @@ SHORT = (
     ("runs/gate", "lowest-gate", 128),
     ("adapters/smollm2-135m-hide", "most-hidden", 128),
     ("adapters/smollm2-135m-hide", "by-layer", 120),
-    ("runs/evict-r4", "by-layer", 120),
+    ("runs/evict-r6", "by-layer", 120),
 )
 
 
@@ -60,10 +61,15 @@ def _line(record: dict, whole: dict) -> list[str]:
         NAMES[record["policy"]],
         f"{record['tokens']:,}",
         f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
-        f"{statistics.mean(record['needles'].values()):.0%}",
+        _found(record),
         f"{record['peak_nbytes'] / 1e6:.1f}",
         f"{whole['peak_nbytes'] / record['peak_nbytes']:.1f} ×",
     ]
+
+
+def _found(record: dict) -> str:
+    """The share of needles, or a dash where none were to be found."""
+    return f"{statistics.mean(record['needles'].values()):.0%}" if "needles" in record else "–"
 
 
 def _whole(records: list[dict]) -> dict:
@@ -74,14 +80,29 @@ def _setting(record: dict) -> tuple[str, str, int]:
     return record["model"], record["policy"], record["tokens"]
 
 
-def real_cache(length: int) -> str:
-    """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
-    records = read(RESULTS / f"cache-{length}-cpu.jsonl")
+def _ordered(name: str) -> list[dict]:
+    """The records of a file, the base first and every model's whole cache before its policies."""
     models = list(MODELS)
-    order = sorted(records, key=lambda r: (models.index(r["model"]), r["policy"] != "whole",
-                                           r["policy"], -r["tokens"]))  # fmt: skip
-    lines = [_line(record, _whole(records)) for record in order]
+    return sorted(
+        read(RESULTS / f"cache-{name}-cpu.jsonl"),
+        key=lambda r: (models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"]),
+    )
+
+
+def real_cache(name: str) -> str:
+    """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
+    records = _ordered(name)
+    lines = [_line(record, _whole(records)) for record in records]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
+
+
+def question_known() -> str:
+    """Needles where all of the prompt is read before anything is evicted."""
+    records = _ordered("known")
+    lines = [
+        [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _found(r)] for r in records
+    ]
+    return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
 
 
 def kept_kinds() -> str:
@@ -176,8 +197,11 @@ def real_short() -> str:
 
 BLOCKS = {
     "real-short": real_short,
-    "real-1024": lambda: real_cache(1024),
-    "real-2048": lambda: real_cache(2048),
+    "real-1024": lambda: real_cache("1024"),
+    "real-2048": lambda: real_cache("2048"),
+    "real-4096": lambda: real_cache("4096"),
+    "real-code": lambda: real_cache("code"),
+    "real-known": question_known,
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-harness": harness,

@@ -249,13 +249,13 @@ def _train(command: TrainCommand) -> int:
     _quiet()
     with _stopping() as signals:
         try:
-            trained = train_text(options, lambda: bool(signals))
+            result = train_text(options, lambda: bool(signals))
         except (Stopped, KeyboardInterrupt):
             place = f"the state is kept in {options.out}"
             print(f"stopped: {place}; the same command goes on there", file=sys.stderr)
             return 128 + signals[-1]
-    if trained is not None:
-        print(formatted(trained))
+    if result is not None:
+        print(formatted(result))
     return 0
 
 

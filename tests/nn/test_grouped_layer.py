@@ -259,7 +259,7 @@ def test_learned_groups_are_shared_by_layers_in_turn():
     q, k, v = (torch.randn(2, n, 12, 6).double() for n in (4, 2, 2))
     shared: dict = {}
     inputs = LayerInputs(input=x, positions=positions, shared=shared)
-    assert lead(q, k, v, inputs=inputs).grouping.wanted == 3
+    assert lead(q, k, v, inputs=inputs).grouping.target == 3
     (groups,) = shared.values()
     assert follow(q, k, v, inputs=inputs).grouping is None
     assert list(shared.values()) == [groups]

@@ -99,8 +99,8 @@ def holds_adapter(model: nn.Module) -> bool:
 def warn_if_left_behind(model: PreTrainedModel, own: list[nn.Parameter]) -> None:
     """Say so where an adapter neither trains nor saves the mechanism's `own` parameters."""
     saved = {id(p) for name, p in model.named_parameters() if ".modules_to_save." in name}
-    trained = any(p.requires_grad or id(p) in saved for p in own)
-    if own and not trained and holds_adapter(model):
+    is_trained = any(p.requires_grad or id(p) in saved for p in own)
+    if own and not is_trained and holds_adapter(model):
         warnings.warn(
             "this adapter neither trains nor saves the mechanism's parameters: make it by "
             "heedful.get_peft_model, or give LoraConfig modules_to_save=['heedful'], or save the "

@@ -90,14 +90,14 @@ def _roles(
     if where is None:
         return tuple(role for role in ROLES if role in indices), False
     several = isinstance(where, Iterable) and not isinstance(where, str)
-    requested = list(where) if several else [where]
-    if not requested or not all(isinstance(x, str) and x in ROLES for x in requested):
+    names = list(where) if several else [where]
+    if not names or not all(isinstance(x, str) and x in ROLES for x in names):
         raise ValueError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
-    if missing := [role for role in requested if role not in indices]:
+    if absent := [role for role in names if role not in indices]:
         raise ValueError(
-            f"where={missing[0]!r}: {model} has no such attention, but {' and '.join(indices)}"
+            f"where={absent[0]!r}: {model} has no such attention, but {' and '.join(indices)}"
         )
-    return tuple(role for role in ROLES if role in requested), True
+    return tuple(role for role in ROLES if role in names), True
 
 
 def _where_each(where: object, mechanisms: Mapping) -> dict:

@@ -124,7 +124,7 @@ class Grouping(nn.Module):
     def report(
         self, features: Float[Tensor, "B T F"] | None, groups: Groups, places: Places
     ) -> GroupingReport | None:
-        r"""How far the groups are from the wanted size $g$, $(g\,\overline{\alpha} - 1)^2$.
+        r"""How far the groups are from the target size $g$, $(g\,\overline{\alpha} - 1)^2$.
 
         `None` where that cannot change.
         """

@@ -139,14 +139,14 @@ ALONE = Tokens()
 class GroupingReport(NamedTuple):
     """What training needs to know of the groups of one forward pass.
 
-    loss: how far the mean size of a group is from the wanted one; has a gradient.
+    loss: how far the mean size of a group is from the target; has a gradient.
     size: the mean size of a group.
-    wanted: what it should be.
+    target: what it should be.
     """
 
     loss: Float[Tensor, ""]
     size: Float[Tensor, ""]
-    wanted: int
+    target: int
 
 
 class LayerOutput(NamedTuple):

@@ -220,8 +220,8 @@ class _PairBlocks:
     def spread(self, block: slice, x: Float[Tensor, "*lead Tk D"]) -> Float[Tensor, "*lead R w D"]:
         """The rows of the second window of each query, oldest first; zeros before the sequence."""
         tokens, size = self.tokens(block, self.second), block.stop - block.start
-        missing = size + self.second - 1 - (tokens.stop - tokens.start)
-        rows = pad(x[..., tokens, :], (0, 0, missing, 0))
+        gap = size + self.second - 1 - (tokens.stop - tokens.start)
+        rows = pad(x[..., tokens, :], (0, 0, gap, 0))
         return rows.unfold(-2, self.second, 1).mT
 
     def gather(

@@ -59,9 +59,9 @@ class UnderBudget:
             raise ValueError(f"not the fields of a score: {error}") from error
 
 
-def append_budgeted(path: str | Path, scored: UnderBudget) -> None:
+def append_budgeted(path: str | Path, score: UnderBudget) -> None:
     """Add one line to `path`, as `heedful.records.files.append_line` does."""
-    append_line(path, scored.to_json())
+    append_line(path, score.to_json())
 
 
 def read_budgeted(path: str | Path) -> list[UnderBudget]:
@@ -74,4 +74,4 @@ def read_budgeted(path: str | Path) -> list[UnderBudget]:
     """
     if not Path(path).is_file():
         return []
-    return [scored for _, scored in read_each(path, UnderBudget.from_json, "a score")]
+    return [score for _, score in read_each(path, UnderBudget.from_json, "a score")]

@@ -47,7 +47,7 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
     """
     check_new_folder(out)
     place = Path(out)
-    missing = [path for path in place.parents if not path.exists()]  # the innermost first
+    parents = [path for path in place.parents if not path.exists()]  # the innermost first
     place.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
@@ -57,7 +57,7 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
                 place.rmdir()
             os.replace(whole, place)
     except BaseException:
-        for path in missing:
+        for path in parents:
             with suppress(OSError):  # something else is in it by now
                 path.rmdir()
         raise

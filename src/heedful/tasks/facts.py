@@ -198,8 +198,8 @@ def _fact_text(background, length, rng, count, chat) -> FactText:
 
     def make(room: int) -> tuple[str, Spans]:
         sentences, sizes = background.cut(start, room)
-        missing = len(shares) - 1 - len(sentences)  # long sentences leave few gaps
-        sentences, sizes = [*sentences, *[""] * missing], [*sizes, *[1] * missing]
+        gap = len(shares) - 1 - len(sentences)  # long sentences leave few gaps
+        sentences, sizes = [*sentences, *[""] * gap], [*sizes, *[1] * gap]
         at = dict(zip(places(sizes, shares), (statement for statement, _ in facts), strict=True))
         parts = [
             part

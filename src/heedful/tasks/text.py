@@ -115,16 +115,16 @@ class Text(Task):
         train, held_out = _split(texts)
         sizes = np.zeros(self.vocab_size, dtype=np.int64)  # BOS stands for no byte
         if self.tokenizer == "byte":
-            trained = None
+            vocabulary = None
             sizes[:BYTES] = 1
         else:
             # BOS is no token of the tokenizer: text that spells it cannot become one.
-            trained = byte_pairs(train, self.vocab_size - 1)
+            vocabulary = byte_pairs(train, self.vocab_size - 1)
             # In a byte-level vocabulary one character of a token's name stands for one byte.
-            for name, index in trained.get_vocab().items():
+            for name, index in vocabulary.get_vocab().items():
                 sizes[index] = len(name)
-        streams = (_stream(part, trained, self.bos) for part in (train, held_out))
-        return _Corpus(*streams, trained, sizes)
+        streams = (_stream(part, vocabulary, self.bos) for part in (train, held_out))
+        return _Corpus(*streams, vocabulary, sizes)
 
     def sample(self, count: int, seed: int) -> Samples:
         """`count` sequences from random places of the part, the same for the same count and seed.

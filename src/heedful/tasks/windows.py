@@ -54,13 +54,13 @@ def windows(
     most = length - max(lead, 1)
     check_whole("stride", stride, 1, most, way_out="a window needs a token of context")
     begin, text, ends = tuple(ids[:lead]), ids[lead:], ends[lead:]
-    result, scored, start = [], 0 if lead else 1, 0
-    while scored < len(text):
+    result, position, start = [], 0 if lead else 1, 0
+    while position < len(text):
         stop = min(start + length - lead, len(text))
-        nbytes = ends[stop - 1] - (ends[scored - 1] if scored else 0)
-        first = lead + scored - start
+        nbytes = ends[stop - 1] - (ends[position - 1] if position else 0)
+        first = lead + position - start
         result.append(TextWindow(f"{name}{start}", (*begin, *text[start:stop]), first, nbytes))
-        scored, start = stop, start + stride
+        position, start = stop, start + stride
     return result
 
 

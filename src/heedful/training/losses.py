@@ -286,7 +286,7 @@ class GroupingLoss(_Reports):
         losses = [report.loss.to(reports[0].loss.device) for report in reports]
         self.sizes = torch.stack([r.size.detach().to(losses[0].device) for r in reports]).tolist()
         for number, (size, report) in enumerate(zip(self.sizes, reports, strict=True)):
-            if report.wanted / 2 <= size <= report.wanted * 2:
+            if report.target / 2 <= size <= report.target * 2:
                 self._collapsed.discard(number)
             elif number not in self._collapsed:
                 self._collapsed.add(number)
@@ -294,6 +294,6 @@ class GroupingLoss(_Reports):
                     "grouping %d of %d: groups have %.3g tokens, and should have %d: it has "
                     "collapsed, or is about to; give GroupingLoss a larger factor, or start with "
                     "smaller groups",
-                    number, len(reports), size, report.wanted,
+                    number, len(reports), size, report.target,
                 )  # fmt: skip
         return torch.stack(losses).mean()

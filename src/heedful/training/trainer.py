@@ -42,12 +42,12 @@ def parameter_groups(
         Groups with `params`, `lr` and `weight_decay`, as torch's optimisers take them.
     """
     own = {id(p) for p in conversion_of(converted_inside(model)).parameters().values()}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    others = [p for p in trained if id(p) not in own]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    others = [p for p in parameters if id(p) not in own]
     groups = [
         {"params": [p for p in others if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
-        {"params": [p for p in trained if id(p) in own], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) in own], "weight_decay": 0.0},
     ]
     rates = (1.0, 1.0, mechanism_rate)
     groups = [group | {"lr": learning_rate * x} for group, x in zip(groups, rates, strict=True)]
@@ -89,11 +89,13 @@ class LayerTrainer(TrainerSteps, Trainer):
         **kwargs,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._evicted = None if eviction is None else EvictionInTraining(self.model, eviction)
+        self._under_eviction = (
+            None if eviction is None else EvictionInTraining(self.model, eviction)
+        )
         self.memory_factor, self.tau = memory_loss, tau
         self.soft_budgets = soft_budgets
         self.teacher = None if teacher is None else teacher.to(self.args.device)
-        self._added: list[tuple[float, MemoryLoss | GroupingLoss]] = []
+        self._additions: list[tuple[float, MemoryLoss | GroupingLoss]] = []
         self._order = None
         if soft_budgets is not None:
             if memory_loss or teacher is not None:
@@ -108,11 +110,13 @@ class LayerTrainer(TrainerSteps, Trainer):
     def train(self, *args, **kwargs):
         """As Trainer's, with the hooks of the added losses in the model meanwhile."""
         if self.memory_factor:
-            self._added.append((self.memory_factor, MemoryLoss(self.model, self.tau)))
+            self._additions.append((self.memory_factor, MemoryLoss(self.model, self.tau)))
         if any(x.learns_groups for x in self.model.modules() if isinstance(x, Layer)):
-            self._added.append((1.0, GroupingLoss(self.model)))
+            self._additions.append((1.0, GroupingLoss(self.model)))
         observing = nullcontext() if self._order is None else self._order.observing()
-        evicting = nullcontext() if self._evicted is None else self._evicted.evicting()
+        evicting = (
+            nullcontext() if self._under_eviction is None else self._under_eviction.evicting()
+        )
         try:
             with observing, evicting:
                 result = super().train(*args, **kwargs)
@@ -120,9 +124,9 @@ class LayerTrainer(TrainerSteps, Trainer):
                     self._order.settle(self._levels())
             return result
         finally:
-            for _, added in self._added:
-                added.remove()
-            self._added = []
+            for _, addition in self._additions:
+                addition.remove()
+            self._additions = []
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """As Trainer's; while an order of eviction is learned, with F of the scale it will have."""
@@ -147,8 +151,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         # A loss that is divided by the tokens of the whole step is summed over the step's parts.
         summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         part = getattr(self, "current_gradient_accumulation_steps", 1)  # none before training
-        if self._evicted is not None:
-            self._evicted.draw(self.args.seed, self.state.global_step)
+        if self._under_eviction is not None:
+            self._under_eviction.draw(self.args.seed, self.state.global_step)
         if self._order is not None and model.training:
             loss, outputs = self._ordered(model, inputs)
             loss = loss / (part if summed else 1)
@@ -157,8 +161,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         else:
             loss, outputs = self._divergence(model, inputs, num_items_in_batch)
         self.note_loss(loss.detach() / (1 if summed else part))
-        for factor, added in self._added if model.training else ():
-            loss = loss + factor * added() / (part if summed else 1)
+        for factor, addition in self._additions if model.training else ():
+            loss = loss + factor * addition() / (part if summed else 1)
         return (loss, outputs) if return_outputs else loss
 
     def _divergence(
@@ -198,8 +202,8 @@ class LayerTrainer(TrainerSteps, Trainer):
     def warn_of_missing(self, load_result) -> None:
         """As Trainer's, but tied weights are there, though saved under one of their names."""
         weights = dict(self.model.named_parameters(remove_duplicate=False))
-        missing = set(load_result.missing_keys)
-        loaded = {id(p) for name, p in weights.items() if name not in missing}
+        absent = set(load_result.missing_keys)
+        loaded = {id(p) for name, p in weights.items() if name not in absent}
         names = [name for name in load_result.missing_keys if id(weights.get(name)) not in loaded]
         super().warn_of_missing(load_result._replace(missing_keys=names))
 

@@ -172,9 +172,9 @@ def checked(sizes: ReportSizes, mechanism: str, impl: str, left: float) -> dict:
     """Forward and backward against fp64; raises where they are wrong, or cannot run."""
     from heedful.commands.bench.measure import Case, check
 
-    started = time.perf_counter()
+    start = time.perf_counter()
     check(sizes.bench, [Case(mechanism, impl, "forward+backward")], tokens=sizes.checked)
-    return {"seconds": time.perf_counter() - started}
+    return {"seconds": time.perf_counter() - start}
 
 
 def draw(*shape: int, dtype: str = "bfloat16"):

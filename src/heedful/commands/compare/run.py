@@ -158,10 +158,10 @@ def compare(
 
 def kept(out: Path) -> str:
     """In words, what a comparison that was stopped has kept in its folder."""
-    finished = len(_read_runs(out / "results.jsonl"))
+    runs = len(_read_runs(out / "results.jsonl"))
     states = sorted((out / "unfinished").glob("*"))
     saved = [(path.name, step) for path in states if (step := saved_step(path)) is not None]
-    parts = [f"{finished} finished run{'s' * (finished != 1)}"]
+    parts = [f"{runs} finished run{'s' * (runs != 1)}"]
     parts += [f"{name} as it was after step {step}" for name, step in saved]
     return f"{' and '.join(parts)} kept in {out}"
 
@@ -192,23 +192,23 @@ def _score_missing(
 ) -> None:
     """Score the trained models under the requested budgets; one line each."""
     path = out / "budgets.jsonl"
-    recorded = {scored.key for scored in read_budgeted(path)}
+    recorded = {score.key for score in read_budgeted(path)}
     own_jobs = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
     for number, job in enumerate(own_jobs, start=1):
         folder, task = job.model(out), job.setup.task
         if not task.under_budgets() or not folder.is_dir():
             continue
         model = load(folder).eval()
-        missing = []
+        policies = []
         for eviction in plans(model, task, comparison.budgets):
             name, tokens = policy_name(eviction, task.length), min(eviction.tokens, task.length)
             if (*job.key, name, tokens) not in recorded:
-                missing.append(eviction)
-        for eviction in tqdm(missing, desc=f"[{number}/{len(own_jobs)}] {job.title} · budgets"):
+                policies.append(eviction)
+        for eviction in tqdm(policies, desc=f"[{number}/{len(own_jobs)}] {job.title} · budgets"):
             if should_stop():
                 raise Stopped
-            scored = under_budget(model, task, eviction, job.setup.hyperparameters)
-            append_budgeted(path, scored_as(job.key, task, eviction, scored))
+            score = under_budget(model, task, eviction, job.setup.hyperparameters)
+            append_budgeted(path, scored_as(job.key, task, eviction, score))
 
 
 def _read_runs(results: Path) -> list[Record]:
@@ -322,10 +322,10 @@ def _of_models(
     jobs: list[_Job], records: list[Record], out: Path, exhibit: Callable[[_Job, Path], Shown]
 ) -> Iterator[Shown]:
     """The exhibits of the first seed's models, one after the other."""
-    finished = {(r.task, r.mechanism, r.seed) for r in records}
+    keys = {(r.task, r.mechanism, r.seed) for r in records}
     for job in jobs:
         folder = job.model(out)
-        if job.seed == 0 and job.key in finished and folder.is_dir():
+        if job.seed == 0 and job.key in keys and folder.is_dir():
             try:
                 result = exhibit(job, folder)
             except Exception as error:  # no damaged model may cost the report of the others
@@ -386,8 +386,8 @@ def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
     if not path.is_file():
         for record in records:
             setup = setups.get(record.task)
-            known = setup is not None and record.mechanism in setup.mechanisms
-            own = _run_config(setup, record.mechanism) if known else None
+            is_known = setup is not None and record.mechanism in setup.mechanisms
+            own = _run_config(setup, record.mechanism) if is_known else None
             if record.config != json.loads(json.dumps(own)):
                 raise ValueError(
                     f"{out} holds results of another comparison and no config.json; choose another "

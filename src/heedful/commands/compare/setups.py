@@ -91,11 +91,11 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
         )
     if comparison.budgets:
         _check_evictable(result)
-    trained = [name for setup in result.values() for name in setup.mechanisms]
-    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in trained):
+    names = [name for setup in result.values() for name in setup.mechanisms]
+    if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in names):
         raise ValueError(
             f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
-            f"{', '.join(dict.fromkeys(trained))} do not: add selective to the mechanisms"
+            f"{', '.join(dict.fromkeys(names))} do not: add selective to the mechanisms"
         )
     return result
 

@@ -46,7 +46,7 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
         if converted:
             state, way = "is converted already", "take its mechanism out first, with --revert"
         raise ValueError(f"source {options.source!r} {state}; {way}")
-    requested = mechanisms_named(options.mechanism)
+    mechanisms = mechanisms_named(options.mechanism)
     with opening("source", options.source):
         if converted or adapter:
             model = load(source, budgets=adapter)
@@ -59,7 +59,7 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
         about = f"{', '.join(map(str, conversion_of(model).mechanisms))} taken out"
         revert(model)
     else:
-        plan = next(iter(requested)) if None in requested.values() else requested
+        plan = next(iter(mechanisms)) if None in mechanisms.values() else mechanisms
         conversion = convert(model, plan, where=options.where or None)
         own = sum(p.numel() for p in conversion.parameters().values())
         parts = conversion.mechanisms.items()

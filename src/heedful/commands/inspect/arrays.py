@@ -190,8 +190,8 @@ def _eviction_steps(cached: Tensor) -> np.ndarray:
     """After which token each one is no longer cached: evicted tokens never come back."""
     count = len(cached)
     times = torch.arange(count)[:, None]
-    missing = ~cached & (times >= torch.arange(count))
-    return torch.where(missing, times, count).amin(0).numpy().astype(np.uint16)
+    absent = ~cached & (times >= torch.arange(count))
+    return torch.where(absent, times, count).amin(0).numpy().astype(np.uint16)
 
 
 def _about(index: int, look: LayerLook, arrays: dict[str, np.ndarray]) -> dict:

@@ -92,9 +92,9 @@ def train_text(
             if (result := _finished(out, options)) is not None:
                 return result
             run = _begin(options, recipe, out, arguments, show=show and main)
-        trained = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
+        result = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
-    return trained if main else None
+    return result if main else None
 
 
 @contextmanager
@@ -438,11 +438,11 @@ def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> Train
     return arguments
 
 
-def formatted(trained: TrainingResult) -> str:
+def formatted(result: TrainingResult) -> str:
     """What came out, for the terminal."""
     return (
-        f"{trained.parameters:,} parameters trained, {trained.steps} steps, {trained.tokens:,} "
-        f"tokens in {trained.seconds:,.0f} s ({trained.tokens_per_second:,.0f} tokens/s): "
-        f"{trained.bits_per_byte:.4f} bits per byte of the evaluation set, {trained.loss:.4f} nats "
-        f"per token\nmodel: {trained.folder}"
+        f"{result.parameters:,} parameters trained, {result.steps} steps, {result.tokens:,} "
+        f"tokens in {result.seconds:,.0f} s ({result.tokens_per_second:,.0f} tokens/s): "
+        f"{result.bits_per_byte:.4f} bits per byte of the evaluation set, {result.loss:.4f} nats "
+        f"per token\nmodel: {result.folder}"
     )

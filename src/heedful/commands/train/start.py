@@ -174,20 +174,20 @@ def _check_budgets(name: str) -> None:
 
 def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
     """Convert it; one that is converted already keeps what it has."""
-    requested = mechanisms_named(options.mechanisms())
+    mechanisms = mechanisms_named(options.mechanisms())
     if isinstance(model, ConvertedModel):
         own = conversion_of(model).mechanisms
         if any(
-            own.get(x) is None or layers not in (None, own[x]) for x, layers in requested.items()
+            own.get(x) is None or layers not in (None, own[x]) for x, layers in mechanisms.items()
         ):
             raise ValueError(
                 f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
-    elif None in requested.values():  # alone: in all layers
-        convert(model, next(iter(requested)), where=options.where or None)
+    elif None in mechanisms.values():  # alone: in all layers
+        convert(model, next(iter(mechanisms)), where=options.where or None)
     else:
-        convert(model, requested or "standard", where=options.where or None)
+        convert(model, mechanisms or "standard", where=options.where or None)
 
 
 def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:

@@ -58,19 +58,19 @@ class Slots:
         """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
         if self.buffer is None:
             return self._begin(new, limit)
-        length, added = self.length, new.shape[2]
+        length, count = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return self.buffer
         end = self.start + length
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if not self._own or frozen or end + added > self.buffer.shape[2]:
-            size = length + added
+        if not self._own or frozen or end + count > self.buffer.shape[2]:
+            size = length + count
             roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
             end = length
-        self.buffer[:, :, end : end + added] = new
-        self.length += added
+        self.buffer[:, :, end : end + count] = new
+        self.length += count
         return self.contents
 
     def _begin(self, new: Shaped[Tensor, "B H m D"], limit: int | None) -> Tensor:

@@ -40,11 +40,11 @@ def _compiles(device: str) -> bool:
     """Whether torch can compile for these devices here; says once what is missing."""
     if device != "cuda":
         return False
-    missing = None
+    lack = None
     if importlib.util.find_spec("triton") is None:
-        missing = "Triton"
+        lack = "Triton"
     elif not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
-        missing = "a C compiler, with which Triton launches kernels,"
-    if missing is not None:
-        _log.warning("%s is not installed: operators take more launches and time", missing)
-    return missing is None
+        lack = "a C compiler, with which Triton launches kernels,"
+    if lack is not None:
+        _log.warning("%s is not installed: operators take more launches and time", lack)
+    return lack is None

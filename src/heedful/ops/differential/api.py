@@ -91,15 +91,15 @@ def differential_attention(
     check_sinks(sinks, q)
     scale = check_scale(scale, q)
     dropout = dropout_of(dropout_p, seed, q)
-    chosen = choose(
+    implementation = choose(
         "differential_attention",
         impl,
         lambda: "it has no kernels of its own",
         (q, k, v, lam, bias, sinks),
     )
     run, options = differential_attention_reference, {}
-    if chosen != "reference":
-        run, options = differential_attention_tiled, {"composed": chosen == "composed"}
+    if implementation != "reference":
+        run, options = differential_attention_tiled, {"composed": implementation == "composed"}
     return without_autocast(run)(
         q, k, v, lam.expand(pairs), visibility=visibility, scale=scale, bias=bias,
         softcap=softcap, sinks=sinks, dropout=dropout, **options,

@@ -122,7 +122,7 @@ def multi_token_attention(
     scale = check_scale(scale, q)
     dropout = dropout_of(dropout_p, seed, q)
     parameters = (conv, post_conv, mix, post_mix)
-    chosen = choose(
+    implementation = choose(
         "multi_token_attention",
         impl,
         lambda: (
@@ -136,15 +136,15 @@ def multi_token_attention(
     )
     options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
     options["dropout"] = dropout
-    if chosen == "fused":
+    if implementation == "fused":
         options = {}  # the call has none of them
-    if chosen == "fused":
+    if implementation == "fused":
         from heedful.ops.mta.fused.blocks import multi_token_attention_fused as run
-    elif chosen == "reference":
+    elif implementation == "reference":
         run = multi_token_attention_reference
     else:
         run = multi_token_attention_tiled
-        options["composed"] = chosen == "composed"
+        options["composed"] = implementation == "composed"
     return without_autocast(run)(
         q,
         k,

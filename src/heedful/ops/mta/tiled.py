@@ -228,9 +228,9 @@ def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Ten
     _, post_conv, _, _ = x.parameters
     if post_conv is None:
         return p
-    written = block.tokens(block.write)
-    share = steps.convolve(p, post_conv, *block.around, written)
-    return steps.blank(share, written, block.columns)
+    outputs = block.tokens(block.write)
+    share = steps.convolve(p, post_conv, *block.around, outputs)
+    return steps.blank(share, outputs, block.columns)
 
 
 def attend_backward(
@@ -250,9 +250,9 @@ def attend_backward(
         block_map = _probabilities(x, steps, block, slopes=True)
         d = _after_softmax_backward(grad, block_map.soft.p, x, steps, block, dv, sums)
         last = dbias is None and block_map.slope is None and x.parameters.mix is None
-        d, taken = steps.softmax_backward(d, block_map.soft, last=last)
+        d, totals = steps.softmax_backward(d, block_map.soft, last=last)
         if dsinks is not None:  # a sink has no value: all it does is take weight
-            dsinks -= (taken * block_map.soft.sunk).sum((0, 2, 3))
+            dsinks -= (totals * block_map.soft.sunk).sum((0, 2, 3))
         if dbias is not None:
             block.own(dbias).copy_(d.sum_to_size(block.own(dbias).shape))
         if block_map.slope is not None:
@@ -298,9 +298,9 @@ def _after_softmax_backward(
         sums.post_mix.add_(dweights)
     del a
     if post_conv is not None:
-        written = block.tokens(block.write)
-        d = steps.blank(d, written, block.columns)
-        d, dkernel = steps.convolve_backward(d, p, post_conv, *block.around, written)
+        outputs = block.tokens(block.write)
+        d = steps.blank(d, outputs, block.columns)
+        d, dkernel = steps.convolve_backward(d, p, post_conv, *block.around, outputs)
         sums.post_conv.add_(dkernel)
     return d
 

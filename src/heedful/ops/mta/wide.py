@@ -153,8 +153,8 @@ def _filter(
     if segments is None:
         y = torch.einsum("hgrty,bhndy->bhgrntd", matrix, windows)
     else:
-        known = F.pad(segments, (before, after), value=-2).unfold(1, reach, _BLOCK)
-        same = known[:, :, before : before + _BLOCK, None] == known[:, :, None]  # b n t y
+        documents = F.pad(segments, (before, after), value=-2).unfold(1, reach, _BLOCK)
+        same = documents[:, :, before : before + _BLOCK, None] == documents[:, :, None]  # b n t y
         y = torch.einsum(
             "bhgnrty,bhndy->bhgrntd", matrix[:, :, None] * same[:, None, None, :, None], windows
         )

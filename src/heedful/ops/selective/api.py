@@ -127,7 +127,7 @@ def selective_attention(
     check_sinks(sinks, q)
     scale = check_scale(scale, q)
     dropout = dropout_of(dropout_p, seed, q)
-    chosen = choose(
+    implementation = choose(
         "selective_attention",
         impl,
         lambda: (
@@ -138,16 +138,18 @@ def selective_attention(
         ),
         (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
-    options = {} if chosen == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
-    if chosen != "fused":
+    options = (
+        {} if implementation == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
+    )
+    if implementation != "fused":
         options["dropout"] = dropout
-    if chosen == "fused":
+    if implementation == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
-    elif chosen == "reference":
+    elif implementation == "reference":
         run = selective_attention_reference
     else:
         run = selective_attention_tiled
-        options["composed"] = chosen == "composed"
+        options["composed"] = implementation == "composed"
     return SelectiveOutput(
         *without_autocast(run)(
             q,

@@ -19,8 +19,8 @@ class RunningTotal:
         """Adds to the keys in `cut`; `error` is exactly what rounding takes (Knuth's two-sum)."""
         total, rest = self.pair[..., cut]
         more = total + x
-        added = more - total
-        error = (total - (more - added)) + (x - added)
+        increment = more - total
+        error = (total - (more - increment)) + (x - increment)
         rest += error
         total.copy_(more)
 
