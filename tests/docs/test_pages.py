@@ -43,6 +43,7 @@ from helpers.small_models import small, tokenizer_of_words
 STUDIES = tuple(sorted((ROOT / "benchmarks").glob("**/README.md")))
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SLOW = ("compiled.py", "fsdp.py")
+SLOW_PAGES = ("docs/using.md",)  # which trains several models
 # Of models that other commands made.
 FOLDERS = ("runs/study", "runs/text-", "runs/training/", "runs/lora-")
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
@@ -94,7 +95,13 @@ def scripts(page: Path) -> dict[str, str]:
     return {kind[2]: text for kind, text in kinds if kind[0] == "python" and ".py" in kind[2]}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(x, id=name(x), marks=[pytest.mark.slow] * (name(x) in SLOW_PAGES))
+        for x in PAGES
+    ],
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In order and in one namespace per page; `python no-run` is only compiled."""
     monkeypatch.chdir(tmp_path)

@@ -20,9 +20,8 @@ GROUPINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [x if x == "cif" else pytest.param(x, marks=pytest.mark.slow) for x in GROUPINGS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GROUPINGS)
 def test_noise_cannot_be_learnt(name):
     """A canary: a leak would let a model read the next token, and its loss would fall."""
     torch.manual_seed(0)

@@ -10,10 +10,7 @@ from helpers import ROOT
 from helpers.compiled import CHECKS
 
 # Of the rest the operator of mta alone takes half a minute.
-USUAL = (
-    "operator selective", "operator softmax", "operator hiding", "whole graph softmax",
-    "whole graph hiding", "whole graph mta-full",
-)  # fmt: skip
+USUAL = ("operator softmax", "whole graph softmax", "whole graph mta-full")
 
 
 @pytest.fixture(scope="module")

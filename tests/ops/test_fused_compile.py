@@ -73,9 +73,21 @@ SPILLED_ELSEWHERE = {
 REGISTERS = {"gfx942": 512}  # of the others 255
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operator, case", SPILLED_ELSEWHERE)
-@pytest.mark.parametrize("target", ELSEWHERE)
+def cases_elsewhere() -> list:
+    """Each case for one target, by turns; for the others, half a minute each, as exhaustive."""
+    return [
+        pytest.param(
+            target,
+            *case,
+            id="-".join((target, *case)),
+            marks=getattr(pytest.mark, "slow" if turn == place % len(ELSEWHERE) else "exhaustive"),
+        )
+        for place, case in enumerate(SPILLED_ELSEWHERE)
+        for turn, target in enumerate(ELSEWHERE)
+    ]
+
+
+@pytest.mark.parametrize("target, operator, case", cases_elsewhere())
 def test_for_other_gpus(target, operator, case):
     actual = compile_case(operator, case, target)
     assert {"convolve_kernel", *HEADS} & actual.keys()
