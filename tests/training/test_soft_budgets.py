@@ -141,24 +141,32 @@ def test_answers_are_read_where_only_answers_are_learned():
     assert (order._weights == 1).all() and order._queries.max() < 299
 
 
-def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
-    """On the same sequences, of a cache of a third; the base's weights stay as they were."""
-    model = hiding(strength=0.05)
+def losses_around_training(model, folder: Path) -> tuple[torch.Tensor, float, float]:
+    """The sequences, and what a cache of a third loses of them before and after training.
+
+    The base's weights stay as they were, and so do its layers.
+    """
     before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".heedful." in name)
-    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
+    trainer = trainer_of(model, folder, 60, 2e-2, soft_budgets=(20, 30))
     ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
     first = loss_of(model, ids, ids, 24).item()
     trainer.train()
-    last = loss_of(model, ids, ids, 24).item()
-    assert last < 0.9 * first
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+    last = loss_of(model, ids, ids, 24).item()
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+    return ids, first, last
+
+
+def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
+    model = hiding(strength=0.05)
+    ids, first, last = losses_around_training(model, tmp_path)
+    assert last < 0.9 * first
     order = EvictionOrderLoss(model)
     with order.observing():
         levels = order.levels(model, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(levels, torch.full_like(levels, LEVEL))
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
 
 
 def gated(strength: float = 0.5):
@@ -187,17 +195,8 @@ def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
 
 
 def test_training_gates_lowers_what_a_cache_loses(tmp_path):
-    model = gated(0.0)
-    before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".heedful." in name)
-    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
-    ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
-    first = loss_of(model, ids, ids, 24).item()
-    trainer.train()
-    assert loss_of(model, ids, ids, 24).item() < 0.95 * first
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
+    _, first, last = losses_around_training(gated(0.0), tmp_path)
+    assert last < 0.95 * first
 
 
 def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
