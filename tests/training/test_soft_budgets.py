@@ -258,28 +258,28 @@ def test_what_does_not_go_with_maps_is_refused(options, message):
         Training("base", **({"recipe": "hide"} | options)).filled(has_weights=True)
 
 
-def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> Training:
+    """Of a base and a text in this folder."""
     monkeypatch.chdir(tmp_path)
     save_base_of_bytes(Path("base"), 512)
-    options = Training(
-        "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=96,
-        device="cpu",
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    return Training(
+        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
+        device="cpu", soft_budgets=(20, 30),
     )  # fmt: skip
+
+
+def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(options):
+    options = replace(options, data=("absent.txt",), mechanism=("mta",), soft_budgets=None)
     with pytest.raises(ValueError, match=r"no layer of this .* masks or has a gate; take --mech"):
         train_text(options, show=False)
     assert not Path("run").exists()
 
 
 @pytest.mark.parametrize("length, budgets, first", [(32, (4, 12), 32), (64, (32, 40), 64)])
-def test_sequences_in_which_nothing_is_evicted_are_refused(
-    tmp_path, monkeypatch, length, budgets, first
-):
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    options = Training(
-        "base", ("absent.txt",), "run", recipe="hide", steps=2, length=length,
-        soft_budgets=budgets, device="cpu",
-    )  # fmt: skip
+def test_sequences_in_which_nothing_is_evicted_are_refused(options, length, budgets, first):
+    options = replace(options, data=("absent.txt",), length=length, soft_budgets=budgets)
     with pytest.raises(ValueError, match=f"length must be above {first} with soft_budgets"):
         train_text(options, show=False)
     assert not Path("run").exists()
@@ -294,15 +294,8 @@ def test_wrong_ones_are_refused(budgets, message):
         Training("base", soft_budgets=budgets)
 
 
-def test_the_command_trains_with_them(tmp_path, monkeypatch):
+def test_the_command_trains_with_them(options):
     """Other budgets, other selectors; the adapter's F has its scale."""
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    options = Training(
-        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
-        device="cpu", soft_budgets=(20, 30),
-    )  # fmt: skip
     train_text(options, show=False)
     assert json.loads(Path("run/training.json").read_text())["recipe"]["soft_budgets"] == [20, 30]
     train_text(replace(options, out="other", soft_budgets=(20, 20)), show=False)
@@ -313,15 +306,9 @@ def test_the_command_trains_with_them(tmp_path, monkeypatch):
     assert first.any() and not torch.equal(first, other)
 
 
-def test_the_command_trains_gates_and_nothing_else_does(tmp_path, monkeypatch):
+def test_the_command_trains_gates_and_nothing_else_does(options):
     """The adapter evicts by them, as `auto` has it; text alone would not train them."""
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    options = Training(
-        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
-        device="cpu", soft_budgets=(20, 30), mechanism=("retention-gate",),
-    )  # fmt: skip
+    options = replace(options, mechanism=("retention-gate",))
     train_text(options, show=False)
     model = heedful.load("base", adapter="run")
     assert all(bool(x.retention.weight.any()) for x in layers_of(model))
