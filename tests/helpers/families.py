@@ -79,11 +79,8 @@ FAMILIES = {
     "granite": GROUPED | {"attention_multiplier": 0.3},
     "smollm3": GROUPED,
 }
-EAGER = (
-    "gemma2",
-    "gpt_oss",
-)  # SDPA has no cap and no sinks: their own attention rounds at other places
-
+# SDPA has no cap and no sinks: their own attention rounds at other places.
+EAGER = ("gemma2", "gpt_oss")
 FUSED = ("gpt2", "gpt_neox", "phi3")  # one projection gives queries, keys and values
 
 
@@ -170,20 +167,7 @@ def checkpoint_layers(model, options: dict | None = None) -> None:
     getattr(model, new if hasattr(model, new) else old)(options)
 
 
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+SMALL = GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
 def chunked():

@@ -39,6 +39,16 @@ def with_grads(function: Function, tensors: Tensors) -> Tensors:
     return {name: x.detach() for name, x in actual.items()} | grads
 
 
+def assert_equal_in_fp64(
+    function: Function, reference: Function, tensors: Tensors, error: float
+) -> None:
+    """Results and all gradients are the definition's, but for an error relative to their size."""
+    expected = with_grads(reference, tensors)
+    for name, x in with_grads(function, tensors).items():
+        size = expected[name].abs().max().item()
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=error * (1 + size), msg=name)
+
+
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """In this precision; a state stays in that of the sums."""
     wide = torch.promote_types(dtype, torch.float32)

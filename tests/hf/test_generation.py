@@ -7,21 +7,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 import heedful
 from heedful.nn import NAMES
-from helpers.families import (
-    EAGER,
-    VOCABULARY,
-    fits,
-    logits,
-    of_few_layers,
-    stir,
-    tiny,
-    tokens,
-    varied,
-)
-
-
-def converted(name: str, family: str = "llama"):
-    return varied(tiny(family), of_few_layers(name))
+from helpers.cached import converted, greedy
+from helpers.families import EAGER, VOCABULARY, fits, logits, of_few_layers, stir, tiny, tokens
 
 
 def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
@@ -37,9 +24,7 @@ def repeated_forward(model, ids: Tensor, new: int) -> Tensor:
 def test_generate_is_the_repeated_full_forward(name, family):
     """Longer than Mistral's window of 4, so that its cache drops keys."""
     model, ids = converted(name, family), tokens(3, 7)
-    actual = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-    )
+    actual = greedy(model, ids, 6)
     assert torch.equal(actual, repeated_forward(model, ids, 6))
     assert len(set(actual[:, 7:].flatten().tolist())) > 1
 
@@ -53,12 +38,9 @@ def test_a_ragged_batch_is_its_rows(name, family):
     width = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
     mask = (ids != 0).long()
-    together = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    together = greedy(model, ids, 6, attention_mask=mask)
     for row, actual in zip(rows, together, strict=True):
-        alone = model.generate(
-            row, attention_mask=torch.ones_like(row), max_new_tokens=6, do_sample=False
-        )
-        assert torch.equal(actual[width:], alone[0, row.shape[1] :])
+        assert torch.equal(actual[width:], greedy(model, row, 6)[0, row.shape[1] :])
 
 
 def family_with_a_cache_of_its_own(name: str):
@@ -78,10 +60,7 @@ def family_with_a_cache_of_its_own(name: str):
 def test_a_familys_own_cache_serves_what_needs_no_more():
     model, ids = family_with_a_cache_of_its_own("talking-heads"), tokens(1, 7)
     stir(model, 0.2, only=".heedful.")
-    actual = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-    )
-    assert torch.equal(actual, repeated_forward(model, ids, 6))
+    assert torch.equal(greedy(model, ids, 6), repeated_forward(model, ids, 6))
     with pytest.raises(ValueError, match="FalconH1Attention 0 keeps its tokens in LinearAttention"):
         heedful.new_cache(model)
 
@@ -90,11 +69,10 @@ def test_where_a_familys_cache_is_not_enough_generation_warns_and_goes_on_withou
     """Asked for a cache, as evaluation harnesses ask, whatever the model."""
     model, ids = family_with_a_cache_of_its_own("selective"), tokens(1, 5)
     assert model.config.use_cache is False
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
-    expected = model.generate(ids, **options)
+    expected = greedy(model, ids, 3)
     assert torch.equal(expected, repeated_forward(model, ids, 3))
     with pytest.warns(UserWarning, match="family's cache is not enough for this mechanism, so"):
-        assert torch.equal(model.generate(ids, use_cache=True, **options), expected)
+        assert torch.equal(greedy(model, ids, 3, use_cache=True), expected)
     config = GenerationConfig(use_cache=True, max_new_tokens=3, do_sample=False)
     with pytest.warns(UserWarning, match="family's cache is not enough"):
         assert torch.equal(model.generate(ids, generation_config=config), expected)

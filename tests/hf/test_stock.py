@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import gguf
@@ -108,20 +109,18 @@ def test_the_tokenizer_of_a_converted_folder_is_opened_without_a_question(tmp_pa
     assert process.stdout == "261\n"
 
 
-@pytest.mark.parametrize("call", [stock_config, stock_model, stock_tokenizer])
-@pytest.mark.parametrize("share", [0.0, 0.003, 0.2])
+@pytest.mark.parametrize(
+    ("call", "share"),
+    [
+        *product([stock_config, stock_model, stock_tokenizer], [0.0, 0.003, 0.2]),
+        (stock_model, 0.9),  # weights alone
+    ],
+)
 def test_a_file_that_was_cut_short_is_refused(call, share, file, tmp_path):
     data = file.read_bytes()
     (tmp_path / "short.gguf").write_bytes(data[: int(len(data) * share)])
     with pytest.raises(ValueError, match=r"short.gguf is damaged, cut short, or no GGUF file"):
         call(tmp_path / "short.gguf")
-
-
-def test_weights_that_were_cut_off_are_refused(file, tmp_path):
-    data = file.read_bytes()
-    (tmp_path / "short.gguf").write_bytes(data[: int(len(data) * 0.9)])
-    with pytest.raises(ValueError, match=r"short.gguf is damaged, cut short, or no GGUF file"):
-        stock_model(tmp_path / "short.gguf")
 
 
 def test_what_transformers_cannot_read_is_refused(tmp_path):

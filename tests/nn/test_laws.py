@@ -1,11 +1,11 @@
-"""The laws of order and of derivatives for the layers that no operator of `ops` computes."""
+"""The laws of order, derivatives and memory for the layers that no operator of `ops` computes."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from heedful.nn import Dex, Forgetting, HeadShape, LayerInputs, Parallax, Simplicial
-from heedful.testing import assert_causal
+from heedful.testing import assert_causal, peak_memory_mib
 from helpers.layers import qkvx, stirred
 from helpers.oracle import draw
 
@@ -44,3 +44,32 @@ def test_gradients_by_finite_differences(config):
 
     parameters = [draw(*p.shape).requires_grad_() for p in layer.parameters()]
     assert torch.autograd.gradcheck(attend, (q, k, v, x, *parameters))
+
+
+PROGRAM = """
+import torch
+from heedful.nn import Forgetting, HeadShape, LayerInputs, Parallax, Simplicial
+torch.set_num_threads(1)
+module = {config}.build(HeadShape(4, 2, 16, 64, 0))
+q, k, v = (torch.randn(1, heads, {tokens}, 16, requires_grad=True) for heads in (4, 2, 2))
+x = torch.randn(1, {tokens}, 64)
+def run():
+    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
+"""
+
+
+def peak(config, tokens: int) -> float:
+    return peak_memory_mib(PROGRAM.format(config=config, tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens", "most"), [(Forgetting(), 4096, 40), (Parallax(), 2048, 120)], ids=str
+)
+def test_maps_are_not_in_memory(config, tokens, most):
+    """One of four heads has 256 MiB at 4,096 tokens; of Parallax there would be half a dozen."""
+    assert peak(config, tokens) < most
+
+
+def test_memory_grows_linearly():
+    short, long = (peak(Simplicial(64, 8, every=1), tokens) for tokens in (1024, 4096))
+    assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"

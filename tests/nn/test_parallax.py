@@ -9,7 +9,6 @@ from torch.func import jvp
 
 from heedful.nn import Dex, LayerInputs, Parallax, Standard
 from heedful.ops import Visibility
-from heedful.testing import peak_memory_mib
 from helpers.families import stir
 from helpers.layers import SHAPE, qkvx, stirred
 from helpers.oracle import EXACT, draw
@@ -134,21 +133,6 @@ def test_a_new_layer_changes_no_bit(config, dtype):
     assert any(slopes), "it learns from there"
     stir(module, 0.1)
     assert module.standard_form() is None
-
-
-def test_memory_grows_linearly():
-    """Of 2,048 tokens and four heads each of half a dozen maps has 64 MiB."""
-    code = """
-import torch
-from heedful.nn import HeadShape, LayerInputs, Parallax
-torch.set_num_threads(1)
-module = Parallax().build(HeadShape(4, 2, 16, 64, 0))
-q, k, v = (torch.randn(1, heads, 2048, 16, requires_grad=True) for heads in (4, 2, 2))
-x = torch.randn(1, 2048, 64)
-def run():
-    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
-"""
-    assert peak_memory_mib(code) < 120
 
 
 @pytest.mark.parametrize("heads", [None, (2,), (3, 0)])

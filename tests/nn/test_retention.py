@@ -11,19 +11,12 @@ from heedful.hf.family.modules import attention_modules
 from heedful.nn import LayerInputs, RetentionGate, Standard
 from helpers.cached import converted, greedy, in_steps
 from helpers.families import logits, ragged_mask, tiny, tokens
-from helpers.layers import SHAPE
+from helpers.layers import SHAPE, stirred
 from helpers.oracle import draw
 
 
-def stirred():
-    layer = RetentionGate().build(SHAPE)
-    with torch.no_grad():
-        layer.retention.weight.normal_()
-    return layer
-
-
 def test_the_gate_is_its_formula_and_in_no_output():
-    layer, x = stirred(), draw(2, 9, 20)
+    layer, x = stirred(RetentionGate(), 1.0), draw(2, 9, 20)
     q, k, v = draw(2, 4, 9, 6), draw(2, 2, 9, 6), draw(2, 2, 9, 6)
     out = layer(q, k, v, inputs=LayerInputs(input=x))
     assert torch.equal(out.output, Standard().build(SHAPE)(q, k, v).output)
@@ -34,7 +27,7 @@ def test_the_gate_is_its_formula_and_in_no_output():
 
 
 def test_the_state_goes_on_token_by_token():
-    layer, x = stirred(), draw(2, 9, 20)
+    layer, x = stirred(RetentionGate(), 1.0), draw(2, 9, 20)
     q, k, v = draw(2, 4, 9, 6), draw(2, 2, 9, 6), draw(2, 2, 9, 6)
     whole, state = layer(q, k, v, inputs=LayerInputs(input=x)).state, None
     for t in range(9):
@@ -48,7 +41,7 @@ def test_the_state_goes_on_token_by_token():
 
 
 def test_gates_of_half_precision_are_of_fp32():
-    layer, x = stirred(), draw(1, 9, 20).bfloat16()
+    layer, x = stirred(RetentionGate(), 1.0).float(), draw(1, 9, 20).bfloat16()
     assert layer.gates(9, LayerInputs(input=x)).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         gates = layer.gates(9, LayerInputs(input=x.float()))

@@ -104,20 +104,15 @@ def test_sinks_change_outputs_and_get_a_gradient(name, role):
     assert bool((grad != 0).all())
 
 
-@pytest.mark.parametrize("name", ["softcap", "sinks"])
-def test_grouped_attention_refuses_caps_and_sinks(name):
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [("softcap", 2.0, None), ("sinks", torch.zeros(4), None), ("dropout", 0.1, 0)],
+)
+def test_what_grouped_attention_refuses(name, value, default):
     layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
-    inputs = LayerInputs(softcap=2.0) if name == "softcap" else LayerInputs(sinks=torch.zeros(4))
-    assert not layer.takes & {"softcap", "sinks"}
-    with pytest.raises(ValueError, match=f"{name} must be None for grouped attention"):
-        layer(q, k, v, inputs=inputs)
-
-
-def test_grouped_attention_refuses_dropout():
-    layer, (q, k, v, _) = Grouped(refine="mean").build(HeadShape(4, 2, 6, 20, 0)), draw()
-    assert "dropout" not in layer.takes
-    with pytest.raises(ValueError, match="dropout must be 0 for grouped attention"):
-        layer(q, k, v, inputs=LayerInputs(dropout=0.1))
+    assert name not in layer.takes
+    with pytest.raises(ValueError, match=f"{name} must be {default} for grouped attention"):
+        layer(q, k, v, inputs=LayerInputs(**{name: value}))
 
 
 @every

@@ -18,7 +18,6 @@ from heedful.nn import (
     StandardAttention,
 )
 from heedful.ops import Queries, Visibility
-from heedful.testing import peak_memory_mib
 from helpers import layers
 from helpers.layers import SHAPE, qkvx
 from helpers.oracle import EXACT, draw
@@ -211,23 +210,6 @@ def test_maps_are_the_weights_of_keys_over_all_pairs():
     second_state[..., 6:] = 1
     out = module(q, k, v, inputs=LayerInputs(input=x, beside=second_state)).output
     torch.testing.assert_close(maps @ v.repeat_interleave(2, 1), out[:, :, 20:], **EXACT)
-
-
-def test_memory_grows_linearly():
-    """Four times the tokens take less than five times what is beside the same process's rest."""
-    code = """
-import torch
-from heedful.nn import HeadShape, LayerInputs, Simplicial
-torch.set_num_threads(1)
-module = Simplicial(64, 8, every=1).build(HeadShape(4, 2, 16, 64, 0))
-tokens = {tokens}
-q, k, v = (torch.randn(1, heads, tokens, 16, requires_grad=True) for heads in (4, 2, 2))
-x = torch.randn(1, tokens, 64)
-def run():
-    module(q, k, v, inputs=LayerInputs(input=x)).output.sum().backward()
-"""
-    short, long = (peak_memory_mib(code.replace("{tokens}", str(n))) for n in (1024, 4096))
-    assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"
 
 
 def test_refused():

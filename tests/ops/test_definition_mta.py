@@ -86,9 +86,13 @@ def by_loops(
     return weighted(x, v.tolist(), group)
 
 
-def check(queries: int, keys: int, visibility: Visibility | None, sizes: dict) -> None:
+def check(
+    queries: int, keys: int, visibility: Visibility | None, sizes: dict, **terms: object
+) -> None:
+    """`terms`: what else is added to the logits."""
     q, k, v = draw(2, 4, queries, 3), draw(2, 2, keys, 3), draw(2, 2, keys, 5)
     parameters = {name: None if size is None else draw(*size) for name, size in sizes.items()}
+    parameters |= terms
     expected = by_loops(q, k, v, **parameters, visibility=visibility)
     for impl in ("reference", "tiled"):
         actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
@@ -102,24 +106,14 @@ ALL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (1, 4, 4), "post_mix": 
 @pytest.mark.parametrize(("rows", "heads"), [(1, 1), (1, 4), (2, 1), (2, 4)])
 def test_a_bias_is_added_right_before_the_softmax(rows, heads):
     visibility = cases(9)["both in a window"]
-    q, k, v, bias = draw(2, 4, 9, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5), draw(rows, heads, 9, 9)
-    parameters = {name: draw(*size) for name, size in ALL.items()} | {"bias": bias}
-    expected = by_loops(q, k, v, **parameters, visibility=visibility)
-    for impl in ("reference", "tiled"):
-        actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
-        torch.testing.assert_close(actual, expected, **EXACT)
+    check(9, 9, visibility, ALL, bias=draw(rows, heads, 9, 9))
 
 
 @pytest.mark.parametrize("queries", [9, 4, 1])
 def test_logits_are_capped_before_the_bias_and_sinks_are_not(queries):
     visibility = cases(9)["both in a window"]
-    q, k, v = draw(2, 4, queries, 3), draw(2, 2, 9, 3), draw(2, 2, 9, 5)
-    parameters = {name: draw(*size) for name, size in ALL.items()}
-    parameters |= {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
-    expected = by_loops(q, k, v, **parameters, visibility=visibility)
-    for impl in ("reference", "tiled"):
-        actual = multi_token_attention(q, k, v, **parameters, visibility=visibility, impl=impl)
-        torch.testing.assert_close(actual, expected, **EXACT)
+    terms = {"bias": draw(1, 4, queries, 9), "softcap": 0.7, "sinks": draw(4)}
+    check(queries, 9, visibility, ALL, **terms)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 13])

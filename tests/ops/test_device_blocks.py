@@ -13,7 +13,7 @@ from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d, _kernel_gradient, _kernel_gradient_in_patches
 from heedful.ops.selective.sums import above, below
 from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape, run_by
-from helpers.oracle import against_oracle, with_grads
+from helpers.oracle import against_oracle, assert_equal_in_fp64, with_grads
 
 BY_NAME = {str(mechanism): mechanism for mechanism in MECHANISMS}
 every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
@@ -42,11 +42,8 @@ CAUSAL = [name for name in VISIBILITIES if "both ways" not in name and "mutual" 
 def test_they_are_the_definition_in_fp64(mechanism, visible):
     visibility = VISIBILITIES[visible](90)
     tensors = mechanism.draw(Shape(queries=80, keys=90))
-    actual = with_grads(run_by(mechanism, "composed", visibility), tensors)
-    expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
-    for name, x in actual.items():
-        scale = expected[name].abs().max().item()
-        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
+    functions = (run_by(mechanism, impl, visibility) for impl in ("composed", "reference"))
+    assert_equal_in_fp64(*functions, tensors, 1e-13)
 
 
 @pytest.mark.parametrize("term", ["bias", "bias of all heads", "softcap", "sinks", "dropout"])

@@ -20,7 +20,7 @@ from helpers.mechanisms import (
     ragged,
     run_by,
 )
-from helpers.oracle import against_oracle, with_grads
+from helpers.oracle import against_oracle, assert_equal_in_fp64, with_grads
 
 every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 with_two_sided = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
@@ -97,11 +97,8 @@ def test_fused_too_through_the_public_functions(mechanism, interpreted):
 def test_tiled_is_the_definition_in_fp64(mechanism, visible):
     visibility = VISIBILITIES[visible](150)
     tensors = mechanism.draw(Shape(queries=140, keys=150))
-    actual = with_grads(run_by(mechanism, "tiled", visibility), tensors)
-    expected = with_grads(run_by(mechanism, "reference", visibility), tensors)
-    for name, x in actual.items():
-        scale = expected[name].abs().max().item()
-        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + scale), msg=name)
+    functions = (run_by(mechanism, impl, visibility) for impl in ("tiled", "reference"))
+    assert_equal_in_fp64(*functions, tensors, 1e-13)
 
 
 @every
@@ -110,11 +107,8 @@ def test_scales_that_are_not_positive(mechanism, scale):
     """Also with identity parameters, where torch's own kernel runs."""
     tensors = mechanism.draw(Shape(batch=1).long(130))
     for inputs in (tensors, mechanism.identity(tensors) if mechanism.identity else tensors):
-        actual = with_grads(run_by(mechanism, "tiled", None, scale=scale), inputs)
-        expected = with_grads(run_by(mechanism, "reference", None, scale=scale), inputs)
-        for name, x in actual.items():
-            size = expected[name].abs().max().item()
-            torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-13 * (1 + size), msg=name)
+        functions = (run_by(mechanism, x, None, scale=scale) for x in ("tiled", "reference"))
+        assert_equal_in_fp64(*functions, inputs, 1e-13)
 
 
 @each_form(MECHANISMS, "reference")

@@ -141,24 +141,32 @@ def test_answers_are_read_where_only_answers_are_learned():
     assert (order._weights == 1).all() and order._queries.max() < 299
 
 
-def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
-    """On the same sequences, of a cache of a third; the base's weights stay as they were."""
-    model = hiding(strength=0.05)
+def losses_around_training(model, folder: Path) -> tuple[torch.Tensor, float, float]:
+    """The sequences, and what a cache of a third loses of them before and after training.
+
+    The base's weights stay as they were, and so do its layers.
+    """
     before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".heedful." in name)
-    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
+    trainer = trainer_of(model, folder, 60, 2e-2, soft_budgets=(20, 30))
     ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
     first = loss_of(model, ids, ids, 24).item()
     trainer.train()
-    last = loss_of(model, ids, ids, 24).item()
-    assert last < 0.9 * first
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
+    last = loss_of(model, ids, ids, 24).item()
+    assert not any("forward" in vars(layer) for layer in layers_of(model))
+    return ids, first, last
+
+
+def test_training_lowers_what_a_cache_loses_and_gives_f_a_scale(tmp_path):
+    model = hiding(strength=0.05)
+    ids, first, last = losses_around_training(model, tmp_path)
+    assert last < 0.9 * first
     order = EvictionOrderLoss(model)
     with order.observing():
         levels = order.levels(model, {"input_ids": ids, "labels": ids})
     torch.testing.assert_close(levels, torch.full_like(levels, LEVEL))
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
 
 
 def gated(strength: float = 0.5):
@@ -187,17 +195,8 @@ def test_the_loss_of_gates_is_that_of_what_they_evict(monkeypatch):
 
 
 def test_training_gates_lowers_what_a_cache_loses(tmp_path):
-    model = gated(0.0)
-    before = {n: p.clone() for n, p in model.named_parameters() if ".heedful." not in n}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".heedful." in name)
-    trainer = trainer_of(model, tmp_path, 60, 2e-2, soft_budgets=(20, 30))
-    ids = torch.stack([x["input_ids"] for x in trainer.eval_dataset])
-    first = loss_of(model, ids, ids, 24).item()
-    trainer.train()
-    assert loss_of(model, ids, ids, 24).item() < 0.95 * first
-    assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
+    _, first, last = losses_around_training(gated(0.0), tmp_path)
+    assert last < 0.95 * first
 
 
 def test_evaluation_in_the_course_of_training_has_that_scale(tmp_path):
@@ -259,28 +258,28 @@ def test_what_does_not_go_with_maps_is_refused(options, message):
         Training("base", **({"recipe": "hide"} | options)).filled(has_weights=True)
 
 
-def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(tmp_path, monkeypatch):
+@pytest.fixture
+def options(tmp_path, monkeypatch) -> Training:
+    """Of a base and a text in this folder."""
     monkeypatch.chdir(tmp_path)
     save_base_of_bytes(Path("base"), 512)
-    options = Training(
-        "base", ("absent.txt",), "run", recipe="hide", mechanism=("mta",), steps=2, length=96,
-        device="cpu",
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
+    return Training(
+        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
+        device="cpu", soft_budgets=(20, 30),
     )  # fmt: skip
+
+
+def test_a_mechanism_that_masks_nothing_is_refused_before_the_text_is_read(options):
+    options = replace(options, data=("absent.txt",), mechanism=("mta",), soft_budgets=None)
     with pytest.raises(ValueError, match=r"no layer of this .* masks or has a gate; take --mech"):
         train_text(options, show=False)
     assert not Path("run").exists()
 
 
 @pytest.mark.parametrize("length, budgets, first", [(32, (4, 12), 32), (64, (32, 40), 64)])
-def test_sequences_in_which_nothing_is_evicted_are_refused(
-    tmp_path, monkeypatch, length, budgets, first
-):
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    options = Training(
-        "base", ("absent.txt",), "run", recipe="hide", steps=2, length=length,
-        soft_budgets=budgets, device="cpu",
-    )  # fmt: skip
+def test_sequences_in_which_nothing_is_evicted_are_refused(options, length, budgets, first):
+    options = replace(options, data=("absent.txt",), length=length, soft_budgets=budgets)
     with pytest.raises(ValueError, match=f"length must be above {first} with soft_budgets"):
         train_text(options, show=False)
     assert not Path("run").exists()
@@ -295,15 +294,8 @@ def test_wrong_ones_are_refused(budgets, message):
         Training("base", soft_budgets=budgets)
 
 
-def test_the_command_trains_with_them(tmp_path, monkeypatch):
+def test_the_command_trains_with_them(options):
     """Other budgets, other selectors; the adapter's F has its scale."""
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    options = Training(
-        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
-        device="cpu", soft_budgets=(20, 30),
-    )  # fmt: skip
     train_text(options, show=False)
     assert json.loads(Path("run/training.json").read_text())["recipe"]["soft_budgets"] == [20, 30]
     train_text(replace(options, out="other", soft_budgets=(20, 20)), show=False)
@@ -314,15 +306,9 @@ def test_the_command_trains_with_them(tmp_path, monkeypatch):
     assert first.any() and not torch.equal(first, other)
 
 
-def test_the_command_trains_gates_and_nothing_else_does(tmp_path, monkeypatch):
+def test_the_command_trains_gates_and_nothing_else_does(options):
     """The adapter evicts by them, as `auto` has it; text alone would not train them."""
-    monkeypatch.chdir(tmp_path)
-    save_base_of_bytes(Path("base"), 512)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
-    options = Training(
-        "base", ("text.txt",), "run", recipe="hide", steps=3, batch=2, length=96, evaluations=1,
-        device="cpu", soft_budgets=(20, 30), mechanism=("retention-gate",),
-    )  # fmt: skip
+    options = replace(options, mechanism=("retention-gate",))
     train_text(options, show=False)
     model = heedful.load("base", adapter="run")
     assert all(bool(x.retention.weight.any()) for x in layers_of(model))

@@ -11,7 +11,7 @@ from heedful.cli import main
 from heedful.commands.bench.cases import OURS, PASSES, call, draw
 from heedful.commands.bench.measure import Bench, bench, cases_here, check
 from heedful.ops import selective_attention
-from helpers.command_line import status_of
+from helpers.command_line import refusal, status_of
 
 
 def test_bench_writes_records_and_a_table(tmp_path, capsys):
@@ -49,9 +49,7 @@ def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, messa
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
     monkeypatch.setattr("heedful.commands.bench.measure.bench", lambda _: pytest.fail("measured"))
-    assert status_of("bench", "--out", out) == 1
-    output = capsys.readouterr().err
-    assert message in output and output.count("\n") == 1
+    assert message in refusal(capsys, "bench", "--out", out)
     assert [path.name for path in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "mine"
 

@@ -8,6 +8,7 @@ import torch
 
 from heedful.commands.bench import gpu_report
 from heedful.commands.bench.gpu_report import SMALL, write_report
+from helpers.command_line import refusal
 
 
 @pytest.fixture
@@ -47,12 +48,6 @@ def test_what_was_measured_is_written_however_it_ended(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so(tmp_path, capsys):
-    from heedful.cli import main
-
     for words, message in (([], "needs a GPU, and torch"), (["m"], "leave out m")):
-        with pytest.raises(SystemExit) as stop:
-            main(["doctor", *words, "--gpu-report", str(tmp_path / "gpu.json")])
-        assert stop.value.code == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line
+        assert message in refusal(capsys, "doctor", *words, "--gpu-report", tmp_path / "gpu.json")
     assert not list(tmp_path.iterdir())

@@ -22,7 +22,7 @@ from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from helpers.budget_searches import plain_greedy
-from helpers.command_line import status_of
+from helpers.command_line import refusal, status_of
 from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
@@ -362,15 +362,6 @@ def test_as_a_command(searched, capsys):
     assert re.search(progress + left, captured.err)
 
 
-def refused(capsys, arguments: list[str]) -> str:
-    assert status_of(*arguments) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "", captured
-    (line,) = [line for line in captured.err.splitlines() if line.startswith("heedful: ")]
-    assert "Traceback" not in captured.err
-    return line
-
-
 WRONG = {
     "data must name at least one text file: add --data": ["--data"],
     "text 'nowhere.txt' does not exist": ["--data", "nowhere.txt"],
@@ -391,7 +382,7 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_options_are_one_line_and_nothing_changes(folder, message, capsys):
     before = files_of(folder)
-    assert re.search(message, refused(capsys, command(folder, *WRONG[message])))
+    assert re.search(message, refusal(capsys, *command(folder, *WRONG[message])))
     assert files_of(folder) == before
 
 
@@ -400,12 +391,12 @@ def test_models_that_are_no_folder_are_one_line(folder, capsys):
         "nothing": "model must be a folder, as budgets.json is written into it",
         "": "is a folder without a config.json; name a model's folder",
     }.items():
-        assert message in refused(capsys, command(folder, name=name))
+        assert message in refusal(capsys, *command(folder, name=name))
 
 
 def test_a_folder_that_another_search_writes_to_is_refused(folder, capsys):
     with budget.only_writer(folder / "selective"):
-        assert "is in use by process" in refused(capsys, command(folder))
+        assert "is in use by process" in refusal(capsys, *command(folder))
 
 
 def test_ctrl_c_keeps_the_trials(folder, monkeypatch, capsys):

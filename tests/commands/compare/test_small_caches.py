@@ -225,7 +225,6 @@ WRONG = {
     "budgets must be shares of a sequence such as 0.25, or numbers of tokens above 1, got -1": {
         "tasks": ("text",), "budgets": (-1,)},
     "budgets are for the tasks text and recall": {"tasks": ("parity",), "budgets": (0.5,)},
-    "tokenizer is for the tasks text and spans": {"tasks": ("recall",), "tokenizer": "bpe"},
     "length must be a whole number of at least 1, got 0": {"length": 0},
     "tokenizer must be one of 'byte', 'bpe', got 'bp'; did you mean 'bpe'": {"tokenizer": "bp"},
 }  # fmt: skip

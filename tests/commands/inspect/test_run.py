@@ -41,7 +41,7 @@ from heedful.hf.look import cached_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
-from helpers.command_line import status_of
+from helpers.command_line import refusal, status_of
 from helpers.small_models import converted, ids_of, small, tokenizer_of_words
 
 HALF = 2**-11  # relative: what rounding to half precision changes
@@ -382,17 +382,14 @@ def test_encoders_are_seen_and_encoder_decoders_refused(tmp_path, capsys):
     assert about["causal"] is False and about["layers"][0]["two_sided"] is True
     assert set(about["layers"][0]["patterns"]["conv"]) == {"near identity"}
     assert (arrays["0/0/keys"][0, 1] != NOBODY).sum() == MOST_KEYS  # an early row sees later ones
-    assert (
-        status_of("inspect", tmp_path / "encoder", "--text", TEXT, "--budget", "9", "--out", out)
-        == 1
-    )
-    assert "is an encoder, which keeps nothing" in capsys.readouterr().err
+    words = ("--text", TEXT, "--out", out)
+    line = refusal(capsys, "inspect", tmp_path / "encoder", *words, "--budget", "9")
+    assert "is an encoder, which keeps nothing" in line
     t5 = T5Config(vocab_size=260, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "pair")
     tokenizer_of_words().save_pretrained(tmp_path / "pair")
-    capsys.readouterr()
-    assert status_of("inspect", tmp_path / "pair", "--text", TEXT, "--out", out) == 1
-    assert "is an encoder-decoder (t5)" in capsys.readouterr().err
+    line = refusal(capsys, "inspect", tmp_path / "pair", *words)
+    assert "is an encoder-decoder (t5)" in line
 
 
 def test_tokens_are_spelled_as_the_text_has_them():
@@ -440,16 +437,15 @@ def test_bad_input_is_answered(words, message, tmp_path, monkeypatch, capsys):
     larger = tokenizer_of_words()
     larger.add_tokens([f"<more {i}>" for i in range(600 - len(larger))])
     larger.save_pretrained("larger")
-    assert status_of("inspect", "m", *words) == 1
-    printed = capsys.readouterr().err
-    assert re.search(message, printed) and "Traceback" not in printed
+    assert re.search(message, refusal(capsys, "inspect", "m", *words))
     assert not Path("inspect.html").exists()
 
 
 def test_a_text_longer_than_a_page_is_refused(tmp_path, capsys):
     folder = saved(tmp_path / "m", positions=4096)
-    assert status_of("inspect", folder, "--text", "x" * 2048, "--out", tmp_path / "page.html") == 1
-    assert "text has 2,049 tokens, and a page shows 2,048 at most" in capsys.readouterr().err
+    words = ("--text", "x" * 2048, "--out", tmp_path / "page.html")
+    line = refusal(capsys, "inspect", folder, *words)
+    assert "text has 2,049 tokens, and a page shows 2,048 at most" in line
 
 
 def test_a_failure_leaves_the_old_page(tmp_path):

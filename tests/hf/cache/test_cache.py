@@ -123,9 +123,8 @@ def test_assisted_decoding_is_greedy_decoding(name, inputs, draft, family):
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_cache_goes_on_over_several_turns(name):
-    model, cache = converted(name), None
+    model, ids = converted(name), tokens(1, 6)
     cache = heedful.new_cache(model)
-    ids = tokens(1, 6)
     for turn in (5, 3, 7):
         actual = greedy(model, ids, 4, cache=cache)
         assert torch.equal(actual, greedy(model, ids, 4, use_cache=False))
@@ -134,8 +133,7 @@ def test_a_cache_goes_on_over_several_turns(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_a_prompt_is_read_once_for_several_answers(name):
-    model, cache = converted(name), None
-    ids = tokens(2, 8)
+    model, ids = converted(name), tokens(2, 8)
     cache = heedful.new_cache(model)
     in_steps(model, ids, [8], cache)
     for again in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
@@ -279,10 +277,7 @@ def test_no_token_copies_the_cache():
 
 @pytest.mark.parametrize("name", ["selective", "canon", "differential-v2"])
 def test_gradients_go_through_a_cache(name):
-    model = converted(name).double().train()
-    ids = tokens(2, 12)
-    for p in model.parameters():
-        p.grad = None
+    model, ids = converted(name).train(), tokens(2, 12)
     model(input_ids=ids, use_cache=False).logits.square().sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)

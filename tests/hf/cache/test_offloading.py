@@ -16,7 +16,8 @@ from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.nn import NAMES, Grouped
-from helpers.families import fits, logits, of_few_layers, tiny, tokens, varied
+from helpers.cached import converted, greedy
+from helpers.families import fits, logits, tiny, tokens
 
 CASES = [(x, y) for x in NAMES for y in ("llama", "mistral", "gpt2") if fits(x, y)]
 
@@ -73,25 +74,15 @@ def moves(monkeypatch) -> Moves:
     return moves
 
 
-def converted(name: str, family: str = "llama"):
-    return varied(tiny(family), of_few_layers(name))
-
-
-def generated(model, ids, **options):
-    return model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **options
-    )
-
-
 @pytest.mark.crossed
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_offloaded_is_not_offloaded(name, family, beams, moves):
     """Longer than Mistral's window of 4, so that what leaves it is let go in both places."""
     model, ids = converted(name, family), tokens(2, 7)
-    expected = generated(model, ids, num_beams=beams)
+    expected = greedy(model, ids, 6, num_beams=beams)
     assert not moves.places
-    actual = generated(model, ids, num_beams=beams, cache_implementation="offloaded")
+    actual = greedy(model, ids, 6, num_beams=beams, cache_implementation="offloaded")
     assert torch.equal(actual, expected)
     # Of three layers each leaves at each of the six calls, and comes back before the next.
     assert moves.places.count("away") == 3 * 6 and moves.places.count("back") >= 3 * 5
@@ -103,7 +94,7 @@ def test_offloaded_under_a_budget(name, family, moves):
     model, ids = converted(name, family), tokens(2, 20)
     policy = (MostHidden if name == "selective" else StreamingLLM)(tokens=14)
     caches = [heedful.new_cache(model, policy, offloading=x) for x in (False, True)]
-    expected, actual = (generated(model, ids, cache=cache) for cache in caches)
+    expected, actual = (greedy(model, ids, 6, cache=cache) for cache in caches)
     assert torch.equal(actual, expected) and moves.places.count("away") >= 3 * 6
     whole = torch.cat([ids, expected[:, 20:]], dim=1)
     assert caches[1].tokens == caches[0].tokens and whole.shape == actual.shape

@@ -276,7 +276,7 @@ def _train(
     finally:
         display.bar.close()
     if callback.diverged:
-        _refuse_divergence(options, trainer.state.global_step, run.checkpoints)
+        _refuse_divergence(trainer.state.global_step, run.checkpoints)
     return _finish(options, recipe, out, trainer, callback, run)
 
 
@@ -290,7 +290,7 @@ def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Op
     return torch.optim.AdamW(groups, betas=(0.9, recipe.beta2), fused=True)
 
 
-def _refuse_divergence(options: Training, step: int, checkpoints: Checkpoints) -> None:
+def _refuse_divergence(step: int, checkpoints: Checkpoints) -> None:
     newest = checkpoints.newest()
     last = "no checkpoint is good" if newest is None else f"{newest} is the last good checkpoint"
     raise ValueError(
