@@ -167,7 +167,7 @@ def pretrained() -> Figure:
         ("runs/gate", "lowest-gate"): ("gate per token, one budget", "#cc79a7", "P"),
         (adapter, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
         (adapter, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
-        ("runs/evict-r4", "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
+        ("runs/evict-r6", "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
     }
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
     loss, recall = figure.subplots(1, 2)

@@ -13,8 +13,8 @@ MODELS = {
     "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
     "runs/evict-r6": "trained under the budgets too",
-    "adapters/smollm2-135m-evict": "trained under the budgets too",
     "runs/evict-r4": "the same, always with eviction, rank 4",
+    "adapters/smollm2-135m-evict": "the same, always with eviction, rank 4",  # until 2026-11-26
     "runs/evict-0": "the same, always with eviction, rank 8",
 }
 LABELS = {
@@ -143,7 +143,8 @@ def real_int8() -> str:
 
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
-    records = read(RESULTS / "harness-cpu.jsonl")
+    records, earlier = (read(RESULTS / f"harness-{x}.jsonl") for x in ("cpu", "rank-4-cpu"))
+    records += [r for r in earlier if r["model"] != STOCK]
     adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
     cells = {(r["task"], r["measure"], r["model"]): r for r in records}
     lines = []
@@ -153,7 +154,7 @@ def harness() -> str:
         row += [_value(cells[task, measure, x]["difference"], base, "+") for x in adapters]
         lines.append(row)
     head = ["task, measure", MODELS[STOCK], *(MODELS[x] for x in adapters)]
-    return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
+    return f"{markdown(head, lines)}\n\n{provenance([*records, *earlier])}"
 
 
 def multi_token() -> str:

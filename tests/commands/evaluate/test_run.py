@@ -23,7 +23,7 @@ from heedful.data import ByteTokenizer
 from heedful.hf.calibration import calibrate, write_calibration
 from heedful.records.samples import read_samples
 from heedful.tasks import TASKS
-from helpers.command_line import refusal, status_of
+from helpers.command_line import status_of
 from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -404,7 +404,8 @@ def test_the_command(tmp_path, capsys, folder):
         (["--tasks", "needels"], "did you mean 'needles'?"),
         (["--seed", "1"], "choose another --out, or add --restart"),
     ):
-        assert message in refusal(capsys, *words, *more)
+        assert status_of(*words, *more) == 1
+        assert message in capsys.readouterr().err
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path, capsys, monkeypatch):

@@ -277,7 +277,7 @@ def test_no_token_copies_the_cache():
 
 @pytest.mark.parametrize("name", ["selective", "canon", "differential-v2"])
 def test_gradients_go_through_a_cache(name):
-    model, ids = converted(name).train(), tokens(2, 12)
+    model, ids = converted(name).double().train(), tokens(2, 12)
     model(input_ids=ids, use_cache=False).logits.square().sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
