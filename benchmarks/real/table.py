@@ -192,15 +192,17 @@ def real_short() -> str:
     whole = _whole(records)
     settings = {_setting(r): r for r in records}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
-    last = next(_line(r, whole) for r in quantized if _setting(r) == SHORT[-1])
-    return markdown(HEAD, [*lines, [last[0], f"{last[1]}, int8", *last[2:]]])
+    for record in sorted(quantized, key=lambda r: -r["tokens"]):
+        if (record["model"], record["policy"]) == SHORT[-1][:2]:
+            model, policy, *others = _line(record, whole)
+            lines.append([model, f"{policy}, int8", *others])
+    return markdown(HEAD, lines)
 
 
 BLOCKS = {
     "real-short": real_short,
     "real-1024": lambda: real_cache("1024"),
     "real-2048": lambda: real_cache("2048"),
-    "real-4096": lambda: real_cache("4096"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
     "real-kept": kept_kinds,
