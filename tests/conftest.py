@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--shapes") and not shapes.CHECKED:
         raise pytest.UsageError("--shapes: beartype is not installed")
     if config.getoption("--device") == "cpu":
+        if "triton" in sys.modules:
+            raise pytest.UsageError(
+                "triton was imported before its interpreter was chosen: conftest.py files below "
+                "tests/ must import heedful in their fixtures"
+            )
         os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made: they run on any machine
     elif not torch.cuda.is_available():
         raise pytest.UsageError("--device cuda: torch sees no CUDA device on this machine")

@@ -4,16 +4,17 @@ from pathlib import Path
 
 import pytest
 
-import heedful
-from heedful.eviction import StreamingLLM
-from heedful.hf.budgets import write_budgets
-from helpers.evaluations import BOOK
-from helpers.small_models import small, tokenizer_of_words
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """plain: an ordinary model; selective: a converted one with a budgets.json; text."""
+    # Not above: this file is read before Triton's interpreter is chosen.
+    import heedful
+    from heedful.eviction import StreamingLLM
+    from heedful.hf.budgets import write_budgets
+    from helpers.evaluations import BOOK
+    from helpers.small_models import small, tokenizer_of_words
+
     root = tmp_path_factory.mktemp("evaluated")
     small(positions=1024).save_pretrained(root / "plain")
     model = small(positions=1024, seed=1)
