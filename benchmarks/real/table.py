@@ -13,10 +13,11 @@ MODELS = {
     "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
     "runs/evict-r6": "trained under the budgets too",
+    "adapters/smollm2-135m-evict": "trained under the budgets too",
     "runs/evict-r4": "the same, always with eviction, rank 4",
-    "adapters/smollm2-135m-evict": "the same, always with eviction, rank 4",  # until 2026-11-26
     "runs/evict-0": "the same, always with eviction, rank 8",
 }
+EARLIER = {"adapters/smollm2-135m-evict": "runs/evict-r4"}  # whose adapter this folder had
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -61,14 +62,14 @@ def _line(record: dict, whole: dict) -> list[str]:
         NAMES[record["policy"]],
         f"{record['tokens']:,}",
         f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
-        _found(record),
+        _needles(record),
         f"{record['peak_nbytes'] / 1e6:.1f}",
         f"{whole['peak_nbytes'] / record['peak_nbytes']:.1f} ×",
     ]
 
 
-def _found(record: dict) -> str:
-    """The share of needles, or a dash where none were to be found."""
+def _needles(record: dict) -> str:
+    """The share of needles in the answers, or a dash where the study asked for none."""
     return f"{statistics.mean(record['needles'].values()):.0%}" if "needles" in record else "–"
 
 
@@ -100,7 +101,7 @@ def question_known() -> str:
     """Needles where all of the prompt is read before anything is evicted."""
     records = _ordered("known")
     lines = [
-        [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _found(r)] for r in records
+        [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _needles(r)] for r in records
     ]
     return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
 
@@ -144,6 +145,7 @@ def real_int8() -> str:
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
     records, earlier = (read(RESULTS / f"harness-{x}.jsonl") for x in ("cpu", "rank-4-cpu"))
+    earlier = [r | {"model": EARLIER.get(r["model"], r["model"])} for r in earlier]
     records += [r for r in earlier if r["model"] != STOCK]
     adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
     cells = {(r["task"], r["measure"], r["model"]): r for r in records}

@@ -70,7 +70,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
         eviction: the loss is that of a model whose caches evict by it, with budgets that vary from
-            step to step (`heedful.training.under_eviction`).
+            step to step, and none in a quarter of the steps (`heedful.training.under_eviction`).
         args, kwargs: as Trainer's.
 
     Raises:

@@ -27,7 +27,7 @@ from heedful.training.eviction_order import (
 )
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
-WHOLE = 0.25  # of the steps evict nothing: what the model says of short texts must stay
+WHOLE = 0.25  # of the steps evict nothing, so that predictions from whole contexts stay
 _EVICTED = -1e9  # finite in every precision that is trained in
 
 
