@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    if not any(options.books.glob("*.txt")):
+        raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")
     for name in options.models:
         measure(name, options)
 

@@ -135,7 +135,8 @@ def only_writer(folder: Path) -> Iterator[None]:
 
     While the context lasts, `.heedful.lock` in it names this process. The system holds the lock, so
     it ends with the process, however that dies. Where the system has none (some network
-    file systems) the file alone is the lock, and one left by a crash must be deleted by hand.
+    file systems) the file alone is the lock, and one left by a crash must be deleted by hand. A new
+    folder into which nothing was written is removed at the end.
 
     Raises:
         ValueError: another process writes there, which the message names; or nobody can.
@@ -143,6 +144,7 @@ def only_writer(folder: Path) -> Iterator[None]:
     path = folder / ".heedful.lock"
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file where a folder is needed; choose another name")
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, by_system = _open_locked(path)
@@ -164,6 +166,9 @@ def only_writer(folder: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)  # before the lock goes, so that it is still this one's
         os.close(handle)
+        with suppress(OSError):  # it is not empty
+            for place in new:
+                place.rmdir()
 
 
 def _open_locked(path: Path) -> tuple[int | None, bool]:

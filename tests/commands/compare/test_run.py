@@ -209,6 +209,19 @@ def test_one_process_writes_at_a_time(one_seed):
     assert not (out / ".heedful.lock").exists()
 
 
+def test_a_new_folder_stays_if_something_is_written_into_it(tmp_path):
+    with files.only_writer(tmp_path / "new" / "empty"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with files.only_writer(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "line").touch()
+    assert (tmp_path / "new" / "run" / "line").exists()
+    (tmp_path / "old").mkdir()
+    with files.only_writer(tmp_path / "old"):
+        pass
+    assert (tmp_path / "old").is_dir()
+
+
 def test_without_the_system_s_locks_the_file_alone_is_one(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -344,6 +344,13 @@ def test_what_does_not_fit_is_refused_before_a_model_is_opened(tmp_path, monkeyp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_policy_that_cannot_be_leaves_no_folder(tmp_path):
+    """Known once a model is open."""
+    with pytest.raises(ValueError, match="tokens must be whole numbers of at least"):
+        evaluate(evaluation_of(tmp_path, budget=("8",), **NEEDLES))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_wrong_question_is_answered_at_once():
     for options, message in (
         ({"tasks": ("needels",)}, "did you mean 'needles'"),

@@ -10,8 +10,8 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -83,10 +83,7 @@ def train_text(
     recipe = options.filled(has_weights(options.model))
     arguments = _arguments(options, recipe, out / _UNFINISHED)
     main = arguments.process_index == 0
-    with ExitStack() as contexts:
-        if main:
-            contexts.enter_context(_gone_if_empty(out))
-            contexts.enter_context(only_writer(out))
+    with only_writer(out) if main else nullcontext():
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
             if (result := _finished(out, options)) is not None:
@@ -95,18 +92,6 @@ def train_text(
         result = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
     return result if main else None
-
-
-@contextmanager
-def _gone_if_empty(folder: Path) -> Iterator[None]:
-    """Folders that were made for a run which never began are removed."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # it holds something
-            for path in new:
-                path.rmdir()
 
 
 def _check_reports(names: tuple[str, ...]) -> None:
