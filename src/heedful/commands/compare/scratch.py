@@ -24,15 +24,23 @@ from heedful.tasks import Task
 
 @dataclass(frozen=True)
 class Size:
-    """Width, depth and heads of a model from scratch."""
+    """Width, depth and heads of a model from scratch.
+
+    Arguments:
+        intermediate: width of a Llama's MLPs; `None` is eight thirds of `hidden`, rounded down to a
+            multiple of 16. A BART's are four times `hidden`.
+    """
 
     hidden: int = 128
     layers: int = 4
     heads: int = 4
+    intermediate: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads"):
             check_whole(name, getattr(self, name), 1)
+        if self.intermediate is not None:
+            check_whole("intermediate", self.intermediate, 1)
         if self.hidden % self.heads or self.hidden // self.heads % 2:
             raise ValueError(
                 f"hidden must be an even multiple of heads (rotary embedding), got hidden="
@@ -111,7 +119,7 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
         LlamaConfig(
             vocab_size=task.vocab_size,
             hidden_size=size.hidden,
-            intermediate_size=8 * size.hidden // 3 // 16 * 16 or 16,
+            intermediate_size=size.intermediate or 8 * size.hidden // 3 // 16 * 16 or 16,
             num_hidden_layers=size.layers,
             num_attention_heads=size.heads,
             max_position_embeddings=longest,
