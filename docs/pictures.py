@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation: `python docs/pictures.py [FOLDER]`.
+"""Draw the pictures of the documentation: `python -m docs.pictures [FOLDER]`.
 
 The inputs of the maps are small and made by hand so that the effect can be read; every map comes
 from the operators themselves. What is gained comes from the committed results.
@@ -14,6 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from benchmarks.real.table import EVICT, HIDE, STOCK, ten_books
 from heedful import Summaries, differential_attention, grouped_attention, selective_attention
 from heedful.commands.compare.figures import svg
 from heedful.ops.grouped import (
@@ -157,17 +158,15 @@ def learned() -> Figure:
 
 def pretrained() -> Figure:
     """What a pretrained model loses and still finds in how many bytes, by policy."""
-    records = _results("cache-1024-cpu.jsonl")
-    whole = next(x for x in records if (x["model"], x["policy"]) == ("smollm2", "whole"))
-    adapter = "adapters/smollm2-135m-hide"
+    records = ten_books("1024")
+    whole = next(x for x in records if (x["model"], x["policy"]) == (STOCK, "whole"))
     series = {
-        ("smollm2", "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
-        ("smollm2", "tova"): ("TOVA, no training", "#0072b2", "^"),
-        ("smollm2", "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
-        ("runs/gate", "lowest-gate"): ("gate per token, one budget", "#cc79a7", "P"),
-        (adapter, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
-        (adapter, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
-        ("runs/evict-r6", "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
+        (STOCK, "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
+        (STOCK, "tova"): ("TOVA, no training", "#0072b2", "^"),
+        (STOCK, "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
+        (HIDE, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
+        (HIDE, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
+        (EVICT, "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
     }
     figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
     loss, recall = figure.subplots(1, 2)
@@ -179,7 +178,7 @@ def pretrained() -> Figure:
         style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
-        recall.plot(sizes, [100 * _mean(list(x["needles"].values())) for x in points], **style)
+        recall.plot(sizes, [100 * _mean([*x["needles"].values()]) for x in points], **style)
     for axes, title in (
         (loss, "perplexity of books, rise in %"),
         (recall, "numbers found in a book, %"),

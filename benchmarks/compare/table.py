@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+from benchmarks.compare.run import FACTORS, MECHANISMS, TRIED_WITH, run_of
 from benchmarks.parts import markdown, origin, spread
 from heedful.commands.compare.findings import RULE, configurations, findings, summarise, table
-from heedful.records import read_records
+from heedful.commands.compare.setups import setups
+from heedful.records import SHARES, read_records
 
 RESULTS = Path(__file__).parent / "results"
 COMPARE, LONGER = RESULTS / "compare-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"
@@ -86,7 +88,27 @@ def pairs() -> str:
     return f"{table(summarise(records), format='markdown')}\n\n{RULE}\n\n{when}"
 
 
+def tuned() -> str:
+    """What every mechanism ends with at the learning rate that served it best."""
+    records = [r for r in read_records(RESULTS / "tuned-cpu.jsonl") if r.seed != TRIED_WITH]
+    tasks = {task: setup for task, setup in setups().items() if task in {r.task for r in records}}
+    signs = dict(zip(FACTORS, ("½ ×", "1 ×", "2 ×"), strict=True))
+    body = []
+    for name in MECHANISMS:
+        cells = []
+        for task, setup in tasks.items():
+            runs = [r for r in records if (r.task, r.mechanism) == (task, name)]
+            rates = {run_of(r).rate / setup.hyperparameters.learning_rate for r in runs}
+            marks = ", ".join(signs[rate] for rate in sorted(rates))
+            mean = spread([r.value for r in runs], share=runs[0].metric in SHARES)
+            cells.append(f"{mean} ({marks})")
+        body.append([name, *cells])
+    when = origin([record.environment for record in records])
+    return f"{markdown(['mechanism', *tasks], body)}\n\n{when}"
+
+
 BLOCKS = {
+    "tuned": tuned,
     "compare": compare,
     "assignment": lambda: by_split(RESULTS / "assignment-cpu.jsonl"),
     "magic-numbers": lambda: by_split(RESULTS / "magic-numbers-cpu.jsonl"),

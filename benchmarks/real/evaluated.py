@@ -1,6 +1,8 @@
 """What `heedful eval` found, as results: every task and measure, beside the first model.
 
-python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
+    python -m benchmarks.real.evaluated runs/harness --out benchmarks/real/results/harness-cpu.jsonl
+
+Several folders are one evaluation, as where models have caches that need different options.
 """
 
 import argparse
@@ -16,15 +18,18 @@ from heedful.records.samples import Sample
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the --out of heedful eval")
+    parser.add_argument("folders", type=Path, nargs="+", help="the --out of heedful eval")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    about = json.loads((options.folder / ABOUT).read_text())
-    samples = [Sample(**x) for x in read_partial(options.folder / SAMPLES)]
-    for tasks in about["lm_eval"].values():
-        samples += [Sample.from_json(x) for entry in tasks.values() for x in entry["samples"]]
-    where = {"environment": about["environment"]}
-    write_lines(options.out, [line_of(x) | where for x in summed_up(samples)])
+    samples, where = [], {}
+    for folder in options.folders:
+        about = json.loads((folder / ABOUT).read_text())
+        own = [Sample(**x) for x in read_partial(folder / SAMPLES)]
+        for tasks in about["lm_eval"].values():
+            own += [Sample.from_json(x) for entry in tasks.values() for x in entry["samples"]]
+        where |= {x.model: {"environment": about["environment"]} for x in own}
+        samples += own
+    write_lines(options.out, [line_of(x) | where[x.entry[0]] for x in summed_up(samples)])
 
 
 def line_of(line: EvaluationLine) -> dict:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--policies", nargs="+", help="default: those that the model has use for")
     parser.add_argument("--calibration", type=Path, help="of heedful calibrate, for triattention")
-    parser.add_argument("--rows", type=int, default=5, help="books for perplexity")
+    parser.add_argument("--rows", type=int, default=10, help="books for perplexity, at most")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

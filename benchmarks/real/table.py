@@ -3,21 +3,23 @@
 import statistics
 from pathlib import Path
 
+import numpy
+
 from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
-STOCK = "smollm2"
+STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
 MODELS = {
     STOCK: "stock",
-    "adapters/smollm2-135m-hide": "selectors trained",
-    "runs/hide-s1": "selectors of seed 1",
     "runs/gate": "gates trained",
-    "runs/evict-r6": "trained under the budgets too",
-    "adapters/smollm2-135m-evict": "trained under the budgets too",
+    HIDE: "selectors trained",
+    "runs/hide-s1": "selectors of seed 1",
+    EVICT: "trained under the budgets too",
     "runs/evict-r4": "the same, always with eviction, rank 4",
     "runs/evict-0": "the same, always with eviction, rank 8",
 }
-EARLIER = {"adapters/smollm2-135m-evict": "runs/evict-r4"}  # whose adapter this folder had
+FOLDERS = {"runs/evict-r6": EVICT}  # where an adapter is now
+EARLIER = {EVICT: "runs/evict-r4"}  # whose adapter this folder had
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -48,24 +50,43 @@ SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
     (STOCK, "triattention", 128),
-    ("runs/gate", "lowest-gate", 128),
-    ("adapters/smollm2-135m-hide", "most-hidden", 128),
-    ("adapters/smollm2-135m-hide", "by-layer", 120),
-    ("runs/evict-r6", "by-layer", 120),
+    (HIDE, "most-hidden", 128),
+    (HIDE, "by-layer", 120),
+    (EVICT, "by-layer", 120),
+)
+COMPARED = (
+    (STOCK, "whole", 1024),
+    (STOCK, "tova", 128),
+    (HIDE, "most-hidden", 128),
+    (HIDE, "by-layer", 120),
+    (EVICT, "whole", 1024),
+    (EVICT, "by-layer", 256),
+    (EVICT, "by-layer", 120),
 )
 
 
 def _line(record: dict, whole: dict) -> list[str]:
-    """A setting beside the base with its whole cache."""
+    """A setting beside the base with its whole cache; of ten books with an interval."""
     return [
         MODELS[record["model"]],
         NAMES[record["policy"]],
         f"{record['tokens']:,}",
-        f"{record['perplexity'] / whole['perplexity'] - 1:+.1%}",
+        _rise(record, whole),
         _needles(record),
         f"{record['peak_nbytes'] / 1e6:.1f}",
         f"{whole['peak_nbytes'] / record['peak_nbytes']:.1f} ×",
     ]
+
+
+def _rise(record: dict, whole: dict) -> str:
+    """How much perplexity rises, and what 95 % of bootstrap samples of ten books give."""
+    rises = numpy.array(record["nats"]) - numpy.array(whole["nats"])
+    rise = f"{numpy.expm1(rises.mean()):+.1%}"
+    if len(rises) < 10 or record is whole:
+        return rise
+    draws = numpy.random.default_rng(0).integers(len(rises), size=(10_000, len(rises)))
+    low, high = numpy.expm1(numpy.quantile(rises[draws].mean(1), (0.025, 0.975)))
+    return f"{rise} ({100 * low:.1f} to {100 * high:.1f})"
 
 
 def _needles(record: dict) -> str:
@@ -81,25 +102,52 @@ def _setting(record: dict) -> tuple[str, str, int]:
     return record["model"], record["policy"], record["tokens"]
 
 
-def _ordered(name: str) -> list[dict]:
+def _records(name: str) -> list[dict]:
     """The records of a file, the base first and every model's whole cache before its policies."""
     models = list(MODELS)
+    records = read(RESULTS / f"cache-{name}-cpu.jsonl")
     return sorted(
-        read(RESULTS / f"cache-{name}-cpu.jsonl"),
+        (r | {"model": FOLDERS.get(r["model"], r["model"])} for r in records),
         key=lambda r: (models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"]),
     )
 
 
+def ten_books(name: str) -> list[dict]:
+    """Records of ten books, with the needles of the same settings in another file."""
+    needles = {_setting(r): r["needles"] for r in _records(name)}
+    return [
+        r | ({"needles": needles[_setting(r)]} if _setting(r) in needles else {})
+        for r in _records(f"{name}-ten")
+    ]
+
+
 def real_cache(name: str) -> str:
     """Perplexity, needles and bytes of every policy, beside the base with its whole cache."""
-    records = _ordered(name)
+    records = _records(name)
     lines = [_line(record, _whole(records)) for record in records]
     return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
 
+def real_1024() -> str:
+    """The same of ten books."""
+    records = ten_books("1024")
+    used = {_setting(r) for r in records}
+    lines = [_line(record, _whole(records)) for record in records]
+    sources = records + [r for r in _records("1024") if _setting(r) in used]
+    return f"{markdown(HEAD, lines)}\n\n{provenance(sources)}"
+
+
+def real_earlier() -> str:
+    """Adapters that are not kept, on five books, and what they are compared with."""
+    records, kept = _records("1024"), {r["model"] for r in _records("1024-ten")}
+    shown = [r for r in records if r["model"] not in kept or _setting(r) in COMPARED]
+    lines = [_line(record, _whole(records)) for record in shown]
+    return f"{markdown(HEAD, lines)}\n\n{provenance(shown)}"
+
+
 def question_known() -> str:
     """Needles where all of the prompt is read before anything is evicted."""
-    records = _ordered("known")
+    records = _records("known")
     lines = [
         [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _needles(r)] for r in records
     ]
@@ -132,9 +180,9 @@ def kept_kinds() -> str:
 
 def real_int8() -> str:
     """Caches in eight bits, each behind the same one in float32 where there is one."""
-    exact, records = (read(RESULTS / f"cache-1024-{x}.jsonl") for x in ("cpu", "int8-cpu"))
+    exact, records = ten_books("1024"), ten_books("1024-int8")
     whole, lines = _whole(exact), []
-    for record in sorted(records, key=lambda r: (list(MODELS).index(r["model"]), -r["tokens"])):
+    for record in records:
         for other in exact:
             if _setting(other) == _setting(record):
                 lines.append(["32", *_line(other, whole)])
@@ -145,6 +193,7 @@ def real_int8() -> str:
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
     records, earlier = (read(RESULTS / f"harness-{x}.jsonl") for x in ("cpu", "rank-4-cpu"))
+    records = [r | {"model": FOLDERS.get(r["model"], r["model"])} for r in records]
     earlier = [r | {"model": EARLIER.get(r["model"], r["model"])} for r in earlier]
     records += [r for r in earlier if r["model"] != STOCK]
     adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
@@ -190,12 +239,12 @@ def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
 
 def real_short() -> str:
     """The whole cache, policies with about an eighth of its bytes, and the last in eight bits."""
-    records, quantized = (read(RESULTS / f"cache-1024-{x}.jsonl") for x in ("cpu", "int8-cpu"))
+    records, quantized = ten_books("1024"), ten_books("1024-int8")
     whole = _whole(records)
     settings = {_setting(r): r for r in records}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
-    for record in sorted(quantized, key=lambda r: -r["tokens"]):
-        if (record["model"], record["policy"]) == SHORT[-1][:2]:
+    for record in quantized:
+        if record["model"] == EVICT and record["policy"] != "whole":
             model, policy, *others = _line(record, whole)
             lines.append([model, f"{policy}, int8", *others])
     return markdown(HEAD, lines)
@@ -203,7 +252,8 @@ def real_short() -> str:
 
 BLOCKS = {
     "real-short": real_short,
-    "real-1024": lambda: real_cache("1024"),
+    "real-1024": real_1024,
+    "real-earlier": real_earlier,
     "real-2048": lambda: real_cache("2048"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,

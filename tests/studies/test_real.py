@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import heedful
 from heedful.commands.models import open_model
 from heedful.hf.calibration import calibrate, write_calibration
+from heedful.records.samples import Sample
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
 
@@ -98,3 +99,26 @@ def test_each_setting_is_scored_once_against_the_whole_cache(study):
         ("adapter", "streaming-llm"),
         ("adapter", "most-hidden"),
     ]
+
+
+def test_several_evaluations_are_one(tmp_path, monkeypatch):
+    """Differences are from the first folder's model, sample by sample."""
+    monkeypatch.chdir(tmp_path)
+    answers = {"first": {("stock", ""): "110000"}, "second": {("other", "own"): "111010"}}
+    for folder, models in answers.items():
+        Path(folder).mkdir()
+        about = {"lm_eval": {}, "environment": {"command": folder}}
+        Path(folder, "evaluation.json").write_text(json.dumps(about))
+        samples = [
+            Sample(model, cache, "lm-eval:piqa", str(n), "", {}, {"acc": int(right)})
+            for (model, cache), rights in models.items() for n, right in enumerate(rights)
+        ]  # fmt: skip
+        lines = "".join(f"{x.to_json()}\n" for x in samples)
+        Path(folder, "samples.jsonl").write_text(lines)
+    monkeypatch.setattr(sys, "argv", ["evaluated", "first", "second", "--out", "out.jsonl"])
+    importlib.import_module("benchmarks.real.evaluated").main()
+    stock, other = (json.loads(line) for line in Path("out.jsonl").read_text().splitlines())
+    assert (stock["model"], stock["cache"], stock["value"][0]) == ("stock", "", 2 / 6)
+    assert (other["model"], other["cache"], other["value"][0]) == ("other", "own", 4 / 6)
+    assert other["difference"][0] == pytest.approx(2 / 6) and stock["difference"] is None
+    assert [x["environment"]["command"] for x in (stock, other)] == ["first", "second"]

@@ -54,6 +54,30 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
     assert fixed["cache_nbytes"] < full["cache_nbytes"] and len(full["loss_by_position"]) == 8
 
 
+def test_every_mechanism_trains_with_the_best_of_three_rates(run, monkeypatch):
+    """Each has as many parameters as standard attention, to one unit of its MLPs."""
+    from benchmarks.compare.run import last_loss
+    from heedful.records import read_records
+
+    monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 12, 2, 2e-3, (), held_out=4))
+    names = ["standard", "parallax"]
+    run("compare.run", "recall", "--seeds", 1, "--only", *names, "--out", "tuned.jsonl")
+    before = lines("tuned.jsonl")
+    run("compare.run", "recall", "--seeds", 2, "--only", *names, "--out", "tuned.jsonl")
+    assert lines("tuned.jsonl")[: len(before)] == before and not list(Path("tuned").iterdir())
+    records = read_records(Path("tuned.jsonl"))
+    for name in names:
+        own = [x for x in records if x.mechanism == name]
+        rates = {x.config["budget"]["learning_rate"]: last_loss(x) for x in own if x.seed == 100}
+        assert list(rates) == [1e-3, 2e-3, 4e-3] and len(set(rates.values())) == 3
+        best = min(rates, key=rates.get)
+        later = [(x.seed, x.config["budget"]["learning_rate"]) for x in own if x.seed < 100]
+        assert later == [(0, best), (1, best)]
+    standard, parallax = (next(x for x in records if x.mechanism == name) for name in names)
+    assert parallax.config["size"]["intermediate"] < 32
+    assert abs(parallax.parameters - standard.parameters) <= 3 * 16 * 2 / 2
+
+
 @pytest.mark.parametrize("script", ["run", "overhead"])
 def test_the_narrower_model_has_as_many_parameters_as_standard_attention(run, script):
     """To what one unit less of its MLPs would take away."""
