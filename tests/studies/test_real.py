@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import heedful
 from heedful.commands.models import open_model
+from heedful.eviction import MostHidden
+from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate, write_calibration
 from heedful.records.samples import Sample
 from helpers.families import stir
@@ -50,6 +52,22 @@ def test_a_calibrated_policy_needs_its_calibration(study):
     whole, small = lines
     assert small["policy"] == "triattention" and small["peak_nbytes"] < whole["peak_nbytes"] / 2
     assert small["nats"] != whole["nats"]
+
+
+def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
+    monkeypatch.setattr("benchmarks.real.speed.stock_model", open_model)
+    model = open_model("adapter")
+    write_budgets(Path("adapter/budgets.json"), MostHidden(tokens=(20, 40)), model, {})
+    arguments = "base adapter --lengths 64 --share 2 --rounds 2 --decoded 3 --out speed.jsonl"
+    monkeypatch.setattr(sys, "argv", ["benchmarks.real.speed", *arguments.split()])
+    importlib.import_module("benchmarks.real.speed").main()
+    lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
+    names = ["own", "whole", "whole", "tova", "by-layer", "by-layer"]
+    assert [line["policy"] for line in lines] == names
+    for line in lines:
+        prompts, tokens = zip(*line["rounds"], strict=True)
+        assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
+        assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
 
 
 def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):

@@ -1,0 +1,119 @@
+"""How long a prompt and a decoded token take, with the whole cache and with small ones.
+
+Every way stands in one process and they take turns, so their ratios say more than their times. A
+prompt is of arbitrary tokens; where tokens are evicted it comes in chunks, as in the study.
+
+    python -m benchmarks.real.speed smollm2 adapters/smollm2-135m-evict --out runs/speed.jsonl
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from benchmarks.real.run import eviction_of
+from heedful import stock_model
+from heedful.commands.models import open_model
+from heedful.hf.cache.new import new_cache
+from heedful.hf.versions import cache_argument
+from heedful.records.environment import environment
+from heedful.records.files import write_lines
+
+
+class Way(NamedTuple):
+    """A model with a kind of cache; `chunk` tokens of a prompt come at a time."""
+
+    model: str
+    policy: str
+    tokens: int
+    cache_dtype: str
+    chunk: int
+    network: PreTrainedModel
+    cache: Callable[[], Cache]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base", help="MODEL")
+    parser.add_argument("adapter", help="an adapter's folder with budgets.json")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
+    parser.add_argument("--chunk", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--decoded", type=int, default=16, help="tokens per round")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    lines = []
+    for length in options.lengths:
+        lines += measure(ways(options, length), length, options)
+    about = environment()
+    write_lines(options.out, [line | {"environment": about} for line in lines])
+
+
+def ways(options: argparse.Namespace, length: int) -> list[Way]:
+    """The base as it comes, converted, and with what loses least at so many tokens."""
+    stock = stock_model(options.base).eval()
+    base, adapter = (open_model(x, budgets=False) for x in (options.base, options.adapter))
+    tokens = length // options.share
+    tova = eviction_of("tova", base, options.base, tokens, None)
+    hiding = eviction_of("by-layer", adapter, options.adapter, tokens, None)
+
+    def small(dtype: torch.dtype | None) -> Callable[[], Cache]:
+        return lambda: new_cache(adapter, hiding, dtype=dtype)
+
+    base_name, name, chunk = options.base, options.adapter, options.chunk
+    own = Way(
+        base_name, "own", length, "auto", length, stock, lambda: DynamicCache(config=stock.config)
+    )
+    return [
+        own,
+        Way(base_name, "whole", length, "auto", length, base, lambda: new_cache(base, False)),
+        Way(base_name, "whole", length, "auto", chunk, base, lambda: new_cache(base, False)),
+        Way(base_name, "tova", tokens, "auto", chunk, base, lambda: new_cache(base, tova)),
+        Way(name, "by-layer", tokens, "auto", chunk, adapter, small(None)),
+        Way(name, "by-layer", tokens, "int8", chunk, adapter, small(torch.int8)),
+    ]
+
+
+@torch.no_grad()
+def measure(ways: list[Way], length: int, options: argparse.Namespace) -> list[dict]:
+    """Medians of the rounds, and each round's times."""
+    words = ways[0].network.config.vocab_size
+    ids = torch.randint(words, (1, length), generator=torch.Generator().manual_seed(0))
+    times: list[list[tuple[float, float]]] = [[] for _ in ways]
+    for _ in tqdm(range(options.rounds), desc=f"{length} tokens"):
+        for way, own in zip(ways, times, strict=True):
+            cache = way.cache()
+            begin = time.perf_counter()
+            for part in ids.split(way.chunk, 1):
+                step(way, part, cache)
+            first = time.perf_counter()
+            for token in ids[0, : options.decoded]:
+                step(way, token[None, None], cache)
+            own.append((first - begin, (time.perf_counter() - first) / options.decoded))
+    lines = []
+    for way, own in zip(ways, times, strict=True):
+        prompt, token = (statistics.median(x) for x in zip(*own, strict=True))
+        fields = way._asdict()
+        del fields["network"], fields["cache"]
+        line = fields | {"length": length, "prompt_s": prompt, "token_ms": 1e3 * token}
+        lines.append(line | {"rounds": own, "threads": torch.get_num_threads()})
+        print(json.dumps(line))
+    return lines
+
+
+def step(way: Way, ids: torch.Tensor, cache: Cache) -> None:
+    """Read some tokens; the next one's logits are computed."""
+    way.network(input_ids=ids, logits_to_keep=1, **cache_argument(way.network, cache))
+
+
+if __name__ == "__main__":
+    main()
