@@ -255,6 +255,7 @@ BLOCKS = {
     "real-1024": real_1024,
     "real-earlier": real_earlier,
     "real-2048": lambda: real_cache("2048"),
+    "real-4096": lambda: real_cache("4096"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
     "real-kept": kept_kinds,
