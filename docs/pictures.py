@@ -178,7 +178,9 @@ def pretrained() -> Figure:
         style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
-        recall.plot(sizes, [100 * _mean([*x["needles"].values()]) for x in points], **style)
+        answered = [x for x in points if "needles" in x]
+        shares = [100 * _mean([*x["needles"].values()]) for x in answered]
+        recall.plot([x["peak_nbytes"] / 1e6 for x in answered], shares, **style)
     for axes, title in (
         (loss, "perplexity of books, rise in %"),
         (recall, "numbers found in a book, %"),

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
     parser.add_argument("--chunk", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)

@@ -32,6 +32,7 @@ LABELS = {
 }
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
 NAMES = {
+    "own": "all tokens, transformers' own cache",
     "whole": "all tokens",
     "streaming-llm": "StreamingLLM",
     "tova": "TOVA",
@@ -154,6 +155,25 @@ def question_known() -> str:
     return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
 
 
+def speed() -> str:
+    """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
+    records = read(RESULTS / "speed-cpu.jsonl")
+    own = records[0]
+    lines = [
+        [
+            MODELS[r["model"]],
+            NAMES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            f"{r['tokens']:,}",
+            f"{r['chunk']:,}",
+            f"{r['prompt_s']:.1f} ({r['prompt_s'] / own['prompt_s']:.1f} ×)",
+            f"{r['token_ms']:.0f} ({r['token_ms'] / own['token_ms']:.2f} ×)",
+        ]
+        for r in records
+    ]
+    head = [*HEAD[:3], "tokens at a time", "prompt, s", "decoded token, ms"]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def kept_kinds() -> str:
     """How often tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
     records = read(RESULTS / "kept-cpu.jsonl")
@@ -258,6 +278,7 @@ BLOCKS = {
     "real-4096": lambda: real_cache("4096"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
+    "real-speed": speed,
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-harness": harness,
