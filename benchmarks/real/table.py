@@ -155,6 +155,16 @@ def question_known() -> str:
     return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
 
 
+def stories() -> str:
+    """BabiLong with every token cached: the base's answers."""
+    records = sorted(read(RESULTS / "babilong-cpu.jsonl"), key=lambda r: r["task"])
+    lines = []
+    for record in records:
+        value, low, high = (f"{100 * x:.1f}" for x in record["value"])
+        lines.append([record["task"], str(record["samples"]), f"{value} ({low} to {high})"])
+    return f"{markdown(['task', 'questions', 'right, %'], lines)}\n\n{provenance(records)}"
+
+
 def speed() -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
     records = read(RESULTS / "speed-cpu.jsonl")
@@ -279,6 +289,7 @@ BLOCKS = {
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
     "real-speed": speed,
+    "real-babilong": stories,
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-harness": harness,
