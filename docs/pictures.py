@@ -178,9 +178,9 @@ def pretrained() -> Figure:
         style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
-        answered = [x for x in points if "needles" in x]
-        shares = [100 * _mean([*x["needles"].values()]) for x in answered]
-        recall.plot([x["peak_nbytes"] / 1e6 for x in answered], shares, **style)
+        with_needles = [x for x in points if "needles" in x]
+        shares = [100 * _mean([*x["needles"].values()]) for x in with_needles]
+        recall.plot([x["peak_nbytes"] / 1e6 for x in with_needles], shares, **style)
     for axes, title in (
         (loss, "perplexity of books, rise in %"),
         (recall, "numbers found in a book, %"),

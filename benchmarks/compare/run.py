@@ -51,11 +51,13 @@ class Run(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tasks", nargs="+", help="as heedful compare names them")
+    parser.add_argument("tasks", nargs="+", choices=[*setups()], metavar="TASK")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=MECHANISMS, help="names of mechanisms")
+    parser.add_argument("--only", nargs="+", choices=MECHANISMS, default=MECHANISMS)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if not 1 <= args.seeds <= TRIED_WITH:
+        parser.error(f"--seeds must be from 1 to {TRIED_WITH}, got {args.seeds}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for name in args.tasks:
         setup = setups()[name]
@@ -64,7 +66,7 @@ def main() -> None:
             if run.rate is None:
                 run = run._replace(rate=best_rate(records, run))
             if not any(run == run_of(record) for record in records):
-                record = trained(run, setup, args.out.with_suffix(""))
+                record = train_run(run, setup, args.out.with_suffix(""))
                 append_record(args.out, record)
                 print(*run, f"{record.value:.4f}", flush=True)
 
@@ -97,7 +99,7 @@ def run_of(record: Record) -> Run:
     return Run(record.task, record.mechanism, record.seed, rate)
 
 
-def trained(run: Run, setup: Setup, folder: Path) -> Record:
+def train_run(run: Run, setup: Setup, folder: Path) -> Record:
     """Train one model; its checkpoints are in the folder meanwhile."""
     attention = setup.mechanism(run.mechanism)
     size = equal_size(setup, attention)

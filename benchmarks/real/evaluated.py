@@ -27,9 +27,19 @@ def main() -> None:
         own = [Sample(**x) for x in read_partial(folder / SAMPLES)]
         for tasks in about["lm_eval"].values():
             own += [Sample.from_json(x) for entry in tasks.values() for x in entry["samples"]]
+        if twice := {_identity(x) for x in samples} & {_identity(x) for x in own}:
+            model, cache, task, key = min(twice)
+            raise SystemExit(
+                f"{folder} has the answer of {model} with cache {cache or 'whole'!r} to {task} "
+                f"{key!r}, and so has a folder before it: leave one of the two out"
+            )
         where |= {x.model: {"environment": about["environment"]} for x in own}
         samples += own
     write_lines(options.out, [line_of(x) | where[x.entry[0]] for x in summed_up(samples)])
+
+
+def _identity(sample: Sample) -> tuple[str, str, str, str]:
+    return sample.model, sample.cache, sample.task, sample.key
 
 
 def line_of(line: EvaluationLine) -> dict:

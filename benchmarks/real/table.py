@@ -132,18 +132,18 @@ def real_cache(name: str) -> str:
 def real_1024() -> str:
     """The same of ten books."""
     records = ten_books("1024")
-    used = {_setting(r) for r in records}
+    settings = {_setting(r) for r in records}
     lines = [_line(record, _whole(records)) for record in records]
-    sources = records + [r for r in _records("1024") if _setting(r) in used]
+    sources = records + [r for r in _records("1024") if _setting(r) in settings]
     return f"{markdown(HEAD, lines)}\n\n{provenance(sources)}"
 
 
 def real_earlier() -> str:
     """Adapters that are not kept, on five books, and what they are compared with."""
-    records, kept = _records("1024"), {r["model"] for r in _records("1024-ten")}
-    shown = [r for r in records if r["model"] not in kept or _setting(r) in COMPARED]
-    lines = [_line(record, _whole(records)) for record in shown]
-    return f"{markdown(HEAD, lines)}\n\n{provenance(shown)}"
+    current = {r["model"] for r in _records("1024-ten")}
+    records = [r for r in _records("1024") if r["model"] not in current or _setting(r) in COMPARED]
+    lines = [_line(record, _whole(records)) for record in records]
+    return f"{markdown(HEAD, lines)}\n\n{provenance(records)}"
 
 
 def question_known() -> str:

@@ -140,3 +140,7 @@ def test_several_evaluations_are_one(tmp_path, monkeypatch):
     assert (other["model"], other["cache"], other["value"][0]) == ("other", "own", 4 / 6)
     assert other["difference"][0] == pytest.approx(2 / 6) and stock["difference"] is None
     assert [x["environment"]["command"] for x in (stock, other)] == ["first", "second"]
+    monkeypatch.setattr(sys, "argv", ["evaluated", "first", "first", "--out", "twice.jsonl"])
+    with pytest.raises(SystemExit, match="first has the answer of stock with cache 'whole'"):
+        importlib.import_module("benchmarks.real.evaluated").main()
+    assert not Path("twice.jsonl").exists()
