@@ -23,6 +23,8 @@ def main() -> None:
     options = parser.parse_args()
     samples, where = [], {}
     for folder in options.folders:
+        if not (folder / ABOUT).is_file():
+            parser.error(f"{folder} is not the --out of a finished heedful eval: no {ABOUT} in it")
         about = json.loads((folder / ABOUT).read_text())
         own = [Sample(**x) for x in read_partial(folder / SAMPLES)]
         for tasks in about["lm_eval"].values():

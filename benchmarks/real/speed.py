@@ -51,6 +51,9 @@ def main() -> None:
     parser.add_argument("--decoded", type=int, default=16, help="tokens per round")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    for name in ("rounds", "decoded", "chunk", "share"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     lines = []
     for length in options.lengths:
         lines += measure(ways(options, length), length, options)
