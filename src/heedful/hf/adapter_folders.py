@@ -2,7 +2,8 @@
 
 `adapter.json` names the mechanisms and the base, with a fingerprint of its weights. The mechanism's
 parameters lie in `adapter.safetensors`; with low-rank matrices, in PEFT's own files instead, which
-PEFT opens too. A `budgets.json` may lie beside them.
+PEFT opens too. A `budgets.json` may lie beside them. Matrices are merged into the weights, but those
+that act after an eviction, which stay beside them.
 """
 
 import json
@@ -18,10 +19,11 @@ from transformers import PreTrainedModel
 
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
+from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
-from heedful.hf.fingerprints import fingerprint_of, same_weights
+from heedful.hf.fingerprints import fingerprint_of, same_weights, without_matrices
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
@@ -30,7 +32,7 @@ from heedful.ops.impl import Impl
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FORMAT = 1
+FORMATS = (1, 2)  # the second has matrices that act after an eviction
 ABOUT, WEIGHTS = "adapter.json", "adapter.safetensors"
 _PEFT = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -64,8 +66,13 @@ def save_adapter(
             f"model has no parameters beside its base: {names}; there is nothing to save, convert "
             "the base again instead"
         )
+    if conversion.after_eviction is not None and converted is model:
+        raise ValueError(
+            "model was opened from an adapter whose matrices act after an eviction, which is saved "
+            "as it was trained only: copy the adapter's folder"
+        )
     about = {
-        "format": FORMAT,
+        "format": FORMATS[conversion.after_eviction is not None],
         "base": {"name": os.fspath(base), **fingerprint_of_base(model)},
         "mechanisms": mechanisms_to_json(conversion.mechanisms, conversion.where),
     }
@@ -119,7 +126,9 @@ def load_adapter(
     verify: bool | None = None,
     **options,
 ) -> PreTrainedModel:
-    """Open a base with an adapter; low-rank matrices are merged into its weights.
+    """Open a base with an adapter.
+
+    Low-rank matrices are merged into its weights, but for those that act after an eviction.
 
     Arguments:
         base: its name, or the model itself, which is converted in place.
@@ -153,7 +162,9 @@ def load_adapter(
     }
     try:
         restore(model, about["mechanisms"], tensors, impl, verify)
-        if has_low_rank(folder):
+        if about["format"] == 2:
+            _put_beside(model, folder)
+        elif has_low_rank(folder):
             model = _merged(model, folder)
         if budgets:
             beside.take_budgets(folder, model)
@@ -174,17 +185,36 @@ def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         raise ValueError(f"adapter {folder} cannot be read by PEFT: {error}") from error
 
 
+def _put_beside(model: PreTrainedModel, folder: Path) -> None:
+    """Add PEFT's low-rank matrices beside the weights, to act after an eviction."""
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(folder)
+        config.modules_to_save, config.inference_mode = (
+            None,
+            True,
+        )  # the mechanism has been restored
+        peft.inject_adapter_in_model(config, model)
+        named = load_file(folder / _PEFT[1]).items()
+        matrices = {k.removeprefix("base_model.model."): x for k, x in named if ".lora_" in k}
+        peft.set_peft_model_state_dict(model, matrices)
+    except Exception as error:  # whatever PEFT raises for a damaged file
+        raise ValueError(f"adapter {folder} cannot be read by PEFT: {error}") from error
+    finally:
+        conversion_of(model).after_eviction = AfterEviction(model)  # takes out what is there
+
+
 def fingerprint_of_base(model: nn.Module) -> dict:
     """What distinguishes a base from another one, whatever is added to its weights."""
-    parameters = {}
-    for name, parameter in model.named_parameters():
-        beside_it = (f".{NAME}.", ".lora_", ".modules_to_save.")
-        if any(mark in name for mark in beside_it):
-            continue
-        for mark in (".base_layer", ".original_module"):
-            name = name.replace(mark, "")
-        parameters[name.removeprefix("base_model.model.")] = parameter
-    return fingerprint_of(parameters)
+    added = (f".{NAME}.", ".modules_to_save.")
+    return fingerprint_of(
+        {
+            name.replace(".original_module", ""): p
+            for name, p in without_matrices(model).items()
+            if not any(mark in name for mark in added)
+        }
+    )
 
 
 def read_about(folder: Path) -> dict:
@@ -199,8 +229,9 @@ def read_about(folder: Path) -> dict:
         about = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); the adapter is damaged") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{path} must be of format {FORMAT}; open it with the version of its own")
+    if not isinstance(about, dict) or about.get("format") not in FORMATS:
+        formats = " or ".join(map(str, FORMATS))
+        raise ValueError(f"{path} must be of format {formats}; open it with the version of its own")
     base, parts = about.get("base"), about.get("mechanisms")
     whole = isinstance(base, dict) and isinstance(base.get("name"), str)
     fields = (("mechanism", dict), ("layers", list))

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.eviction import Eviction
 from heedful.hf.adapters import holds_adapter
+from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.attention import (
     IMPLEMENTATION,
     NAME,
@@ -65,6 +66,7 @@ class Conversion:
     where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
         `"cross"`.
     eviction: the policy of new caches of the model, as `budgets.json` says.
+    after_eviction: lets low-rank matrices act once a cache has evicted; `None` without such ones.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -72,6 +74,7 @@ class Conversion:
     where: dict[Mechanism, tuple[Role, ...]]
     _stock: Stock = field(repr=False)
     eviction: Eviction | None = None
+    after_eviction: AfterEviction | None = field(default=None, repr=False)
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
 
     @property
@@ -352,6 +355,8 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
         for hook in module.__dict__.pop(PROJECTION_HOOKS):
             hook.follow()
             hook.close()
+    if conversion.after_eviction is not None:
+        conversion.after_eviction.remove(model)
     stock = conversion._stock
     for handle in stock.hooks:
         handle.remove()

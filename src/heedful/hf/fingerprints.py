@@ -16,7 +16,16 @@ def fingerprint(model: nn.Module) -> dict:
     """What distinguishes a converted model from another one, as JSON-ready values."""
     modules = attention_modules(model)
     layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
-    return fingerprint_of(dict(model.named_parameters()), layers)
+    return fingerprint_of(without_matrices(model), layers)
+
+
+def without_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """A model's parameters by the names that they have without PEFT's LoRA, and none of its own."""
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer", ""): p
+        for name, p in model.named_parameters()
+        if ".lora_" not in name
+    }
 
 
 def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ()) -> dict:

@@ -211,12 +211,15 @@ class StandardInTraining:
     """In place of a layer's forward: in training mode standard attention, and before it `prepare`.
 
     Arguments:
-        layer: whose forward it stands in for; in evaluation mode that runs.
+        layer: whose forward it stands in for.
         prepare: is given the layer and its call, and returns the inputs of standard attention.
+        always: in evaluation mode too, in which else the layer's forward runs.
     """
 
-    def __init__(self, layer: Layer, prepare: Callable[..., LayerInputs]) -> None:
-        self._layer, self._prepare = layer, prepare
+    def __init__(
+        self, layer: Layer, prepare: Callable[..., LayerInputs], always: bool = False
+    ) -> None:
+        self._layer, self._prepare, self._always = layer, prepare, always
         self._standard = Standard().build(layer.shape)
 
     def __call__(
@@ -230,7 +233,7 @@ class StandardInTraining:
         inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         layer = self._layer
-        if not layer.training:
+        if not (layer.training or self._always):
             forward = type(layer).forward
             return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
         view = Visibility() if visibility is None else visibility

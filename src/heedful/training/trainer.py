@@ -70,7 +70,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
         eviction: the loss is that of a model whose caches evict by it, with budgets that vary from
-            step to step, and none in a quarter of the steps (`heedful.training.under_eviction`).
+            step to step (`heedful.training.under_eviction`), and so are evaluations, with these.
         args, kwargs: as Trainer's.
 
     Raises:
@@ -129,7 +129,12 @@ class LayerTrainer(TrainerSteps, Trainer):
             self._additions = []
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """As Trainer's; while an order of eviction is learned, with F of the scale it will have."""
+        """As Trainer's; while an order of eviction is learned, with F of the scale it will have.
+
+        In training under eviction, with the budgets themselves.
+        """
+        if self._under_eviction is not None:
+            self._under_eviction.scale(1.0)
         if self._order is None or not self._order.is_observing:
             return super().evaluate(*args, **kwargs)
         with self._order.settled(self._levels()):

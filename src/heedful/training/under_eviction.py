@@ -1,19 +1,23 @@
 """Training under the budgets of a cache: the model learns to do without what is evicted.
 
 Which tokens are evicted is settled: F or gates say it, and have no gradient here. What is trained
-is the model, usually low-rank matrices beside its weights, to read what is left as it reads
+is the model, usually low-rank matrices that act after an eviction, to read what is left as it reads
 everything.
 """
 
+import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.eviction import Eviction, LowestGate, MostHidden
+from heedful.hf import conversion_of
+from heedful.hf.adapters import converted_inside
+from heedful.hf.after_eviction import Calls
 from heedful.hf.cache.new import attention_modules
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
@@ -27,17 +31,16 @@ from heedful.training.eviction_order import (
 )
 
 SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
-WHOLE = 0.25  # of the steps evict nothing, so that predictions from whole contexts stay
 _EVICTED = -1e9  # finite in every precision that is trained in
 
 
 class EvictionInTraining:
     """Layers attend in training to what their caches would have, chunk by chunk.
 
-    Within `evicting()` and in training mode a query attends to its own chunk of 32 tokens, and of
-    the tokens before it to those that a cache under the layer's budget still has after the chunk
-    before; their logits are less F, where the layer masks, as always. In evaluation mode nothing
-    changes.
+    Within `evicting()` a query attends to its own chunk of 32 tokens, and of the tokens before it
+    to those that a cache under the layer's budget still has after the chunk before; their logits
+    are less F, where the layer masks, as always. Matrices that act after an eviction act in the
+    chunks in which they would.
 
     Arguments:
         model: converted by `selective`, or with retention gates, in the layers that have a budget;
@@ -68,27 +71,38 @@ class EvictionInTraining:
                 )
             self._layers |= dict.fromkeys(layers, tokens)
         self._eviction = eviction
-        self.factor: float | None = 1.0
+        self._matrices = conversion_of(converted_inside(model)).after_eviction
+        self.factor = 1.0
+
+    def scale(self, factor: float) -> None:
+        """Multiply all budgets by a factor from now on."""
+        self.factor = factor
+        if self._matrices is not None and self._matrices.calls is not None:  # within `evicting()`
+            self._matrices.calls = self._calls()
 
     def draw(self, seed: int, step: int) -> None:
-        """Choose the factor on all budgets for a step, the same again for the same step.
-
-        A quarter of the steps has none, and nothing is evicted.
-        """
-        draws, (least, most) = random.Random(seed * 1_000_003 + step), SPREAD
-        factor = least * (most / least) ** draws.random()
-        self.factor = None if draws.random() < WHOLE else factor
+        """Choose the factor for a step, the same again for the same step."""
+        least, most = SPREAD
+        self.scale(least * (most / least) ** random.Random(seed * 1_000_003 + step).random())
 
     @contextmanager
     def evicting(self) -> Iterator[None]:
-        """Within it layers in training mode attend to what their caches would have."""
+        """Within it layers attend to what their caches would have."""
+        matrices = self._matrices
+        acting = nullcontext() if matrices is None else matrices.standing_for(self._calls())
         try:
             for layer in self._layers:
-                layer.forward = StandardInTraining(layer, self._evict)
-            yield
+                layer.forward = StandardInTraining(layer, self._evict, always=True)
+            with acting:
+                yield
         finally:
             for layer in self._layers:
                 vars(layer).pop("forward", None)
+
+    def _calls(self) -> Calls:
+        """The calls that a sequence stands for."""
+        least = min((self._budget(layer)[0] + 1 for layer in self._layers), default=math.inf)
+        return Calls(least, CHUNK, CHUNK)
 
     def _evict(
         self,
@@ -124,19 +138,17 @@ class EvictionInTraining:
         else:
             order = gates_after_chunks(layer.gates(tokens, inputs), dense)
             f = torch.zeros_like(dense[:, None], dtype=order[0].dtype)
-        if self.factor is None:
-            return -f
-        cached = cached_tokens(*order, *self._budget(layer, self.factor))
+        cached = cached_tokens(*order, *self._budget(layer))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
         attendable = before | (place >= (chunk * CHUNK)[:, None])
         return (-f).masked_fill(~attendable[:, None], _EVICTED)
 
-    def _budget(self, layer: Layer, factor: float) -> tuple[int, int, int]:
+    def _budget(self, layer: Layer) -> tuple[int, int, int]:
         """How many tokens are left after a chunk, and of these the first and newest that stay."""
         sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
-        tokens = round(self._layers[layer] * factor)
+        tokens = round(self._layers[layer] * self.factor)
         return max(sinks + recent + 1, tokens) - 1, sinks, recent
 
 

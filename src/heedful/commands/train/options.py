@@ -43,7 +43,7 @@ RECIPES = {
     "hide": TrainingRecipe(
         200, 1, 1024, 2e-3, 10, "linear", 1.0, 0.0, 0.95, "mechanism", "maps", 0.0, 1.0, (64, 256)
     ),
-    "evict": TrainingRecipe(240, 1, 1024, 5e-4, 10, "cosine", 1.0, 0.0, 0.95, "lora", "base"),
+    "evict": TrainingRecipe(180, 1, 1024, 5e-4, 10, "cosine", 1.0, 0.0, 0.95, "lora", "base"),
     # Golovneva et al., arXiv 2504.00927, table 7 and section 4.3, and their published code: batches
     # of 262,144 tokens.
     "mta": TrainingRecipe(400_000, 128, 2048, 1.5e-4, 375, "linear", 1.0, 0.05, 0.98),

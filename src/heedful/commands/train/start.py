@@ -30,6 +30,7 @@ from heedful.eviction import Eviction
 from heedful.hf import conversion_of, convert, load
 from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
 from heedful.hf.adapters import converted_inside, with_low_rank
+from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model, stock_tokenizer
@@ -158,7 +159,9 @@ def _beside_frozen(
     if recipe.train == "lora":
         model = with_low_rank(model, options.rank)
     if eviction is not None:
-        for parameter in conversion_of(converted_inside(model)).parameters().values():
+        conversion = conversion_of(converted_inside(model))
+        conversion.after_eviction = AfterEviction(conversion.model)
+        for parameter in conversion.parameters().values():
             parameter.requires_grad_(False)
     return Start(model.train(), tokenizer, teacher, base_of(options.model), eviction)
 

@@ -7,7 +7,7 @@ numbers.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
+from heedful.hf.adapters import converted_inside
+from heedful.hf.after_eviction import Calls, least_budget
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
@@ -91,7 +93,8 @@ def evicting(
         yield peaks
         return
     routes = []
-    for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
+    budgets = layer_budgets(eviction, modules, model)
+    for module, budget in zip(modules, budgets, strict=True):
         if budget is not None or int8:
             layer, kind = module.heedful, cache_kind(module)
             kind(layer, None, budget, int8=int8)  # raises if it cannot be served
@@ -103,12 +106,23 @@ def evicting(
             route.layer.forward = route
             if eviction is not None and eviction.reads_keys:
                 route.layer.needs = route.needs | {"positions"}
-        with torch.no_grad():
+        with torch.no_grad(), _matrices_acting(model, budgets, whole, step):
             yield peaks
     finally:
         for route in routes:
             vars(route.layer).pop("forward", None)
             route.layer.needs = route.needs
+
+
+def _matrices_acting(
+    model: nn.Module, budgets: list[Budget | None], whole: int, step: int
+) -> AbstractContextManager:
+    """A context in which matrices that act after an eviction act where they would."""
+    conversion = getattr(converted_inside(model), "_heedful", None)
+    matrices = None if conversion is None else conversion.after_eviction
+    if matrices is None or (least := least_budget(budgets)) is None:
+        return nullcontext()
+    return matrices.standing_for(Calls(least, whole, step))
 
 
 class _Route:
