@@ -2,8 +2,8 @@
 
 `adapter.json` names the mechanisms and the base, with a fingerprint of its weights. The mechanism's
 parameters lie in `adapter.safetensors`; with low-rank matrices, in PEFT's own files instead, which
-PEFT opens too. A `budgets.json` may lie beside them. Matrices are merged into the weights, but those
-that act after an eviction, which stay beside them.
+PEFT opens too. Matrices are merged into the weights, but for those that act after an eviction. A
+`budgets.json` may lie beside them.
 """
 
 import json
@@ -55,7 +55,8 @@ def save_adapter(
 
     Raises:
         ValueError: the model is not converted, or there is nothing to save: neither parameters of
-            its mechanism nor low-rank matrices.
+            its mechanism nor low-rank matrices; or these act after an eviction, and the model has
+            been opened with them.
     """
     converted = converted_inside(model)
     conversion = conversion_of(converted)

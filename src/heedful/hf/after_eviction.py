@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import Budget
 from heedful.hf.family.call import forward_pass
 
 
@@ -118,20 +117,21 @@ def has_evicted(cache: Cache) -> bool:
     )
 
 
-def least_budget(budgets: list[Budget | None]) -> int | None:
-    """The smallest of the layers' budgets, `None` where no layer has one.
+def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
+    """The calls of so many tokens each with an empty cache; `None` where it evicts nothing.
 
     Raises:
-        ValueError: how many tokens are left cannot be told from how many have come.
+        ValueError: what it evicts depends on more than how many tokens have come.
     """
-    policies = [x.policy for x in budgets if x is not None]
-    if any(policy.keep_prompt or policy.evicts_below is not None for policy in policies):
-        raise ValueError(
-            f"eviction: {type(policies[0]).__name__} evicts not by the number of tokens alone, and "
-            "this model's matrices act after the first eviction: measure with steps through a "
-            "cache (heedful.new_cache), or with a policy that has a number of tokens"
-        )
-    return min((x.tokens for x in budgets if x is not None and x.tokens is not None), default=None)
+    budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache) and x.budget]
+    for policy in (budget.policy for budget in budgets):
+        if policy.keep_prompt or policy.evicts_below is not None:
+            raise ValueError(
+                f"eviction: {type(policy).__name__} evicts not by the number of tokens alone, and "
+                "this model's matrices act after the first eviction: measure with steps through a "
+                "cache (heedful.new_cache), or with another policy"
+            )
+    return Calls(min(x.tokens for x in budgets), first, later) if budgets else None
 
 
 def _low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -66,7 +66,8 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     if holds_adapter(model):
         raise ValueError(
             "model holds adapters of PEFT, which a stock checkpoint has no place for: merge them "
-            "(merge_and_unload), or heedful.load the adapter's folder, which does"
+            "(merge_and_unload), or heedful.load the adapter's folder, which does unless they act "
+            "after an eviction only"
         )
     seats = _seats(model)
     own = f".{NAME}."

@@ -48,6 +48,11 @@ def save_converted(
         raise ValueError("push_to_hub is not supported: save to a folder, then upload the folder")
     if options.get("variant"):
         raise ValueError("variant is not supported: save to a folder of its own")
+    if conversion.after_eviction is not None:
+        raise ValueError(
+            "model has low-rank matrices that act after an eviction, for which a checkpoint has no "
+            "place: keep the adapter's folder, and heedful.load it on its base"
+        )
     folder = Path(folder)
     if folder.is_file():
         raise ValueError(f"save_directory must be a folder, got the file {folder}")

@@ -5,10 +5,10 @@ is the model, usually low-rank matrices that act after an eviction, to read what
 everything.
 """
 
-import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from heedful.eviction import Eviction, LowestGate, MostHidden
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
-from heedful.hf.after_eviction import Calls
-from heedful.hf.cache.new import attention_modules
+from heedful.hf.after_eviction import Calls, calls_of
+from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
@@ -59,8 +59,10 @@ class EvictionInTraining:
             )
         modules = attention_modules(model)
         self._layers: dict[Layer, int] = {}
+        self._of_modules: list[Layer | None] = []  # of each module one, where it has a budget
         for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
             layers = [x for x in module.modules() if isinstance(x, Layer)]
+            self._of_modules.append(None if tokens is None else layers[0])
             if tokens is None:
                 continue
             if not all(_orders(layer, eviction) for layer in layers):
@@ -71,13 +73,14 @@ class EvictionInTraining:
                 )
             self._layers |= dict.fromkeys(layers, tokens)
         self._eviction = eviction
-        self._matrices = conversion_of(converted_inside(model)).after_eviction
-        self.factor = 1.0
+        self._model = converted_inside(model)
+        self._matrices = conversion_of(self._model).after_eviction
+        self.factor, self._is_evicting = 1.0, False
 
     def scale(self, factor: float) -> None:
         """Multiply all budgets by a factor from now on."""
         self.factor = factor
-        if self._matrices is not None and self._matrices.calls is not None:  # within `evicting()`
+        if self._matrices is not None and self._is_evicting:
             self._matrices.calls = self._calls()
 
     def draw(self, seed: int, step: int) -> None:
@@ -93,16 +96,19 @@ class EvictionInTraining:
         try:
             for layer in self._layers:
                 layer.forward = StandardInTraining(layer, self._evict, always=True)
+            self._is_evicting = True
             with acting:
                 yield
         finally:
+            self._is_evicting = False
             for layer in self._layers:
                 vars(layer).pop("forward", None)
 
-    def _calls(self) -> Calls:
+    def _calls(self) -> Calls | None:
         """The calls that a sequence stands for."""
-        least = min((self._budget(layer)[0] + 1 for layer in self._layers), default=math.inf)
-        return Calls(least, CHUNK, CHUNK)
+        tokens = [layer and self._budget(layer)[0] + 1 for layer in self._of_modules]
+        cache = new_cache(self._model, replace(self._eviction, tokens=tuple(tokens)))
+        return calls_of(cache, CHUNK, CHUNK)
 
     def _evict(
         self,

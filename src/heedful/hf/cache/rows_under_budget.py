@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
 from heedful.hf.adapters import converted_inside
-from heedful.hf.after_eviction import Calls, least_budget
+from heedful.hf.after_eviction import calls_of
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.new import attention_modules, cache_kind
+from heedful.hf.cache.new import attention_modules, cache_kind, new_cache
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
@@ -93,8 +93,7 @@ def evicting(
         yield peaks
         return
     routes = []
-    budgets = layer_budgets(eviction, modules, model)
-    for module, budget in zip(modules, budgets, strict=True):
+    for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None or int8:
             layer, kind = module.heedful, cache_kind(module)
             kind(layer, None, budget, int8=int8)  # raises if it cannot be served
@@ -106,7 +105,7 @@ def evicting(
             route.layer.forward = route
             if eviction is not None and eviction.reads_keys:
                 route.layer.needs = route.needs | {"positions"}
-        with torch.no_grad(), _matrices_acting(model, budgets, whole, step):
+        with torch.no_grad(), _matrices_acting(model, eviction, whole, step):
             yield peaks
     finally:
         for route in routes:
@@ -115,14 +114,14 @@ def evicting(
 
 
 def _matrices_acting(
-    model: nn.Module, budgets: list[Budget | None], whole: int, step: int
+    model: nn.Module, eviction: Eviction | None, whole: int, step: int
 ) -> AbstractContextManager:
     """A context in which matrices that act after an eviction act where they would."""
-    conversion = getattr(converted_inside(model), "_heedful", None)
-    matrices = None if conversion is None else conversion.after_eviction
-    if matrices is None or (least := least_budget(budgets)) is None:
+    model = converted_inside(model)
+    matrices = getattr(getattr(model, "_heedful", None), "after_eviction", None)
+    if matrices is None:
         return nullcontext()
-    return matrices.standing_for(Calls(least, whole, step))
+    return matrices.standing_for(calls_of(new_cache(model, eviction or False), whole, step))
 
 
 class _Route:

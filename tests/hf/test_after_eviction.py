@@ -1,0 +1,222 @@
+"""Low-rank matrices that act once a cache has evicted: where they act, and what stays as it was."""
+
+import copy
+import os
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+import heedful
+from heedful.eviction import TOVA, Bounded, LowestGate, MostHidden, StreamingLLM
+from heedful.hf import conversion_of
+from heedful.hf.after_eviction import AfterEviction, Calls
+from heedful.hf.budgets import write_budgets
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.versions import cache_argument
+from heedful.nn import Forgetting, RetentionGate
+from heedful.training.under_eviction import EvictionInTraining
+from helpers.families import logits, stir, tiny, tokens
+
+CHUNK = 8
+POLICY = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
+EXTRA = heedful.Selective(selector="extra")
+
+
+def selective(family: str = "llama", mechanism=EXTRA):
+    torch.manual_seed(0)
+    model = tiny(family)
+    heedful.convert(model, mechanism)
+    stir(model, 0.5, ".heedful.")
+    return model
+
+
+def with_matrices(model, rank: int = 2):
+    """PEFT's wrapper of a converted model, whose matrices act after an eviction."""
+    config = LoraConfig(
+        target_modules="all-linear", exclude_modules=r".*\.heedful(\..*)?", r=rank, lora_alpha=2
+    )
+    wrapped = heedful.get_peft_model(model, config)
+    stir(wrapped, 0.3, "lora_")
+    conversion_of(model).after_eviction = AfterEviction(model)
+    return wrapped
+
+
+def in_steps(model, policy, ids, step: int = CHUNK) -> torch.Tensor:
+    cache = heedful.new_cache(model, policy)
+    with torch.no_grad():
+        calls = [
+            model(input_ids=part, **cache_argument(model, cache)).logits
+            for part in ids.split(step, 1)
+        ]
+    return torch.cat(calls, 1)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """The folders of a base and of an adapter for it, and the model that was saved."""
+    base = tiny(dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    model = copy.deepcopy(base)
+    heedful.convert(model, EXTRA)
+    stir(model, 0.5, ".heedful.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PEFT: the base has no name
+        wrapped = with_matrices(model)
+        heedful.save_adapter(wrapped, tmp_path / "a", base=str(tmp_path / "base"))
+    return tmp_path / "a", model.eval()
+
+
+# Budgets of 15 and 20 are full after two and three chunks; the first is idle in Gemma 2's windows.
+@pytest.mark.parametrize(("family", "first"), [("llama", 16), ("qwen3", 16), ("gemma2", 24)])
+def test_until_something_is_evicted_the_model_is_what_it_was(family, first):
+    model, ids = selective(family), tokens(2, 51)
+    expected, stepped = logits(model, ids), in_steps(model, POLICY, ids)
+    with_matrices(model)
+    assert torch.equal(logits(model.eval(), ids), expected)
+    whole = in_steps(model, False, ids)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-9)
+    changed = (in_steps(model, POLICY, ids) - stepped).abs().amax((0, 2))
+    assert not changed[:first].any() and changed[first:].min() > 1e-6
+    assert torch.equal(logits(model, ids), expected)  # another call does not remember
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "policy", [POLICY, TOVA(tokens=(15, 20, None), sinks=2, recent=3), StreamingLLM(tokens=15)]
+)
+@pytest.mark.parametrize(("first", "step"), [(CHUNK, CHUNK), (30, 1), (1, 5)])
+def test_whole_sequences_are_what_steps_through_a_cache_are(family, policy, first, step):
+    model, ids = selective(family), tokens(2, 51)
+    with_matrices(model)
+    model.eval()
+    cache = heedful.new_cache(model, policy)
+    parts = (ids[:, :first], *ids[:, first:].split(step, 1))
+    with torch.no_grad():
+        calls = [model(input_ids=x, **cache_argument(model, cache)).logits for x in parts]
+    with evicting(model, policy, first, step):
+        actual = logits(model, ids)
+    torch.testing.assert_close(actual, torch.cat(calls, 1), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_in_training_matrices_act_where_they_will(monkeypatch, gates):
+    for name in ("eviction_order", "under_eviction"):
+        monkeypatch.setattr(f"heedful.training.{name}.CHUNK", CHUNK)
+    policy = LowestGate(POLICY.tokens, sinks=2, recent=3) if gates else POLICY
+    model, ids = selective(mechanism=RetentionGate() if gates else EXTRA), tokens(2, 51)
+    wrapped = with_matrices(model)
+    owner = EvictionInTraining(wrapped, policy)
+    for factor in (1.0, 1.5):
+        scaled = replace(policy, tokens=(round(15 * factor), round(20 * factor), None))
+        expected = in_steps(model.eval(), scaled, ids)
+        with owner.evicting():
+            owner.scale(factor)
+            trained = wrapped.train()(input_ids=ids, use_cache=False).logits
+            evaluated = logits(wrapped.eval(), ids)
+        torch.testing.assert_close(trained, expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(evaluated, expected, rtol=0, atol=1e-9)
+    trained[:, :24].sum().backward()  # the first eviction is after the third chunk here
+    matrices = [p for name, p in wrapped.named_parameters() if "lora_" in name]
+    assert matrices and not any(p.grad.any() for p in matrices)
+
+
+def test_packed_documents_begin_without_an_eviction():
+    documents = torch.tensor([[0] * 20 + [1] * 30])
+    act = Calls(10, 4, 4).act_on(documents, 50, torch.device("cpu"))[0]
+    # A cache of the second document alone begins at token 20; calls begin at multiples of 4.
+    assert act.nonzero()[:, 0].tolist() == [*range(12, 20), *range(32, 50)]
+    alone = Calls(10, 7, 1).act_on(None, 50, torch.device("cpu"))[0]
+    assert alone.nonzero()[:, 0].tolist() == [*range(10, 50)]
+    at_once = Calls(10, 12, 5).act_on(None, 50, torch.device("cpu"))[0]
+    assert at_once.nonzero()[:, 0].tolist() == [*range(12, 50)]
+
+
+def test_an_adapter_opens_as_it_was_trained(adapter):
+    folder, model = adapter
+    ids = tokens(2, 51)
+    opened = heedful.load(folder)
+    assert torch.equal(in_steps(opened, POLICY, ids), in_steps(model, POLICY, ids))
+    copied, pickled = copy.deepcopy(opened), pickle.loads(pickle.dumps(opened))
+    for again in (copied, pickled):
+        conversion_of(again).after_eviction.remove(again)  # of the copy alone
+        assert not any("lora" in name for name, _ in again.named_parameters())
+    assert torch.equal(in_steps(opened, POLICY, ids), in_steps(model, POLICY, ids))
+    base = heedful.revert(opened)
+    stock = heedful.hf.stock.stock_model(str(folder.parent / "base"))
+    assert torch.equal(logits(base, ids), logits(stock, ids))
+    assert base.state_dict().keys() == stock.state_dict().keys()
+
+
+def test_generate_goes_on_with_the_matrices_after_an_eviction(adapter):
+    folder, _ = adapter
+    opened, ids = heedful.load(folder), tokens(1, 12)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    replies = []
+    for each in (opened, heedful.load(folder)):
+        cache = heedful.new_cache(each, POLICY)
+        replies.append(each.generate(ids, **cache_argument(each, cache), **options)[0, 12:])
+    whole = opened.generate(ids, **options)[0, 12:]
+    assert torch.equal(*replies)
+    assert torch.equal(replies[0][:4], whole[:4])  # 15 tokens: nothing is evicted before
+    assert not torch.equal(replies[0], whole)
+
+
+def test_budgets_are_those_of_the_selectors(adapter):
+    """Matrices change neither F nor what is evicted first, so budgets searched before are good."""
+    folder, _ = adapter
+    bare = heedful.load(folder)
+    conversion_of(bare).after_eviction.remove(bare)
+    write_budgets(folder / "budgets.json", POLICY, bare, {})
+    assert heedful.load(folder)._heedful.eviction == POLICY
+
+
+def test_compiled_it_is_the_same(adapter):
+    folder, _ = adapter
+    model, ids = heedful.load(folder), tokens(2, 51)
+    expected = logits(model, ids)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager")(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_hold_them_refuses(adapter, tmp_path):
+    folder, _ = adapter
+    model = heedful.load(folder)
+    with pytest.raises(ValueError, match="a checkpoint has no place: keep the adapter's folder"):
+        model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(ValueError, match="unless they act after an eviction only"):
+        heedful.export(model, tmp_path / "stock")
+    with pytest.raises(ValueError, match="copy the adapter's folder"):
+        heedful.save_adapter(model, tmp_path / "b", base="base")
+    assert not {"whole", "stock", "b"} & set(os.listdir(tmp_path))
+    with (
+        pytest.raises(ValueError, match="StreamingLLM evicts not by the number of tokens alone"),
+        evicting(model, StreamingLLM(tokens=15, keep_prompt=True)),
+    ):
+        pass
+    forgetting = selective(mechanism=Forgetting())
+    with_matrices(forgetting)
+    with (
+        pytest.raises(ValueError, match="Bounded evicts not by the number of tokens alone"),
+        evicting(forgetting.eval(), Bounded(1e-3)),
+    ):
+        pass
+
+
+def test_a_cut_short_adapter_is_refused_and_the_base_is_as_it_was(adapter):
+    folder, _ = adapter
+    base = heedful.hf.stock.stock_model(str(folder.parent / "base"))
+    ids = tokens(2, 20)
+    expected = logits(base, ids)
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    save_file({k: x[:1] if "lora_A" in k else x for k, x in tensors.items()}, path)
+    with pytest.raises(ValueError, match="cannot be read by PEFT"):
+        heedful.load(base, adapter=folder)
+    assert not any("lora" in name or "heedful" in name for name, _ in base.named_parameters())
+    assert torch.equal(logits(base, ids), expected)
