@@ -2,8 +2,11 @@
 
 A standard model gets an extra selector, which changes nothing at first, and learns to hide tokens
 under the memory loss; a selective one keeps its own and learns to hide more. The other way round,
-standard attention and the hybrid can start with the weights of a model that has learnt a task. What
-the models are worth under small caches is scored by `run.py`.
+standard attention, the hybrid and forgetting attention can start with the weights of a model that
+has learnt a task. `selectors` and `retention-gate` are trained beside a standard model that stays
+what it is, to say what a cache of 16 tokens up to half of the sequence can do without (the loss of
+`heedful train --recipe hide`). What the models are worth under small caches is scored by `run.py`
+and `equal_bytes.py`.
 
     python -m benchmarks.small_caches.teach runs/study-text/models/text-standard-0 --task text \
         --data books --tokenizer bpe --length 768 --steps 200 --rate 5e-5 --mechanism-rate 20 \
@@ -12,22 +15,33 @@ the models are worth under small caches is scored by `run.py`.
 
 import argparse
 import json
+import random
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Hyperparameters, local_global
-from heedful.nn import Selective, Standard
+from heedful.hf import conversion_of
+from heedful.nn import Forgetting, RetentionGate, Selective, Standard
 from heedful.records.environment import environment
 from heedful.tasks import TASKS, Task
+from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.trainer import parameter_groups
 
-MECHANISMS = ("selective", "standard", "local-global")
+BESIDE = {
+    "selectors": Selective(selector="extra", dim=16),
+    "retention-gate": RetentionGate(),
+}
+MECHANISMS = ("selective", "standard", "local-global", "forgetting", *BESIDE)
+LEAST_CACHE = 16  # tokens of the smallest cache that an order of eviction is learnt for
 
 
 def main() -> None:
@@ -56,7 +70,9 @@ def main() -> None:
     before = score(model, judged, hyperparameters)
     kinds = {type(m.heedful).__name__ for m in model.modules() if hasattr(m, "heedful")}
     print(f"becomes {', '.join(sorted(kinds))}; before: {split} {before}", flush=True)
-    seconds = teach(model, task, args)
+    objective = ordering if args.mechanism in BESIDE else predicting
+    with objective(model, task, args) as loss_of:
+        seconds = teach(model, loss_of, args)
     after = score(model, judged, hyperparameters)
     print(f"after {seconds:.0f} s: {split} {after}", flush=True)
     model.save_pretrained(args.to)
@@ -77,7 +93,8 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
         return model
     heedful.revert(model)
     torch.manual_seed(0)  # of an extra selector's start
-    kinds = {"selective": Selective(selector="extra"), "standard": Standard()}
+    kinds = {"selective": Selective(selector="extra"), "standard": Standard(), **BESIDE}
+    kinds["forgetting"] = Forgetting(start="identity")
     kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
     return heedful.convert(model, kinds[mechanism]).model
 
@@ -86,8 +103,50 @@ def hides(model: PreTrainedModel) -> bool:
     return any(m.heedful.hides for m in model.modules() if hasattr(m, "heedful"))
 
 
-def teach(model: PreTrainedModel, task: Task, args: argparse.Namespace) -> float:
-    """The plain loop: the task's own loss, and the memory loss beside it where tokens hide."""
+@contextmanager
+def predicting(
+    model: PreTrainedModel, task: Task, args: argparse.Namespace
+) -> Iterator[Callable[[int], Tensor]]:
+    """A context with the loss of a step: the task's own, and the memory loss where tokens hide."""
+    hiding = args.memory_loss and args.mechanism == "selective"
+    memory = heedful.MemoryLoss(model) if hiding else None
+
+    def loss_of(step: int) -> Tensor:
+        rows = task.batch(args.batch, 1, step)
+        loss = model(input_ids=rows.input_ids, labels=rows.labels, use_cache=False).loss
+        return loss if memory is None else loss + args.memory_loss * memory()
+
+    yield loss_of
+    if memory is not None:
+        memory.remove()
+
+
+@contextmanager
+def ordering(
+    model: PreTrainedModel, task: Task, args: argparse.Namespace
+) -> Iterator[Callable[[int], Tensor]]:
+    """A context with the loss of a step: that of an order of eviction, beside a frozen model."""
+    model.requires_grad_(False)
+    for parameter in conversion_of(model).parameters().values():
+        parameter.requires_grad_()
+    spread = task.length / 2 / LEAST_CACHE
+    with EvictionOrderLoss(model).observing() as order:
+
+        def loss_of(step: int) -> Tensor:
+            rows = task.batch(args.batch, 1, step)
+            order.draw(rows.labels, step)
+            model(input_ids=rows.input_ids, use_cache=False)
+            return order(round(LEAST_CACHE * spread ** random.Random(step).random()))
+
+        yield loss_of
+        rows = task.batch(args.batch, 1, args.steps)
+        order.settle(order.levels(model, {"input_ids": rows.input_ids, "labels": rows.labels}))
+
+
+def teach(
+    model: PreTrainedModel, loss_of: Callable[[int], Tensor], args: argparse.Namespace
+) -> float:
+    """The plain loop; returns its seconds."""
     start = time.perf_counter()
     groups = parameter_groups(model, args.rate, mechanism_rate=args.mechanism_rate)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
@@ -95,20 +154,13 @@ def teach(model: PreTrainedModel, task: Task, args: argparse.Namespace) -> float
         optimizer, [group["lr"] for group in groups], total_steps=args.steps, pct_start=0.1,
         cycle_momentum=False,
     )  # fmt: skip
-    memory = heedful.MemoryLoss(model) if args.memory_loss and hides(model) else None
     model.train()
     for step in tqdm(range(args.steps)):
-        rows = task.batch(args.batch, 1, step)
-        loss = model(input_ids=rows.input_ids, labels=rows.labels, use_cache=False).loss
-        if memory is not None:
-            loss = loss + args.memory_loss * memory()
-        loss.backward()
+        loss_of(step).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    if memory is not None:
-        memory.remove()
     model.eval()
     return time.perf_counter() - start
 

@@ -229,6 +229,38 @@ def test_a_model_is_fine_tuned_and_scored_under_small_caches(run, trained):
     assert len(read_budgeted(Path("scored.jsonl"))) == len(records)
 
 
+@pytest.mark.slow
+def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
+    """What evicts has as many tokens as fit; what forgets within an error takes what it takes."""
+    training = ("--task", "recall", "--steps", 2, "--batch", 2)
+    run("small_caches.teach", trained, *training, "--mechanism", "standard", "--to", "standard")
+    standard = heedful.load("standard").state_dict()
+    for name in ("retention-gate", "selectors", "forgetting"):
+        options = ("--mechanism", name, "--rate", 0.1, "--to", name)
+        run("small_caches.teach", "standard", *training, *options)
+        state = heedful.load(name).state_dict()
+        frozen = all(torch.equal(state[key], x) for key, x in standard.items())
+        assert frozen == (name != "forgetting")
+        assert any(x.any() for key, x in state.items() if ".heedful." in key)
+    models = [f"{x}={x}" for x in ("standard", "selectors", "retention-gate", "forgetting")]
+    options = ("--shares", 1, 0.5, "--epsilons", 0.9, "--rows", 2, "--batch", 2)
+    run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
+    records = lines("equal.jsonl")
+    assert {(x["model"], x["policy"]) for x in records} == {
+        ("standard", "StreamingLLM"), ("standard", "TOVA"), ("standard", "Random"),
+        ("standard", "TriAttention"), ("selectors", "MostHidden"), ("retention-gate", "LowestGate"),
+        ("retention-gate", "LowestGate, half recent"), ("forgetting", "Bounded 0.9"),
+    }  # fmt: skip
+    whole = next(x for x in records if x["share"] == 1)
+    assert whole["tokens"] == 96 and whole["peak_bytes"] == whole["measure"]
+    budgets = [x for x in records if x["share"] is not None]
+    assert len(budgets) == 14 and all(
+        0.9 * x["share"] < x["peak_bytes"] / x["measure"] <= x["share"] for x in budgets
+    )
+    run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
+    assert lines("equal.jsonl") == records
+
+
 def test_a_grid_goes_on_from_a_fine_tuned_model(run, trained):
     """The weights are those of the start: nothing is learnt in a step of no size."""
     grid = ("--seeds", 1, "--only", "full attention", "--out", "grid.jsonl")

@@ -1,0 +1,168 @@
+"""Score trained models at equal peak bytes: each policy has as many tokens as fit into them.
+
+The measure is what the first model's whole cache takes at its peak for one sequence, and `--shares`
+of it are what every model's cache may take at its own peak. Which policy a model is scored with
+follows from what it has: selective attention evicts what is most masked, retention gates the lowest
+gate, forgetting attention what its error bound allows, a hybrid nothing but what its windows leave
+and the oldest tokens, and standard attention has the policies without training. `Bounded` takes an
+error, `--epsilons`, in place of bytes: its lines say how many it took.
+
+    python -m benchmarks.small_caches.equal_bytes standard=runs/recall-standard \
+        selective=runs/recall-selective --task recall --out runs/equal-bytes.jsonl
+
+What is in the file already is not scored again.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+import heedful
+from benchmarks.parts import read_partial
+from heedful.commands.compare.options import LEAST_TOKENS
+from heedful.commands.compare.scoring import score_rows
+from heedful.eviction import (
+    TOVA,
+    Bounded,
+    Eviction,
+    LowestGate,
+    MostHidden,
+    Random,
+    StreamingLLM,
+    TriAttention,
+)
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.calibration import calibrate
+from heedful.nn import Forgetting
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+from heedful.tasks import TASKS, Task
+
+CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for TriAttention
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
+    parser.add_argument("--task", choices=("text", "recall"), default="recall")
+    parser.add_argument("--data", nargs="+", default=())
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--length", type=int)
+    parser.add_argument("--shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 0.1, 0.01])
+    parser.add_argument("--rows", type=int, default=128, help="evaluation sequences")
+    parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if not all(0 < share <= 1 for share in args.shares):
+        parser.error(f"--shares must be above 0 and at most 1, got {args.shares}")
+    task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
+    folders = dict(word.split("=", 1) for word in args.models)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    measure = None
+    for name, folder in folders.items():
+        model = heedful.load(folder, budgets=False).eval()
+        if measure is None:
+            measure = peak_bytes(model, StreamingLLM(tokens=task.length), task)
+        for policy, share, make in tqdm(list(settings(model, task, args)), desc=name):
+            done = {(x["model"], x["policy"], x["share"]) for x in read_partial(args.out)}
+            if (name, policy, share) in done:
+                continue
+            eviction = make(0) if share is None else fitting(model, make, share * measure, task)
+            if eviction is None:
+                continue  # not even the least cache fits
+            line = {"task": args.task, "model": name, "policy": policy, "share": share}
+            line |= scored(model, eviction, task, args) | {"measure": measure}
+            append_line(args.out, json.dumps(line | {"environment": environment()}))
+
+
+def settings(
+    model: PreTrainedModel, task: Task, args: argparse.Namespace
+) -> Iterator[tuple[str, float | None, Callable[[int], Eviction]]]:
+    """Policies with shares of bytes, and how each is made of a number of tokens."""
+    layers = [module.heedful for module in attention_modules(model)]
+    if isinstance(model._heedful.mechanism, Forgetting):
+        for epsilon in args.epsilons:
+            yield f"Bounded {epsilon:g}", None, lambda _, epsilon=epsilon: Bounded(epsilon)
+        return
+    policies: dict[str, Callable[[int], Eviction]] = {}
+    if all(layer.hides for layer in layers):
+        policies["MostHidden"] = MostHidden
+    elif all("gate" in layer.keeps for layer in layers):
+        policies["LowestGate"] = LowestGate
+        policies["LowestGate, half recent"] = lambda n: LowestGate(n, recent=max(8, n // 2))
+    elif any(layer.window is not None for layer in layers):
+        policies["StreamingLLM"] = StreamingLLM
+    else:
+        rows = task.batch(args.batch, 1, CALIBRATED_ON).input_ids
+        calibration = calibrate(model, [rows])
+        policies |= {x.__name__: x for x in (StreamingLLM, TOVA, Random)}
+        policies["TriAttention"] = lambda n: TriAttention(n, calibration=calibration)
+    for policy, make in policies.items():
+        for share in args.shares:
+            yield policy, share, make
+
+
+def fitting(
+    model: PreTrainedModel, make: Callable[[int], Eviction], nbytes: float, task: Task
+) -> Eviction | None:
+    """The policy with about the most tokens whose peak is at most so many bytes."""
+    tried = {}
+
+    def peak(tokens: int) -> float:
+        if tokens not in tried:
+            tried[tokens] = peak_bytes(model, make(tokens), task)
+        return tried[tokens]
+
+    least, most = LEAST_TOKENS, task.length
+    if peak(least) > nbytes:
+        return None
+    if peak(most) <= nbytes:
+        return make(most)
+    while most - least > 1:  # `least` fits and `most` does not; bytes are nearly a line in tokens
+        part = (nbytes - peak(least)) / (peak(most) - peak(least))
+        middle = min(max(least + int(part * (most - least)), least + 1), most - 1)
+        if peak(middle) <= nbytes:
+            least = middle
+        else:
+            most = middle
+        if peak(least) > 0.98 * nbytes:
+            break
+    return make(least)
+
+
+def peak_bytes(model: PreTrainedModel, eviction: Eviction, task: Task) -> float:
+    """What the caches take at their peak for a sequence, by the first of the evaluation set."""
+    with evicting(model, eviction) as peaks:
+        model(input_ids=task.held_out(1).input_ids, use_cache=False)
+    return peaks.nbytes
+
+
+def scored(
+    model: PreTrainedModel, eviction: Eviction, task: Task, args: argparse.Namespace
+) -> dict:
+    """Scores by split, the judged one first, and the peak of a sequence."""
+    # Sequences of a batch evict equally many tokens, which an error bound should not depend on.
+    batch = 1 if isinstance(eviction, Bounded) else args.batch
+    final = {}
+    with torch.no_grad(), evicting(model, eviction) as peaks:
+        for split, other in task.under_budgets().items():
+            rows = other.held_out(args.rows)
+            final[split] = score_rows(model, other, rows, batch)[task.metric]
+    return {
+        "tokens": eviction.tokens,
+        "metric": task.metric,
+        "final": final,
+        "peak_bytes": peaks.nbytes,
+        "rows": args.rows,
+    }
+
+
+if __name__ == "__main__":
+    main()
