@@ -68,7 +68,34 @@ def caches_short() -> str:
     return markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
 
 
+def equal_bytes(name: str) -> str:
+    """Every policy with the tokens that fit into shares of the standard model's whole cache."""
+    records = read(RESULTS / f"equal-{name}-cpu.jsonl")
+    shares = sorted({x["share"] for x in records if x["share"] is not None}, reverse=True)
+    values = {(x["model"], x["policy"], x["share"]): _value(x) for x in records}
+    lines = []
+    for model, policy in dict.fromkeys((x["model"], x["policy"]) for x in records):
+        cells = [values.get((model, policy, share), "–") for share in shares]
+        bounded = next((x for x in records if (x["policy"], x["share"]) == (policy, None)), None)
+        if bounded is not None:
+            policy = policy.replace("Bounded ", "Bounded, ε = ")
+            cells.append(f"{_value(bounded)} ({bounded['measure'] / bounded['peak_bytes']:.1f} ×)")
+        else:
+            cells.append("–")
+        lines.append([model, policy, *cells])
+    head = [f"{1 / share:g} × fewer" if share < 1 else "as many bytes" for share in shares]
+    table = markdown(["model", "eviction", *head, "by its error"], lines)
+    return f"{table}\n\n{provenance(records)}"
+
+
+def _value(record: dict) -> str:
+    """What a record is judged by."""
+    value = next(iter(record["final"].values()))
+    return f"{value:.2f}" if record["metric"] == "perplexity" else f"{100 * value:.1f} %"
+
+
 BLOCKS = {
+    "equal-recall": lambda: equal_bytes("recall"),
     "caches-text": lambda: caches(TEXT),
     "caches-recall": lambda: caches(RESULTS / "caches-recall-cpu.jsonl"),
     "caches-short": caches_short,

@@ -90,8 +90,8 @@ class AfterEviction:
         elif self.calls is None:
             self._act = False
         else:
-            positions = call.positions
-            self._act = self.calls.act_on(call.documents, positions.shape[1], positions.device)
+            tokens = call.positions if call.token_ids is None else call.token_ids
+            self._act = self.calls.act_on(call.documents, tokens.shape[1], tokens.device)
 
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]

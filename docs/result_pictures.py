@@ -1,0 +1,231 @@
+"""The pictures of what is gained and lost, from the committed results."""
+
+import json
+from pathlib import Path
+
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from benchmarks.real.table import EVICT, HIDE, STOCK, ten_books
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
+NAMES = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
+
+
+def gains() -> Figure:
+    """Errors, perplexity after short and longer training, and what small caches cost."""
+    runs: dict[tuple[str, str], list[dict]] = {}
+    numbers = [
+        run for run in _results("magic-numbers-cpu.jsonl")
+        if run["steps"] == 400 and run["mechanism"] in ("standard", "mta")
+    ]  # fmt: skip
+    for run in [*_results("compare-cpu.jsonl"), *_results("text-1600-cpu.jsonl"), *numbers]:
+        runs.setdefault((run["task"], run["mechanism"]), []).append(run)
+    figure = Figure(figsize=(14.4, 2.7), layout="constrained", facecolor="white")
+    parts = figure.subplots(1, 6, width_ratios=[2, 2, 2, 3.4, 4, 4.2])
+    blocks, numbers, assignment, text, caches, recall = parts
+    for axes, task, title in (
+        (blocks, "blocks", "find a block of letters"),
+        (numbers, "magic-numbers", "find four numbers"),
+        (assignment, "assignment", "variable assignment"),
+    ):
+        kinds = [kind for kind in NAMES if (task, kind) in runs]
+        for at, kind in enumerate(kinds):
+            mean = 100 * _mean([x["final"]["in-distribution"] for x in runs[task, kind]])
+            axes.bar(at, mean, color=COLOURS[kind], width=0.62)
+            axes.text(at, mean + 2, f"{mean:.1f} %", ha="center", fontsize=9)
+        axes.set_xticks(range(len(kinds)), [NAMES[kind] for kind in kinds], fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.set_ylim(0, 114)
+        axes.set_ylabel("error", fontsize=8)
+    for at, kind in enumerate(NAMES):
+        by_steps = {}
+        for run in runs["text", kind]:
+            by_steps.setdefault(run["steps"], []).append(run["final"]["held-out"])
+        for side, (_, values) in zip((-0.2, 0.2), sorted(by_steps.items()), strict=True):
+            shade = 1.0 if side < 0 else 0.55
+            mean = _mean(values)
+            text.bar(at + side, mean, color=COLOURS[kind], width=0.38, alpha=shade)
+            text.text(at + side, mean + 0.08, f"{mean:.2f}", ha="center", fontsize=8)
+    text.set_xticks(range(3), NAMES.values(), fontsize=8)
+    text.set_title("text, 400 and 1,600 steps", fontsize=9)
+    text.set_ylabel("perplexity per byte", fontsize=8)
+    text.set_ylim(0, 5.8)
+    names = {
+        "standard": ("standard, best policy", "#8a8a8a"),
+        "local-global": ("local and global layers", "#009e73"),
+        "selective + memory loss": ("selective, memory loss", "#d55e00"),
+    }
+    _under_budgets(caches, "caches-text-cpu.jsonl", "held-out", names)
+    caches.set_xticks([64, 256, 1024, 3072], ["64", "256", "1,024", "3,072"], fontsize=8)
+    caches.set_ylabel("perplexity per token", fontsize=8)
+    caches.set_title("text (books) under small caches", fontsize=9)
+    caches.legend(fontsize=7.5, frameon=False)
+    names["selective"] = names.pop("selective + memory loss")
+    _under_budgets(recall, "caches-recall-cpu.jsonl", "in-distribution", names, share=True)
+    recall.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"], fontsize=8)
+    recall.set_ylabel("answers wrong, %", fontsize=8)
+    recall.set_title("recall under small caches", fontsize=9)
+    for axes in parts:
+        axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def courses() -> Figure:
+    """Where long training goes, by steps and by the time that they take."""
+    runs = [run for run in _results("training-cpu.jsonl") if run["kind"] == "long"]
+    times = {run["kind"]: run["times_plain"] for run in _results("training-overhead-cpu.jsonl")}
+    figure = Figure(figsize=(9, 3), layout="constrained", facecolor="white")
+    by_steps, by_time = figure.subplots(1, 2, sharey=True)
+    for run in runs:
+        name, (steps, values) = run["name"], zip(*run["curve"], strict=True)
+        slower = times[name] / times["standard"]
+        look = {"color": COLOURS[name], "marker": "o", "markersize": 3.5, "label": NAMES[name]}
+        by_steps.plot(steps, values, **look)
+        by_time.plot([step * slower for step in steps], values, **look)
+    by_steps.set_xlabel("steps", fontsize=9)
+    by_time.set_xlabel("time, in steps of standard attention", fontsize=9)
+    by_steps.set_ylabel("bits per byte, evaluation books", fontsize=9)
+    by_steps.legend(frameon=False, fontsize=9)
+    for axes in (by_steps, by_time):
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def learned() -> Figure:
+    """The kernels and mixing matrices of a trained model."""
+    lines: dict[tuple[int, str], list[dict]] = {}
+    for line in _results("learned-cpu.jsonl"):
+        lines.setdefault((line["layer"], line["kind"]), []).append(line)
+    layer = next(layer for layer, kind in lines if kind == "conv")
+    mixing = [at for at in lines if at[1] in ("mix", "post_mix")]
+    titles = {"conv": "kernels before", "post_conv": "kernels after", "mix": "before",
+              "post_mix": "after"}  # fmt: skip
+    columns = max(len(mixing), 2 * len(lines[layer, "conv"]))
+    figure = Figure(figsize=(1.5 * columns, 3.2), layout="constrained", facecolor="white")
+    top, bottom = figure.subplots(2, columns)
+    panels = [("conv", x) for x in lines[layer, "conv"]]
+    panels += [("post_conv", x) for x in lines[layer, "post_conv"]]
+    for axes, (kind, line) in zip(top, panels, strict=True):
+        _signed(axes, line["values"], f"{titles[kind]}, head {line['number']}")
+    for axes, at in zip(bottom, mixing, strict=True):
+        _signed(axes, lines[at][0]["values"], f"layer {at[0]}, mixing {titles[at[1]]}")
+    return figure
+
+
+def pretrained() -> Figure:
+    """What a pretrained model loses and still finds in how many bytes, by policy."""
+    records = ten_books("1024")
+    whole = next(x for x in records if (x["model"], x["policy"]) == (STOCK, "whole"))
+    series = {
+        (STOCK, "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
+        (STOCK, "tova"): ("TOVA, no training", "#0072b2", "^"),
+        (STOCK, "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
+        (HIDE, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
+        (HIDE, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
+        (EVICT, "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
+    }
+    figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
+    loss, recall = figure.subplots(1, 2)
+    for setting, (label, colour, mark) in series.items():
+        points = [x for x in records if (x["model"], x["policy"]) == setting]
+        points.sort(key=lambda x: x["peak_nbytes"])
+        sizes = [x["peak_nbytes"] / 1e6 for x in points]
+        size = 10 if mark == "*" else 5
+        style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
+        rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
+        loss.plot(sizes, rises, label=label, **style)
+        with_needles = [x for x in points if "needles" in x]
+        shares = [100 * _mean([*x["needles"].values()]) for x in with_needles]
+        recall.plot([x["peak_nbytes"] / 1e6 for x in with_needles], shares, **style)
+    for axes, title in (
+        (loss, "perplexity of books, rise in %"),
+        (recall, "numbers found in a book, %"),
+    ):
+        axes.set_xscale("log")
+        axes.set_xticks([3, 6, 12, 50], ["3", "6", "12", "50"], fontsize=8)
+        axes.set_xticks([], minor=True)
+        axes.axvline(whole["peak_nbytes"] / 1e6, color="#bbbbbb", linestyle=":")
+        axes.set_xlabel("peak MB of the cache (dotted: whole)", fontsize=8)
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    loss.set_ylim(0, 16)  # room for the legend
+    recall.set_ylim(0, 104)
+    loss.legend(fontsize=7, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
+    return figure
+
+
+def equal_bytes() -> Figure:
+    """What every method still recalls in how many bytes, and which of them a reader would take."""
+    records = _results("equal-recall-cpu.jsonl")
+    series = {
+        ("standard", "StreamingLLM"): ("StreamingLLM", "#8a8a8a", "s"),
+        ("standard", "TOVA"): ("TOVA", "#0072b2", "^"),
+        ("standard", "TriAttention"): ("TriAttention", "#56b4e9", "v"),
+        ("local-global", "StreamingLLM"): ("local and global layers", "#cc79a7", "P"),
+        ("forgetting", None): ("forgetting attention, by its error", "#f0e442", "X"),
+        ("gates beside standard", "LowestGate"): ("gates beside it", "#e69f00", "o"),
+        ("selectors beside standard", "MostHidden"): ("selectors beside it", "#d55e00", "D"),
+        ("selective, memory loss", "MostHidden"): ("selective, memory loss", "#009e73", "*"),
+    }
+    figure = Figure(figsize=(7, 3.4), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for (model, policy), (label, colour, mark) in series.items():
+        points = sorted(
+            (x["measure"] / x["peak_bytes"], 100 * next(iter(x["final"].values())))
+            for x in records
+            if x["model"] == model and (policy in (x["policy"], None))
+        )
+        style = {"color": colour, "marker": mark, "markersize": 9 if mark == "*" else 5}
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, **style)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 2, 4, 8], ["all", "a half", "a quarter", "an eighth"], fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("bytes of the cache at its peak", fontsize=8)
+    axes.set_ylabel("answers wrong, %", fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _signed(axes, values: list[list[float]], title: str) -> None:
+    axes.imshow(values, cmap="RdBu", norm=Normalize(-0.3, 0.3), interpolation="nearest")
+    axes.set_title(title, fontsize=7)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False) -> None:
+    """The best policy at every budget, against the peak bytes of the cache of one sequence."""
+    for kind, (label, colour) in names.items():
+        best, searched = {}, []
+        for run in _results(file):
+            if run["mechanism"] == kind and run["policy"] != "Random":
+                point = (run["final"][split] * (100 if share else 1), run["peak_bytes"] / 1024)
+                if "searched" in run["policy"]:
+                    searched.append(point)
+                else:
+                    best[run["tokens"]] = min(best.get(run["tokens"], point), point)
+        points = sorted((peak, value) for value, peak in best.values())
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label, ms=3.5, lw=1.4)
+        if searched:
+            values, peaks = zip(*searched, strict=True)
+            axes.plot(peaks, values, "*", color=colour, label="budgets per layer", ms=9)
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xlabel("peak KV cache, KiB", fontsize=8)
+
+
+def _results(name: str) -> list[dict]:
+    (path,) = BENCHMARKS.glob(f"*/results/{name}")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
