@@ -161,17 +161,17 @@ def pretrained() -> Figure:
 
 
 def equal_bytes() -> Figure:
-    """What every method still recalls in how many bytes, and which of them a reader would take."""
+    """What every method has wrong in how many bytes."""
     records = _results("equal-recall-cpu.jsonl")
     series = {
-        ("standard", "StreamingLLM"): ("StreamingLLM", "#8a8a8a", "s"),
-        ("standard", "TOVA"): ("TOVA", "#0072b2", "^"),
-        ("standard", "TriAttention"): ("TriAttention", "#56b4e9", "v"),
+        ("standard", "TOVA"): ("TOVA, no training", "#0072b2", "^"),
+        ("standard", "TriAttention"): ("TriAttention, no training", "#56b4e9", "v"),
+        ("standard", "StreamingLLM"): ("StreamingLLM, no training", "#8a8a8a", "s"),
         ("local-global", "StreamingLLM"): ("local and global layers", "#cc79a7", "P"),
-        ("forgetting", None): ("forgetting attention, by its error", "#f0e442", "X"),
-        ("gates beside standard", "LowestGate"): ("gates beside it", "#e69f00", "o"),
-        ("selectors beside standard", "MostHidden"): ("selectors beside it", "#d55e00", "D"),
+        ("gates beside standard", "LowestGate"): ("gates, model frozen", "#e69f00", "o"),
+        ("selectors beside standard", "MostHidden"): ("selectors, model frozen", "#d55e00", "D"),
         ("selective, memory loss", "MostHidden"): ("selective, memory loss", "#009e73", "*"),
+        ("forgetting", None): ("forgetting, by its error", "#f0e442", "X"),
     }
     figure = Figure(figsize=(7, 3.4), layout="constrained", facecolor="white")
     axes = figure.subplots()
@@ -186,7 +186,7 @@ def equal_bytes() -> Figure:
     axes.set_xscale("log")
     axes.set_xticks([1, 2, 4, 8], ["all", "a half", "a quarter", "an eighth"], fontsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("bytes of the cache at its peak", fontsize=8)
+    axes.set_xlabel("peak bytes of the cache, of the standard model's", fontsize=8)
     axes.set_ylabel("answers wrong, %", fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)

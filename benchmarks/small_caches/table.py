@@ -22,9 +22,9 @@ def caches(path: Path) -> str:
     )
 
 
-def taught() -> str:
+def taught(name: str) -> str:
     """Models that were fine-tuned after their training, and from what."""
-    records = read(RESULTS / "taught-cpu.jsonl")
+    records = read(RESULTS / f"{name}-cpu.jsonl")
     head = [
         "begun with",
         "becomes",
@@ -96,11 +96,12 @@ def _value(record: dict) -> str:
 
 BLOCKS = {
     "equal-recall": lambda: equal_bytes("recall"),
+    "equal-taught": lambda: taught("equal-taught"),
     "caches-text": lambda: caches(TEXT),
     "caches-recall": lambda: caches(RESULTS / "caches-recall-cpu.jsonl"),
     "caches-short": caches_short,
     "caches-recall-long": lambda: caches(RESULTS / "caches-recall-1024-cpu.jsonl"),
     "retrofit": lambda: caches(RESULTS / "retrofit-cpu.jsonl"),
     "retrofit-long": lambda: caches(RESULTS / "retrofit-1024-cpu.jsonl"),
-    "taught": taught,
+    "taught": lambda: taught("taught"),
 }
