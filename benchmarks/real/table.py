@@ -9,17 +9,19 @@ from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
+ALWAYS = "runs/evict-r6"  # what the last of these folders had before: matrices that always act
 MODELS = {
     STOCK: "stock",
     "runs/gate": "gates trained",
     HIDE: "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     EVICT: "trained under the budgets too",
-    "runs/evict-r4": "the same, always with eviction, rank 4",
-    "runs/evict-0": "the same, always with eviction, rank 8",
+    ALWAYS: "the same, with matrices that always act",
+    "runs/evict-r4": "the same, never without eviction, rank 4",
+    "runs/evict-0": "the same, never without eviction, rank 8",
 }
-FOLDERS = {"runs/evict-r6": EVICT}  # where an adapter is now
-EARLIER = {EVICT: "runs/evict-r4"}  # whose adapter this folder had
+FOLDERS = {"runs/after": EVICT, EVICT: ALWAYS}  # which adapter a recorded name is
+EARLIEST = {EVICT: "runs/evict-r4"}  # which it is in the first records of the harness
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -30,6 +32,8 @@ LABELS = {
     "more": "more",
     "most": "most",
 }
+MEASURES = ("perplexity, mean of domains", "perplexity"), ("needles", "accuracy")
+HEAD_TRAINED = ["model", "validation, bits per byte", "perplexity", "needles, %"]
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
 NAMES = {
     "own": "all tokens, transformers' own cache",
@@ -60,9 +64,9 @@ COMPARED = (
     (STOCK, "tova", 128),
     (HIDE, "most-hidden", 128),
     (HIDE, "by-layer", 120),
-    (EVICT, "whole", 1024),
-    (EVICT, "by-layer", 256),
-    (EVICT, "by-layer", 120),
+    (ALWAYS, "whole", 1024),
+    (ALWAYS, "by-layer", 256),
+    (ALWAYS, "by-layer", 120),
 )
 
 
@@ -95,6 +99,10 @@ def _needles(record: dict) -> str:
     return f"{statistics.mean(record['needles'].values()):.0%}" if "needles" in record else "–"
 
 
+def _read(name: str) -> list[dict]:
+    return read(RESULTS / f"{name}-cpu.jsonl")
+
+
 def _whole(records: list[dict]) -> dict:
     return next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
 
@@ -106,9 +114,8 @@ def _setting(record: dict) -> tuple[str, str, int]:
 def _records(name: str) -> list[dict]:
     """The records of a file, the base first and every model's whole cache before its policies."""
     models = list(MODELS)
-    records = read(RESULTS / f"cache-{name}-cpu.jsonl")
     return sorted(
-        (r | {"model": FOLDERS.get(r["model"], r["model"])} for r in records),
+        (r | {"model": FOLDERS.get(r["model"], r["model"])} for r in _read(f"cache-{name}")),
         key=lambda r: (models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"]),
     )
 
@@ -157,7 +164,7 @@ def question_known() -> str:
 
 def stories() -> str:
     """BabiLong with every token cached: the base's answers."""
-    records = sorted(read(RESULTS / "babilong-cpu.jsonl"), key=lambda r: r["task"])
+    records = sorted(_read("babilong"), key=lambda r: r["task"])
     lines = []
     for record in records:
         value, low, high = (f"{100 * x:.1f}" for x in record["value"])
@@ -167,7 +174,7 @@ def stories() -> str:
 
 def speed() -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
-    records = read(RESULTS / "speed-cpu.jsonl")
+    records = [r | {"model": FOLDERS.get(r["model"], r["model"])} for r in _read("speed")]
     own = records[0]
     lines = [
         [
@@ -186,7 +193,7 @@ def speed() -> str:
 
 def kept_kinds() -> str:
     """How often tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
-    records = read(RESULTS / "kept-cpu.jsonl")
+    records = _read("kept")
     layers = 1 + max(r["layer"] for r in records)
     thirds = [range(layers), *(range(n * layers // 3, (n + 1) * layers // 3) for n in range(3))]
     groups = sorted(
@@ -222,10 +229,10 @@ def real_int8() -> str:
 
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
-    records, earlier = (read(RESULTS / f"harness-{x}.jsonl") for x in ("cpu", "rank-4-cpu"))
+    records, earliest = _read("harness"), _read("harness-rank-4")
     records = [r | {"model": FOLDERS.get(r["model"], r["model"])} for r in records]
-    earlier = [r | {"model": EARLIER.get(r["model"], r["model"])} for r in earlier]
-    records += [r for r in earlier if r["model"] != STOCK]
+    earliest = [r | {"model": EARLIEST.get(r["model"], r["model"])} for r in earliest]
+    records += [r for r in earliest if r["model"] != STOCK]
     adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
     cells = {(r["task"], r["measure"], r["model"]): r for r in records}
     lines = []
@@ -235,29 +242,44 @@ def harness() -> str:
         row += [_value(cells[task, measure, x]["difference"], base, "+") for x in adapters]
         lines.append(row)
     head = ["task, measure", MODELS[STOCK], *(MODELS[x] for x in adapters)]
-    return f"{markdown(head, lines)}\n\n{provenance([*records, *earlier])}"
+    return f"{markdown(head, lines)}\n\n{provenance([*records, *earliest])}"
 
 
 def multi_token() -> str:
     """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
-    training = {r["model"]: r for r in read(RESULTS / "mta-training-cpu.jsonl")}
-    records = read(RESULTS / "mta-cpu.jsonl")
+    records = _read("mta")
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
-    measures = ("perplexity, mean of domains", "perplexity"), ("needles", "accuracy")
-    stock = (_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in measures)
-    lines = [["stock", "–", *stock]]
-    for seed in range(3):
-        control, trained = (f"runs/lora-{name}-{seed}" for name in ("standard", "mta"))
-        bits = [training[x]["ended"]["bits_per_byte"] for x in (control, trained)]
-        row = [f"control, seed {seed}", f"{bits[0]:.4f}"]
-        change = [f"multi-token attention, seed {seed}", f"{bits[1] - bits[0]:+.4f}"]
-        for measure in measures:
-            record = cells[control, *measure]
-            row.append(_value(record["value"], record))
-            change.append(_value(cells[trained, *measure]["difference"], record, "+"))
-        lines += [row, change]
-    head = ["model", "validation, bits per byte", "perplexity", "needles, %"]
-    return f"{markdown(head, lines)}\n\n{provenance([*training.values(), *records])}"
+    stock = (_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)
+    names = {"mta": "multi-token attention"}
+    lines = [line for seed in range(3) for line in _beside_control(records, names, seed)]
+    table = markdown(HEAD_TRAINED, [["stock", "–", *stock], *lines])
+    trained = [r for r in _read("mta-training") if r["model"].split("-")[1] in ("standard", "mta")]
+    return f"{table}\n\n{provenance([*trained, *records])}"
+
+
+def rivals() -> str:
+    """What two other mechanisms change beside the same control."""
+    records, names = _read("rivals"), {"dex": "Dex", "parallax": "parallax"}
+    trained = [r for r in _read("mta-training") if r["model"].split("-")[1] in names]
+    lines = _beside_control(records, names, 0)
+    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
+
+
+def _beside_control(records: list[dict], names: dict[str, str], seed: int) -> list[list[str]]:
+    """Low-rank matrices alone, and what mechanisms beside them change."""
+    bits = {r["model"]: r["ended"]["bits_per_byte"] for r in _read("mta-training")}
+    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
+    control = f"runs/lora-standard-{seed}"
+    values = (_value(cells[control, *x]["value"], cells[control, *x]) for x in MEASURES)
+    lines = [[f"control, seed {seed}", f"{bits[control]:.4f}", *values]]
+    for name, label in names.items():
+        model = f"runs/lora-{name}-{seed}"
+        changes = (cells[model, *measure] for measure in MEASURES)
+        lines.append([
+            f"{label}, seed {seed}", f"{bits[model] - bits[control]:+.4f}",
+            *(_value(x["difference"], x, "+") for x in changes),
+        ])  # fmt: skip
+    return lines
 
 
 def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
@@ -294,4 +316,5 @@ BLOCKS = {
     "real-int8": real_int8,
     "real-harness": harness,
     "real-mta": multi_token,
+    "real-rivals": rivals,
 }

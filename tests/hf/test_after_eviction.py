@@ -126,14 +126,42 @@ def test_in_training_matrices_act_where_they_will(monkeypatch, gates):
 
 
 def test_packed_documents_begin_without_an_eviction():
-    documents = torch.tensor([[0] * 20 + [1] * 30])
-    act = Calls(10, 4, 4).act_on(documents, 50, torch.device("cpu"))[0]
+    documents, real = torch.tensor([[0] * 20 + [1] * 30]), torch.ones(1, 50, dtype=torch.bool)
+    act = Calls(10, 4, 4).act_on(real, documents)[0]
     # A cache of the second document alone begins at token 20; calls begin at multiples of 4.
     assert act.nonzero()[:, 0].tolist() == [*range(12, 20), *range(32, 50)]
-    alone = Calls(10, 7, 1).act_on(None, 50, torch.device("cpu"))[0]
+    alone = Calls(10, 7, 1).act_on(real, None)[0]
     assert alone.nonzero()[:, 0].tolist() == [*range(10, 50)]
-    at_once = Calls(10, 12, 5).act_on(None, 50, torch.device("cpu"))[0]
+    at_once = Calls(10, 12, 5).act_on(real, None)[0]
     assert at_once.nonzero()[:, 0].tolist() == [*range(12, 50)]
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
+def test_a_padded_row_is_what_it_is_alone(left):
+    """Padding is evicted first, and what has been evicted of it has no matrices act."""
+    model, long, short = selective(), tokens(1, 51), tokens(1, 30)
+    with_matrices(model)
+    model.eval()
+    expected = in_steps(model, POLICY, short, 1)[0], in_steps(model, POLICY, long, 1)[0]
+    assert (expected[0] - in_steps(model, False, short, 1)[0]).abs().amax(1)[15:].min() > 1e-6
+    filler = torch.zeros_like(short[:, :21])
+    ids = torch.cat([long, torch.cat([filler, short] if left else [short, filler], 1)])
+    mask = torch.ones_like(ids)
+    mask[1, :21] = not left
+    mask[1, 30:] = left
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    own = slice(21, None) if left else slice(0, 30)
+    with evicting(model, POLICY):
+        whole = model(input_ids=ids, attention_mask=mask, position_ids=places, use_cache=False)
+    cache, calls = heedful.new_cache(model, POLICY), []
+    with torch.no_grad():
+        for end in range(1, 52):
+            new = {"input_ids": ids[:, end - 1 : end], "position_ids": places[:, end - 1 : end]}
+            options = new | {"attention_mask": mask[:, :end]} | cache_argument(model, cache)
+            calls.append(model(**options).logits)
+    for actual in (whole.logits, torch.cat(calls, 1)):
+        torch.testing.assert_close(actual[1, own], expected[0], rtol=0, atol=1e-9)
+        torch.testing.assert_close(actual[0], expected[1], rtol=0, atol=1e-9)
 
 
 def test_an_adapter_opens_as_it_was_trained(adapter):

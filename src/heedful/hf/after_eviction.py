@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from heedful.hf.cache.base import AttentionCache
@@ -33,24 +34,27 @@ class Calls(NamedTuple):
     later: int
 
     def act_on(
-        self, documents: Int[Tensor, "#B T"] | None, tokens: int, device: torch.device
-    ) -> Bool[Tensor, "#B T"]:
-        """Which tokens of a sequence come in a call after an eviction from their document."""
-        token = torch.arange(tokens, device=device)[None]
+        self, real: Bool[Tensor, "B T"], documents: Int[Tensor, "#B T"] | None
+    ) -> Bool[Tensor, "B T"]:
+        """Which tokens come in a call after one of their document has been evicted."""
+        token = torch.arange(real.shape[1], device=real.device).expand(real.shape)
         later = self.first + (token - self.first) // self.later * self.later
-        before = torch.where(token < self.first, 0, later)  # tokens in earlier calls
+        start = torch.where(token < self.first, 0, later)  # of the token's call
+        count = pad(real.long().cumsum(1), (1, 0))  # real tokens before each
+        before = count.gather(1, start)
         if documents is not None:
             begins = torch.ones_like(documents, dtype=torch.bool)
             begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-            before = before - torch.where(begins, token, 0).cummax(1).values
+            before = before - count.gather(1, torch.where(begins, token, 0).cummax(1).values)
         return before >= self.least
 
 
 class AfterEviction:
     """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
 
-    In a call with a cache that is all of its tokens, once some layer has evicted one. In a call
-    without a cache it is none, but within `standing_for`.
+    In a call with a cache these are all tokens of a row from which some layer has evicted one;
+    padding, which is evicted first, does not count. In a call without a cache there are none,
+    except within `standing_for`.
 
     Arguments:
         model: converted, with layers of PEFT's LoRA inside.
@@ -61,7 +65,7 @@ class AfterEviction:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: Calls | None = None
-        self._act: Bool[Tensor, "#B T"] | bool = False
+        self._act: Bool[Tensor, "B n"] | bool = False  # for rows, or for each of their tokens
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
@@ -85,13 +89,15 @@ class AfterEviction:
     def _begin(self, module: nn.Module, args: tuple) -> None:
         """Before a call of the model, after its cache and its documents have been read."""
         call = forward_pass()
-        if (cache := call.sources[2]) is not None:
-            self._act = has_evicted(cache)
+        mask, cache = call.sources[0], call.sources[2]
+        if cache is not None:
+            self._act = rows_that_evicted(cache, None if call.unpadded else mask)
         elif self.calls is None:
             self._act = False
         else:
             tokens = call.positions if call.token_ids is None else call.token_ids
-            self._act = self.calls.act_on(call.documents, tokens.shape[1], tokens.device)
+            real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
+            self._act = self.calls.act_on(real, call.documents)
 
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]
@@ -99,22 +105,37 @@ class AfterEviction:
         """What the matrices add to a layer's output, for the tokens that they act on."""
         if isinstance(self._act, bool):
             return output if self._act else torch.zeros_like(output)
-        if output.shape[1:-1] != self._act.shape[1:]:
+        if output.ndim != 3 or self._act.shape[1] not in (1, output.shape[1]):
             raise ValueError(
-                f"matrices get {tuple(output.shape[:-1])} tokens of {tuple(self._act.shape)}: "
-                "layers that see a choice of a sequence's tokens, such as experts, cannot stand "
-                "for calls with a cache; leave them out of target_modules"
+                f"matrices get tokens of shape {tuple(output.shape[:-1])}, and whether they act is "
+                f"known for {tuple(self._act.shape)}: layers that see a choice of the tokens, such "
+                "as experts, cannot tell rows apart; leave them out of target_modules"
             )
         return output * self._act[..., None]
 
 
-def has_evicted(cache: Cache) -> bool:
-    """Whether some layer of a cache has evicted a token under its budget."""
-    return any(
-        layer.length < layer.counters.total
+def rows_that_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Bool[Tensor, "B 1"] | bool:
+    """Whether some layer of a cache has evicted a real token under its budget, of each row.
+
+    Arguments:
+        cache: before a call.
+        mask: which tokens are real, those of the call included; `None` where all are.
+    """
+    layers = [
+        layer
         for layer in getattr(cache, "layers", ())
-        if isinstance(layer, AttentionCache) and layer.budget is not None
-    )
+        if isinstance(layer, AttentionCache)
+        and layer.budget is not None
+        and layer.length < layer.counters.total
+    ]
+    if mask is None or not layers:
+        return bool(layers)
+    evicted = torch.zeros(len(mask), 1, dtype=torch.bool, device=mask.device)
+    for layer in layers:
+        real = mask[:, : layer.counters.total].bool()
+        left = real.gather(1, layer.positions().to(real.device))
+        evicted |= (left.sum(1) < real.sum(1))[:, None]
+    return evicted
 
 
 def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
