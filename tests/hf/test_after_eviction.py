@@ -212,6 +212,17 @@ def test_compiled_it_is_the_same(adapter):
     torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-5)
 
 
+def test_a_mask_that_is_too_short_is_refused_as_without_matrices():
+    model, ids = selective(), tokens(2, 51)
+    with_matrices(model)
+    cache = heedful.new_cache(model.eval(), POLICY)
+    with torch.no_grad():
+        model(input_ids=ids[:, :40], **cache_argument(model, cache))
+        mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+        with pytest.raises(ValueError, match=r"one entry per token seen so far.*\(43\), got 3"):
+            model(input_ids=ids[:, 40:43], attention_mask=mask, **cache_argument(model, cache))
+
+
 def test_what_cannot_hold_them_refuses(adapter, tmp_path):
     folder, _ = adapter
     model = heedful.load(folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 import heedful
 from heedful.commands.train.options import Training
@@ -17,6 +18,7 @@ from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import RetentionGate, Selective
 from heedful.training.run import Stopped
+from heedful.training.trainer import LayerTrainer
 from heedful.training.under_eviction import EvictionInTraining
 from helpers.families import logits, tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
@@ -111,6 +113,26 @@ def test_what_is_evicted_matters_no_more(short_chunks):
         before = layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
         v[:, :, evicted] = 100.0
         assert torch.equal(layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1], before)
+
+
+def test_evaluations_in_training_have_the_budgets_themselves(short_chunks, tmp_path):
+    model, ids = hiding(), tokens(2, 51)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.lm_head.weight)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=0.0, use_cpu=True, report_to=[],
+        save_strategy="no", eval_strategy="steps", eval_steps=1, disable_tqdm=True,
+        per_device_eval_batch_size=2, per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer = LayerTrainer(model, arguments, train_dataset=data, eval_dataset=data, eviction=POLICY)
+    trainer.train()
+    losses = [x["eval_loss"] for x in trainer.state.log_history if "eval_loss" in x]
+    with evicting(model.eval(), POLICY, CHUNK, CHUNK):
+        expected = model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+    whole = model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+    assert losses == [pytest.approx(expected, rel=1e-6)] * 2
+    assert abs(expected / whole - 1) > 1e-4
 
 
 def test_other_policies_and_layers_are_refused():

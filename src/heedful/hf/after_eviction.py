@@ -1,9 +1,9 @@
 """Low-rank matrices that act once a cache has evicted something.
 
 A model that learns to do without what is evicted changes its answers also where nothing is evicted.
-So its matrices act on those tokens alone that are read after an eviction: until then the model is
-its base, to the last bit. The idea is that of activated LoRA (Greenewald et al., arXiv 2504.12397),
-whose matrices act after a phrase; here it is the state of the cache that counts.
+So its matrices act only on tokens that are read after an eviction: until then the model is what it
+is without them, to the last bit. The idea is that of activated LoRA (Greenewald et al., arXiv
+2504.12397), whose matrices act after a phrase; here it is the state of the cache that counts.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ class Calls(NamedTuple):
 class AfterEviction:
     """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
 
-    In a call with a cache these are all tokens of a row from which some layer has evicted one;
+    In a call with a cache these are all tokens of a sequence from which some layer has evicted one;
     padding, which is evicted first, does not count. In a call without a cache there are none,
     except within `standing_for`.
 
@@ -65,7 +65,7 @@ class AfterEviction:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: Calls | None = None
-        self._act: Bool[Tensor, "B n"] | bool = False  # for rows, or for each of their tokens
+        self._act: Bool[Tensor, "B n"] | bool = False  # of sequences, or each of their tokens
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
@@ -91,7 +91,7 @@ class AfterEviction:
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
         if cache is not None:
-            self._act = rows_that_evicted(cache, None if call.unpadded else mask)
+            self._act = has_evicted(cache, None if call.unpadded else mask)
         elif self.calls is None:
             self._act = False
         else:
@@ -109,13 +109,13 @@ class AfterEviction:
             raise ValueError(
                 f"matrices get tokens of shape {tuple(output.shape[:-1])}, and whether they act is "
                 f"known for {tuple(self._act.shape)}: layers that see a choice of the tokens, such "
-                "as experts, cannot tell rows apart; leave them out of target_modules"
+                "as experts, cannot tell sequences apart; leave them out of target_modules"
             )
         return output * self._act[..., None]
 
 
-def rows_that_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Bool[Tensor, "B 1"] | bool:
-    """Whether some layer of a cache has evicted a real token under its budget, of each row.
+def has_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Bool[Tensor, "B 1"] | bool:
+    """Whether some layer of a cache has evicted a real token under its budget, for each sequence.
 
     Arguments:
         cache: before a call.
@@ -128,8 +128,8 @@ def rows_that_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Bool[Te
         and layer.budget is not None
         and layer.length < layer.counters.total
     ]
-    if mask is None or not layers:
-        return bool(layers)
+    if mask is None or not layers or mask.shape[1] < layers[0].counters.total:
+        return bool(layers)  # attention refuses a mask that is too short
     evicted = torch.zeros(len(mask), 1, dtype=torch.bool, device=mask.device)
     for layer in layers:
         real = mask[:, : layer.counters.total].bool()

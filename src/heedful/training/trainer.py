@@ -70,7 +70,8 @@ class LayerTrainer(TrainerSteps, Trainer):
         teacher: a model without the mechanism; the loss is then the Kullback-Leibler divergence of
             the trained model's predictions from its, in nats per token, wherever there is a label.
         eviction: the loss is that of a model whose caches evict by it, with budgets that vary from
-            step to step (`heedful.training.under_eviction`), and so are evaluations, with these.
+            step to step (`heedful.training.under_eviction`); evaluations in training have these
+            budgets.
         args, kwargs: as Trainer's.
 
     Raises:
@@ -156,7 +157,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         # A loss that is divided by the tokens of the whole step is summed over the step's parts.
         summed = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         part = getattr(self, "current_gradient_accumulation_steps", 1)  # none before training
-        if self._under_eviction is not None:
+        if self._under_eviction is not None and model.training:
             self._under_eviction.draw(self.args.seed, self.state.global_step)
         if self._order is not None and model.training:
             loss, outputs = self._ordered(model, inputs)
