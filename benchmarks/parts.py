@@ -1,5 +1,6 @@
 """What the studies share: their command lines, reading records, and the parts of a table."""
 
+import argparse
 import html
 import json
 import statistics
@@ -7,8 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heedful.records.files import read_each
+from heedful.tasks import TASKS, Task
 
 ROOT = Path(__file__).parent.parent
+
+
+def add_task_options(parser: argparse.ArgumentParser, default: str) -> None:
+    """The options of a study that reads sequences of `text` or `recall`."""
+    parser.add_argument("--task", choices=("text", "recall"), default=default)
+    parser.add_argument("--data", nargs="+", default=())
+    parser.add_argument("--tokenizer", default="byte")
+    parser.add_argument("--length", type=int)
+
+
+def task_of(args: argparse.Namespace) -> Task:
+    """The task that these options name."""
+    return TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
 
 
 def read(path: Path) -> list[dict]:

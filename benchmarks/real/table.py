@@ -9,7 +9,7 @@ from benchmarks.parts import markdown, provenance, read
 
 RESULTS = Path(__file__).parent / "results"
 STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
-ALWAYS = "runs/evict-r6"  # what the last of these folders had before: matrices that always act
+ALWAYS = "runs/evict-r6"  # matrices that always act
 MODELS = {
     STOCK: "stock",
     "runs/gate": "gates trained",
@@ -20,8 +20,8 @@ MODELS = {
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
 }
-FOLDERS = {"runs/after": EVICT, EVICT: ALWAYS}  # which adapter a recorded name is
-EARLIEST = {EVICT: "runs/evict-r4"}  # which it is in the first records of the harness
+FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
+"""What the folder of the last adapter had until when."""
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -100,7 +100,17 @@ def _needles(record: dict) -> str:
 
 
 def _read(name: str) -> list[dict]:
-    return read(RESULTS / f"{name}-cpu.jsonl")
+    """The records of a file, with the adapters that their models were."""
+    records = read(RESULTS / f"{name}-cpu.jsonl")
+    return [r | {"model": _adapter(r)} if "model" in r else r for r in records]
+
+
+def _adapter(record: dict) -> str:
+    """The adapter of a record, whatever folder it lay in at that time."""
+    model, date = record["model"], record["environment"]["date"]
+    if model == EVICT:
+        return next((x for until, x in FORMER.items() if date < until), EVICT)
+    return EVICT if model == "runs/after" else model
 
 
 def _whole(records: list[dict]) -> dict:
@@ -115,7 +125,7 @@ def _records(name: str) -> list[dict]:
     """The records of a file, the base first and every model's whole cache before its policies."""
     models = list(MODELS)
     return sorted(
-        (r | {"model": FOLDERS.get(r["model"], r["model"])} for r in _read(f"cache-{name}")),
+        _read(f"cache-{name}"),
         key=lambda r: (models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"]),
     )
 
@@ -174,7 +184,7 @@ def stories() -> str:
 
 def speed() -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
-    records = [r | {"model": FOLDERS.get(r["model"], r["model"])} for r in _read("speed")]
+    records = _read("speed")
     own = records[0]
     lines = [
         [
@@ -229,10 +239,8 @@ def real_int8() -> str:
 
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
-    records, earliest = _read("harness"), _read("harness-rank-4")
-    records = [r | {"model": FOLDERS.get(r["model"], r["model"])} for r in records]
-    earliest = [r | {"model": EARLIEST.get(r["model"], r["model"])} for r in earliest]
-    records += [r for r in earliest if r["model"] != STOCK]
+    earliest = _read("harness-rank-4")
+    records = _read("harness") + [r for r in earliest if r["model"] != STOCK]
     adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
     cells = {(r["task"], r["measure"], r["model"]): r for r in records}
     lines = []

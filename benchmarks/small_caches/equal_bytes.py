@@ -10,7 +10,8 @@ error, `--epsilons`, in place of bytes: its lines say how many it took.
     python -m benchmarks.small_caches.equal_bytes standard=runs/recall-standard \
         selective=runs/recall-selective --task recall --out runs/equal-bytes.jsonl
 
-What is in the file already is not scored again.
+What is in the file already is not scored again; a file of other sequences, or with another measure,
+is refused.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from benchmarks.parts import read_partial
+from benchmarks.parts import add_task_options, read_partial, task_of
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score_rows
 from heedful.eviction import (
@@ -36,13 +37,14 @@ from heedful.eviction import (
     StreamingLLM,
     TriAttention,
 )
+from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.calibration import calibrate
 from heedful.nn import Forgetting
 from heedful.records.environment import environment
 from heedful.records.files import append_line
-from heedful.tasks import TASKS, Task
+from heedful.tasks import Task
 
 CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for TriAttention
 
@@ -50,10 +52,7 @@ CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
-    parser.add_argument("--task", choices=("text", "recall"), default="recall")
-    parser.add_argument("--data", nargs="+", default=())
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int)
+    add_task_options(parser, "recall")
     parser.add_argument("--shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 0.1, 0.01])
     parser.add_argument("--rows", type=int, default=128, help="evaluation sequences")
@@ -62,14 +61,20 @@ def main() -> None:
     args = parser.parse_args()
     if not all(0 < share <= 1 for share in args.shares):
         parser.error(f"--shares must be above 0 and at most 1, got {args.shares}")
-    task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
-    folders = dict(word.split("=", 1) for word in args.models)
+    if args.rows < 1 or args.batch < 1:
+        parser.error(f"--rows and --batch must be at least 1, got {args.rows} and {args.batch}")
+    names = [word.partition("=")[0] for word in args.models]
+    if not all("=" in word for word in args.models) or len({*names}) < len(names):
+        parser.error(f"models must be NAME=FOLDER, each name once, got {' '.join(args.models)}")
+    task = task_of(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    measure = None
-    for name, folder in folders.items():
-        model = heedful.load(folder, budgets=False).eval()
-        if measure is None:
-            measure = peak_bytes(model, StreamingLLM(tokens=task.length), task)
+    about = {"task": args.task, "length": task.length, "rows": args.rows}
+    for name, word in zip(names, args.models, strict=True):
+        model = heedful.load(word.partition("=")[2], budgets=False).eval()
+        if "measure" not in about:
+            about["measure"] = peak_bytes(model, StreamingLLM(tokens=task.length), task)
+            check_same(args.out, about)
+        measure = about["measure"]
         for policy, share, make in tqdm(list(settings(model, task, args)), desc=name):
             done = {(x["model"], x["policy"], x["share"]) for x in read_partial(args.out)}
             if (name, policy, share) in done:
@@ -77,9 +82,20 @@ def main() -> None:
             eviction = make(0) if share is None else fitting(model, make, share * measure, task)
             if eviction is None:
                 continue  # not even the least cache fits
-            line = {"task": args.task, "model": name, "policy": policy, "share": share}
-            line |= scored(model, eviction, task, args) | {"measure": measure}
+            line = about | {"model": name, "policy": policy, "share": share}
+            line |= scored(model, eviction, task, args)
             append_line(args.out, json.dumps(line | {"environment": environment()}))
+
+
+def check_same(path: Path, about: dict) -> None:
+    """Stop where a file has lines of other sequences, or of another measure."""
+    for line in read_partial(path):
+        for name, value in about.items():
+            if line.get(name, value) != value:
+                raise SystemExit(
+                    f"--out {path} has lines with {name} {line[name]}, and this run has {value}; "
+                    "name another file"
+                )
 
 
 def settings(
@@ -87,7 +103,7 @@ def settings(
 ) -> Iterator[tuple[str, float | None, Callable[[int], Eviction]]]:
     """Policies with shares of bytes, and how each is made of a number of tokens."""
     layers = [module.heedful for module in attention_modules(model)]
-    if isinstance(model._heedful.mechanism, Forgetting):
+    if isinstance(conversion_of(model).mechanism, Forgetting):
         for epsilon in args.epsilons:
             yield f"Bounded {epsilon:g}", None, lambda _, epsilon=epsilon: Bounded(epsilon)
         return
@@ -160,7 +176,6 @@ def scored(
         "metric": task.metric,
         "final": final,
         "peak_bytes": peaks.nbytes,
-        "rows": args.rows,
     }
 
 

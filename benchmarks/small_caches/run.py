@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
+from benchmarks.parts import add_task_options, task_of
 from heedful.commands.budget.shrink import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
@@ -31,7 +32,7 @@ from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment
-from heedful.tasks import TASKS, Task
+from heedful.tasks import Task
 
 SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the search
 
@@ -39,10 +40,7 @@ SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
-    parser.add_argument("--task", choices=("text", "recall"), default="recall")
-    parser.add_argument("--data", nargs="+", default=())
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int)
+    add_task_options(parser, "recall")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.5, 0.25, 0.125])
     parser.add_argument("--policies", nargs="+", help="names of policies; default all")
     parser.add_argument("--rows", type=int, default=256, help="evaluation sequences")
@@ -50,7 +48,7 @@ def main() -> None:
     parser.add_argument("--by-layer", type=float, help="search: answers or perplexity to lose")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
+    task = task_of(args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for word in args.models:
         name, _, folder = word.partition("=")

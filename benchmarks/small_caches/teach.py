@@ -27,12 +27,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
+from benchmarks.parts import add_task_options, task_of
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Hyperparameters, local_global
 from heedful.hf import conversion_of
 from heedful.nn import Forgetting, RetentionGate, Selective, Standard
 from heedful.records.environment import environment
-from heedful.tasks import TASKS, Task
+from heedful.tasks import Task
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.trainer import parameter_groups
 
@@ -47,10 +48,7 @@ LEAST_CACHE = 16  # tokens of the smallest cache that an order of eviction is le
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path, help="folder of a trained model")
-    parser.add_argument("--task", choices=("text", "recall"), default="text")
-    parser.add_argument("--data", nargs="+", default=())
-    parser.add_argument("--tokenizer", default="byte")
-    parser.add_argument("--length", type=int)
+    add_task_options(parser, "text")
     parser.add_argument("--mechanism", choices=MECHANISMS, default="selective")
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--batch", type=int, default=8)
@@ -63,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.to.exists():
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")
-    task = TASKS[args.task].default(tuple(args.data)).cut(args.length, args.tokenizer)
+    task = task_of(args)
     hyperparameters = Hyperparameters(args.steps, args.batch, held_out=task.recipe.held_out)
     model = changed(heedful.load(args.model, budgets=False), args.mechanism, task)
     split, judged = next(iter(task.evaluations().items()))

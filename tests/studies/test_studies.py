@@ -241,7 +241,11 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
         state = heedful.load(name).state_dict()
         frozen = all(torch.equal(state[key], x) for key, x in standard.items())
         assert frozen == (name != "forgetting")
-        assert any(x.any() for key, x in state.items() if ".heedful." in key)
+        report = json.loads(Path(name, "taught.json").read_text())
+        # A gate changes no prediction; it starts at zero, and learns.
+        gates = [x for key, x in state.items() if ".retention." in key]
+        assert bool(gates) == (name == "retention-gate") and all(x.any() for x in gates)
+        assert not gates or report["before"] == report["after"]
     models = [f"{x}={x}" for x in ("standard", "selectors", "retention-gate", "forgetting")]
     options = ("--shares", 1, 0.5, "--epsilons", 0.9, "--rows", 2, "--batch", 2)
     run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
@@ -259,6 +263,8 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
     )
     run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
     assert lines("equal.jsonl") == records
+    with pytest.raises(SystemExit, match="lines with rows 2, and this run has 3"):
+        run("small_caches.equal_bytes", *models, "--rows", 3, "--out", "equal.jsonl")
 
 
 def test_a_grid_goes_on_from_a_fine_tuned_model(run, trained):
