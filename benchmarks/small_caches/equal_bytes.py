@@ -70,7 +70,10 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     about = {"task": args.task, "length": task.length, "rows": args.rows}
     for name, word in zip(names, args.models, strict=True):
-        model = heedful.load(word.partition("=")[2], budgets=False).eval()
+        try:
+            model = heedful.load(word.partition("=")[2], budgets=False).eval()
+        except ValueError as error:
+            raise SystemExit(f"{word}: {error}") from None
         if "measure" not in about:
             about["measure"] = peak_bytes(model, StreamingLLM(tokens=task.length), task)
             check_same(args.out, about)
