@@ -113,7 +113,8 @@ def shape_checks(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def no_shape_checks(shape_checks) -> None:
-    """For wrong shapes that a function answers itself."""
+    """For wrong shapes that a function answers itself, and for what is compiled: dynamo cannot
+    trace the checks."""
     jaxtyping_config.update("jaxtyping_disable", True)
 
 
