@@ -87,7 +87,7 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
     """The model with another attention and the same weights; selective attention stays itself."""
     config = model.config
     config.max_position_embeddings = max(config.max_position_embeddings, task.length)
-    if mechanism == "selective" and hides(model):
+    if mechanism == "selective" and isinstance(conversion_of(model).mechanism, Selective):
         return model
     heedful.revert(model)
     torch.manual_seed(0)  # of an extra selector's start
@@ -95,10 +95,6 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
     kinds["forgetting"] = Forgetting(start="identity")
     kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
     return heedful.convert(model, kinds[mechanism]).model
-
-
-def hides(model: PreTrainedModel) -> bool:
-    return any(m.heedful.hides for m in model.modules() if hasattr(m, "heedful"))
 
 
 @contextmanager

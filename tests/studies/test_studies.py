@@ -246,6 +246,9 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
         gates = [x for key, x in state.items() if ".retention." in key]
         assert bool(gates) == (name == "retention-gate") and all(x.any() for x in gates)
         assert not gates or report["before"] == report["after"]
+    run("small_caches.teach", "forgetting", *training, "--to", "hiding")  # F is not a selector's
+    hiding = heedful.load("hiding", budgets=False).model.layers[0].self_attn.heedful
+    assert type(hiding).__name__ == "SelectiveAttention"
     models = [f"{x}={x}" for x in ("standard", "selectors", "retention-gate", "forgetting")]
     options = ("--shares", 1, 0.5, "--epsilons", 0.9, "--rows", 2, "--batch", 2)
     run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
