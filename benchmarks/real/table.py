@@ -1,6 +1,7 @@
 """The table of a pretrained model under small caches."""
 
 import statistics
+from itertools import takewhile
 from pathlib import Path
 
 import numpy
@@ -182,6 +183,32 @@ def stories() -> str:
     return f"{markdown(['task', 'questions', 'right, %'], lines)}\n\n{provenance(records)}"
 
 
+def answers() -> str:
+    """What is written in conversations, as the base judges it, and how far it is the base's own."""
+    records = _read("answers")
+    own = [x["reply"].split() for x in records[0]["answers"]]
+    lines = []
+    for r in records:
+        replies = [x["reply"].split() for x in r["answers"]]
+        same = [_equal_at_first(*pair) for pair in zip(replies, own, strict=True)]
+        nats = [n for x in r["answers"] for n in x["nats"]]
+        lines.append([
+            MODELS[r["model"]],
+            NAMES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            "–" if r["tokens"] is None else f"{r['tokens']:,}",
+            f"{numpy.exp(statistics.mean(nats)):.2f}",
+            f"{sum(reply == x for reply, x in zip(replies, own, strict=True))} of {len(own)}",
+            f"{statistics.median(same):g} of {statistics.median(map(len, own)):g}",
+        ])  # fmt: skip
+    head = [*HEAD[:3], "perplexity of the answers", "word for word", "first words, median"]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
+def _equal_at_first(words: list[str], others: list[str]) -> int:
+    pairs = zip(words, others, strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+
 def speed() -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
     records = _read("speed")
@@ -318,6 +345,7 @@ BLOCKS = {
     "real-4096": lambda: real_cache("4096"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
+    "real-answers": answers,
     "real-speed": speed,
     "real-babilong": stories,
     "real-kept": kept_kinds,

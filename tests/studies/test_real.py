@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
+from heedful.commands.evaluate.answers import LanguageModel
 from heedful.commands.models import open_model
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
@@ -68,6 +69,38 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
         prompts, tokens = zip(*line["rounds"], strict=True)
         assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
         assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
+
+
+def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch):
+    written = []
+
+    class Writer(LanguageModel):
+        def write(self, prompts, room):
+            written.append((self.eviction, self.chunk, room))
+            return super().write(prompts, room)
+
+    monkeypatch.setattr("benchmarks.real.answers.LanguageModel", Writer)
+    monkeypatch.setattr("benchmarks.real.answers.stock_model", open_model)
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    tokenizer.chat_template = "Q: {{ messages[0].content }} A: "
+    tokenizer.save_pretrained("base")
+    options = "--policies most-hidden --tokens 20 --conversations 2 --words 30 40 --reply-tokens 8"
+    arguments = f"base adapter --books books --out answers.jsonl {options}".split()
+    for _ in range(2):  # the second time nothing is left to ask
+        monkeypatch.setattr(sys, "argv", ["benchmarks.real.answers", *arguments])
+        importlib.import_module("benchmarks.real.answers").main()
+    lines = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert [(x["policy"], x["tokens"]) for x in lines] == [("whole", None), ("most-hidden", 20)]
+    base = AutoModelForCausalLM.from_pretrained("base")
+    whole, small = (line["answers"] for line in lines)
+    assert written == [(False, 32, 8)] * 2 + [(MostHidden(20), 32, 8)] * 2
+    for answer in (*whole, *small):
+        chat = list(f"Q: {answer['question']} A: ".encode())
+        ids = tokenizer(answer["reply"])["input_ids"]
+        labels = torch.tensor([[-100] * len(chat) + ids])
+        with torch.no_grad():
+            expected = base(input_ids=torch.tensor([chat + ids]), labels=labels).loss.item()
+        assert sum(answer["nats"]) / len(ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):

@@ -1,0 +1,87 @@
+"""Conversations under small caches: what a model answers, judged by the base with its whole cache.
+
+Each question comes before or behind a passage of a book that no adapter was trained on. Answers are
+greedy. The base then reads each of them behind its conversation: a perplexity near that of its own
+answers says that it could have written them too.
+
+    python -m benchmarks.real.answers smollm2 adapters/smollm2-135m-hide --books books-test \
+        --tokens 120 --policies by-layer --out runs/answers.jsonl
+
+Every model also answers with its whole cache. What is in the file already is not asked again.
+"""
+
+import argparse
+import json
+from itertools import product
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from benchmarks.parts import read_partial
+from benchmarks.real.chats import prompts
+from benchmarks.real.run import eviction_of
+from heedful import stock_model
+from heedful.commands.evaluate.answers import LanguageModel
+from heedful.commands.models import open_model, open_tokenizer
+from heedful.commands.policies import cache_dtype_of
+from heedful.records.environment import environment
+from heedful.records.files import append_line
+
+CHUNK = 32  # tokens that are read at a time
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base", help="MODEL that judges, with a chat template")
+    parser.add_argument("models", nargs="*", help="MODEL or an adapter's folder; default: the base")
+    parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
+    parser.add_argument("--conversations", type=int, default=10)
+    parser.add_argument("--words", type=int, nargs=2, default=(300, 560), help="of a passage")
+    parser.add_argument("--reply-tokens", type=int, default=96)
+    parser.add_argument("--policies", nargs="+", default=[])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128])
+    parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if not any(options.books.glob("*.txt")):
+        raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")
+    base = stock_model(options.base)
+    for name in options.models or [options.base]:
+        model = open_model(name, budgets=False)
+        ask(name, model, base, options)
+
+
+def ask(
+    name: str, model: PreTrainedModel, base: PreTrainedModel, options: argparse.Namespace
+) -> None:
+    """The answers of a model in all settings that the file does not have."""
+    tokenizer = open_tokenizer(None, name, model)
+    questions = prompts(options.books, options.conversations, tuple(options.words))
+    chats = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": x}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        for x in questions
+    ]
+    judge, dtype = LanguageModel(base, tokenizer), cache_dtype_of(options.cache_dtype)
+    fields = ("model", "policy", "tokens", "cache_dtype")
+    done = {tuple(x[field] for field in fields) for x in read_partial(options.out)}
+    for policy, tokens in [("whole", None), *product(options.policies, options.tokens)]:
+        setting = (name, policy, tokens, options.cache_dtype)
+        if setting in done:
+            continue
+        eviction = eviction_of(policy, model, name, tokens, None)
+        writer = LanguageModel(model, tokenizer, eviction or False, CHUNK, dtype)
+        line = dict(zip(fields, setting, strict=True)) | {"answers": []}
+        for question, chat in zip(questions, tqdm(chats, desc=f"{name}, {policy}"), strict=True):
+            reply = writer.write([chat], options.reply_tokens)[0]
+            ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+            (likelihood,) = judge.read([[*chat, *ids]])
+            nats = likelihood.nats[len(chat) - 1 :].tolist()
+            line["answers"].append({"question": question, "reply": reply, "nats": nats})
+        append_line(options.out, json.dumps(line | {"environment": environment()}))
+
+
+if __name__ == "__main__":
+    main()
