@@ -30,7 +30,7 @@ from heedful.training.eviction_order import (
     gates_after_chunks,
 )
 
-SPREAD = (0.5, 3.0)  # factors on the budgets, of which each step draws one
+SPREAD = (0.5, 1.5)  # factors on the budgets, of which each step draws one
 _EVICTED = -1e9  # finite in every precision that is trained in
 
 
