@@ -161,8 +161,21 @@ def pretrained() -> Figure:
 
 
 def equal_bytes() -> Figure:
-    """What every method has wrong in how many bytes."""
-    records = _results("equal-recall-cpu.jsonl")
+    """What every method loses in how many bytes, on questions and on books."""
+    figure = Figure(figsize=(11, 3.4), layout="constrained", facecolor="white")
+    recall, books = figure.subplots(1, 2)
+    _at_equal_bytes(recall, "equal-recall-cpu.jsonl", scale=100)
+    _at_equal_bytes(books, "equal-text-cpu.jsonl", scale=1)
+    recall.set_title("facts that are requested at the end", fontsize=9)
+    recall.set_ylabel("answers wrong, %", fontsize=8)
+    books.set_title("books", fontsize=9)
+    books.set_ylabel("perplexity per token", fontsize=8)
+    books.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def _at_equal_bytes(axes, file: str, scale: float) -> None:
+    records = _results(file)
     series = {
         ("standard", "TOVA"): ("TOVA, no training", "#0072b2", "^"),
         ("standard", "TriAttention"): ("TriAttention, no training", "#56b4e9", "v"),
@@ -173,25 +186,23 @@ def equal_bytes() -> Figure:
         ("selective, memory loss", "MostHidden"): ("selective, memory loss", "#009e73", "*"),
         ("forgetting", None): ("forgetting, by its error", "#f0e442", "X"),
     }
-    figure = Figure(figsize=(7, 3.4), layout="constrained", facecolor="white")
-    axes = figure.subplots()
     for (model, policy), (label, colour, mark) in series.items():
         points = sorted(
-            (x["measure"] / x["peak_bytes"], 100 * next(iter(x["final"].values())))
+            (x["measure"] / x["peak_bytes"], scale * next(iter(x["final"].values())))
             for x in records
             if x["model"] == model and (policy in (x["policy"], None))
         )
         style = {"color": colour, "marker": mark, "markersize": 9 if mark == "*" else 5}
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, **style)
     axes.set_xscale("log")
-    axes.set_xticks([1, 2, 4, 8], ["all", "a half", "a quarter", "an eighth"], fontsize=8)
+    names = {1: "all", 2: "a half", 4: "a quarter", 8: "an eighth", 16: "a 16th", 32: "a 32nd"}
+    least = max(x["measure"] / x["peak_bytes"] for x in records)
+    ticks = {share: name for share, name in names.items() if share <= 1.05 * least}
+    axes.set_xticks([*ticks], [*ticks.values()], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("peak bytes of the cache, of the standard model's", fontsize=8)
-    axes.set_ylabel("answers wrong, %", fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return figure
 
 
 def _signed(axes, values: list[list[float]], title: str) -> None:

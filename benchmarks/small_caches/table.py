@@ -97,6 +97,8 @@ def _value(record: dict) -> str:
 BLOCKS = {
     "equal-recall": lambda: equal_bytes("recall"),
     "equal-taught": lambda: taught("equal-taught"),
+    "equal-text": lambda: equal_bytes("text"),
+    "equal-text-taught": lambda: taught("equal-text-taught"),
     "caches-text": lambda: caches(TEXT),
     "caches-recall": lambda: caches(RESULTS / "caches-recall-cpu.jsonl"),
     "caches-short": caches_short,
