@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from benchmarks.parts import read_partial
 from benchmarks.real.chats import prompts
 from benchmarks.real.run import eviction_of
-from heedful import stock_model
 from heedful.commands.evaluate.answers import LanguageModel
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.commands.policies import cache_dtype_of
@@ -46,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     if not any(options.books.glob("*.txt")):
         raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")
-    base = stock_model(options.base)
+    base = open_model(options.base, budgets=False)
     for name in options.models or [options.base]:
         model = open_model(name, budgets=False)
         ask(name, model, base, options)

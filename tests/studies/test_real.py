@@ -80,7 +80,6 @@ def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch)
             return super().write(prompts, room)
 
     monkeypatch.setattr("benchmarks.real.answers.LanguageModel", Writer)
-    monkeypatch.setattr("benchmarks.real.answers.stock_model", open_model)
     tokenizer = AutoTokenizer.from_pretrained("base")
     tokenizer.chat_template = "Q: {{ messages[0].content }} A: "
     tokenizer.save_pretrained("base")
