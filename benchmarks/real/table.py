@@ -1,7 +1,6 @@
 """The table of a pretrained model under small caches."""
 
 import statistics
-from itertools import takewhile
 from pathlib import Path
 
 import numpy
@@ -184,29 +183,29 @@ def stories() -> str:
 
 
 def answers() -> str:
-    """What is written in conversations, as the base judges it, and how far it is the base's own."""
+    """What is written in conversations: as the base judges it, and how often it repeats itself."""
     records = _read("answers")
-    own = [x["reply"].split() for x in records[0]["answers"]]
-    lines = []
+    own, lines = [x["reply"] for x in records[0]["answers"]], []
     for r in records:
-        replies = [x["reply"].split() for x in r["answers"]]
-        same = [_equal_at_first(*pair) for pair in zip(replies, own, strict=True)]
+        replies = [x["reply"] for x in r["answers"]]
         nats = [n for x in r["answers"] for n in x["nats"]]
         lines.append([
             MODELS[r["model"]],
             NAMES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
-            "–" if r["tokens"] is None else f"{r['tokens']:,}",
+            "all" if r["tokens"] is None else f"{r['tokens']:,}",
             f"{numpy.exp(statistics.mean(nats)):.2f}",
-            f"{sum(reply == x for reply, x in zip(replies, own, strict=True))} of {len(own)}",
-            f"{statistics.median(same):g} of {statistics.median(map(len, own)):g}",
+            f"{statistics.mean(map(_repeated, replies)):.0%}",
+            f"{sum(x == y for x, y in zip(replies, own, strict=True))} of {len(own)}",
         ])  # fmt: skip
-    head = [*HEAD[:3], "perplexity of the answers", "word for word", "first words, median"]
+    head = [*HEAD[:3], "perplexity of the answers", "repeated", "the stock model's, word for word"]
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
-def _equal_at_first(words: list[str], others: list[str]) -> int:
-    pairs = zip(words, others, strict=False)
-    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+def _repeated(text: str) -> float:
+    """The share of an answer's sequences of three words that it has had before."""
+    words = text.split()
+    triples = [*zip(words, words[1:], words[2:], strict=False)]
+    return 1 - len({*triples}) / len(triples) if triples else 0.0
 
 
 def speed() -> str:
