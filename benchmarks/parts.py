@@ -89,3 +89,14 @@ def read_partial(path: Path) -> list[dict]:
     """
     entries = read_each(path, json.loads, "a result") if path.exists() else []
     return [line for _, line in entries]
+
+
+def check_same(path: Path, about: dict) -> None:
+    """Stop where a file has lines of a run with other options."""
+    for line in read_partial(path):
+        for name, value in about.items():
+            if line.get(name, value) != value:
+                raise SystemExit(
+                    f"--out {path} has lines with {name} {line[name]}, and this run has {value}; "
+                    "name another file"
+                )

@@ -7,7 +7,8 @@ answers says that it could have written them too.
     python -m benchmarks.real.answers smollm2 adapters/smollm2-135m-hide --books books-test \
         --tokens 120 --policies by-layer --out runs/answers.jsonl
 
-Every model also answers with its whole cache. What is in the file already is not asked again.
+Every model also answers with its whole cache. Settings that the file has already are skipped; a
+file of other conversations is refused.
 """
 
 import argparse
@@ -16,11 +17,11 @@ from itertools import product
 from pathlib import Path
 
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.parts import read_partial
+from benchmarks.parts import check_same, read_partial
 from benchmarks.real.chats import prompts
-from benchmarks.real.run import eviction_of
+from benchmarks.real.run import HIDING, POLICIES, eviction_of
 from heedful.commands.evaluate.answers import LanguageModel
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.commands.policies import cache_dtype_of
@@ -28,6 +29,7 @@ from heedful.records.environment import environment
 from heedful.records.files import append_line
 
 CHUNK = 32  # tokens that are read at a time
+CHOICES = sorted({*POLICIES, *HIDING} - {"triattention"})  # which needs a calibration
 
 
 def main() -> None:
@@ -38,24 +40,51 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=10)
     parser.add_argument("--words", type=int, nargs=2, default=(300, 560), help="of a passage")
     parser.add_argument("--reply-tokens", type=int, default=96)
-    parser.add_argument("--policies", nargs="+", default=[])
+    parser.add_argument("--policies", nargs="+", choices=CHOICES, default=[])
     parser.add_argument("--tokens", type=int, nargs="+", default=[128])
     parser.add_argument("--cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not any(options.books.glob("*.txt")):
         raise SystemExit(f"--books {options.books}: there is no .txt file in this folder")
-    base = open_model(options.base, budgets=False)
-    for name in options.models or [options.base]:
-        model = open_model(name, budgets=False)
-        ask(name, model, base, options)
+    least, most = options.words
+    if min(options.conversations, options.reply_tokens, least, *options.tokens) < 1 or least > most:
+        parser.error(
+            "--conversations, --reply-tokens, --tokens and both of --words must be at least 1, and "
+            f"--words in ascending order, got {options.conversations}, {options.reply_tokens}, "
+            f"{options.tokens} and {options.words}"
+        )
+    try:
+        base = open_model(options.base, budgets=False)
+        vocabulary = open_tokenizer(None, options.base, base).get_vocab()
+        for name in options.models or [options.base]:
+            model = open_model(name, budgets=False)
+            tokenizer = open_tokenizer(None, name, model)
+            if tokenizer.get_vocab() != vocabulary:
+                raise ValueError(
+                    f"model {name!r} has other tokens than {options.base!r}, its judge"
+                )
+            record(name, model, tokenizer, base, options)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
 
 
-def ask(
-    name: str, model: PreTrainedModel, base: PreTrainedModel, options: argparse.Namespace
+def record(
+    name: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    base: PreTrainedModel,
+    options: argparse.Namespace,
 ) -> None:
-    """The answers of a model in all settings that the file does not have."""
-    tokenizer = open_tokenizer(None, name, model)
+    """Write down a model's answers in all settings that the file does not have."""
+    about = {
+        "conversations": options.conversations,
+        "words": list(options.words),
+        "reply_tokens": options.reply_tokens,
+    }
+    check_same(options.out, about)
+    settings = [("whole", None), *product(options.policies, options.tokens)]
+    evictions = [eviction_of(policy, model, name, tokens, None) for policy, tokens in settings]
     questions = prompts(options.books, options.conversations, tuple(options.words))
     chats = [
         tokenizer.apply_chat_template(
@@ -66,13 +95,12 @@ def ask(
     judge, dtype = LanguageModel(base, tokenizer), cache_dtype_of(options.cache_dtype)
     fields = ("model", "policy", "tokens", "cache_dtype")
     done = {tuple(x[field] for field in fields) for x in read_partial(options.out)}
-    for policy, tokens in [("whole", None), *product(options.policies, options.tokens)]:
+    for (policy, tokens), eviction in zip(settings, evictions, strict=True):
         setting = (name, policy, tokens, options.cache_dtype)
         if setting in done:
             continue
-        eviction = eviction_of(policy, model, name, tokens, None)
         writer = LanguageModel(model, tokenizer, eviction or False, CHUNK, dtype)
-        line = dict(zip(fields, setting, strict=True)) | {"answers": []}
+        line = dict(zip(fields, setting, strict=True)) | about | {"answers": []}
         for question, chat in zip(questions, tqdm(chats, desc=f"{name}, {policy}"), strict=True):
             reply = writer.write([chat], options.reply_tokens)[0]
             ids = tokenizer(reply, add_special_tokens=False)["input_ids"]

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import heedful
-from benchmarks.parts import add_task_options, read_partial, task_of
+from benchmarks.parts import add_task_options, check_same, read_partial, task_of
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score_rows
 from heedful.eviction import (
@@ -88,17 +88,6 @@ def main() -> None:
             line = about | {"model": name, "policy": policy, "share": share}
             line |= scored(model, eviction, task, args)
             append_line(args.out, json.dumps(line | {"environment": environment()}))
-
-
-def check_same(path: Path, about: dict) -> None:
-    """Stop where a file has lines of other sequences, or of another measure."""
-    for line in read_partial(path):
-        for name, value in about.items():
-            if line.get(name, value) != value:
-                raise SystemExit(
-                    f"--out {path} has lines with {name} {line[name]}, and this run has {value}; "
-                    "name another file"
-                )
 
 
 def settings(

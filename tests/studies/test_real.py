@@ -85,7 +85,7 @@ def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch)
     tokenizer.save_pretrained("base")
     options = "--policies most-hidden --tokens 20 --conversations 2 --words 30 40 --reply-tokens 8"
     arguments = f"base adapter --books books --out answers.jsonl {options}".split()
-    for _ in range(2):  # the second time nothing is left to ask
+    for _ in range(2):  # the second time every setting is there
         monkeypatch.setattr(sys, "argv", ["benchmarks.real.answers", *arguments])
         importlib.import_module("benchmarks.real.answers").main()
     lines = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
@@ -100,6 +100,16 @@ def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch)
         with torch.no_grad():
             expected = base(input_ids=torch.tensor([chat + ids]), labels=labels).loss.item()
         assert sum(answer["nats"]) / len(ids) == pytest.approx(expected, rel=1e-5)
+    for words, message in (
+        ("--reply-tokens 9", "lines with reply_tokens 8, and this run has 9"),
+        ("--policies by-layer --out new.jsonl", "budgets.json cannot be read"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["benchmarks.real.answers", *arguments, *words.split()])
+        with pytest.raises(SystemExit, match=message):
+            importlib.import_module("benchmarks.real.answers").main()
+    assert not Path("new.jsonl").exists() and lines == [
+        json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()
+    ]
 
 
 def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):
