@@ -184,7 +184,7 @@ def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -
     shape = layer.shape
     heads = query.shape[1] // layer.queries_per_head
     actual = (heads, key.shape[1], query.shape[3])
-    if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_shape:
+    if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_heads:
         raise ValueError(
             f"{type(module).__name__} attends with {actual[0]} heads, {actual[1]} key heads and "
             f"head dim {actual[2]}, and its configuration says {shape}; this family does not fit"

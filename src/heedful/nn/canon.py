@@ -57,7 +57,7 @@ class Canon:
 class CanonAttention(StandardAttention):
     """The kernels of one layer. Causal, and so of a decoder's self-attention alone."""
 
-    any_shape = False
+    any_heads = False
 
     def __init__(self, config: Canon, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)

@@ -53,7 +53,7 @@ class Dex:
 class DexAttention(StandardAttention):
     """The matrix and the factor of one layer."""
 
-    any_shape = False
+    any_heads = False
 
     def __init__(self, config: Dex, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)

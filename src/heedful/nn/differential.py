@@ -149,7 +149,7 @@ class DifferentialV2:
 class DifferentialV2Attention(StandardAttention):
     """The second queries and the lambdas of one layer; SDPA of twice as many query heads."""
 
-    any_shape = False
+    any_heads = False
     needs = frozenset({"input", "unrotated"})
     queries_per_head = 2
 

@@ -63,7 +63,7 @@ class ForgettingAttention(StandardAttention):
     never less than before. It is taken from the logits, as selective attention's is.
     """
 
-    any_shape = False
+    any_heads = False
     takes = frozenset({"bias", "dropout"})
     needs = frozenset({"input"})
     keeps = ("F",)

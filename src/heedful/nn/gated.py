@@ -44,7 +44,7 @@ class Gated:
 class GatedAttention(StandardAttention):
     """The gate of one layer."""
 
-    any_shape = False
+    any_heads = False
     needs = frozenset({"input"})
 
     def __init__(self, config: Gated, shape: HeadShape) -> None:

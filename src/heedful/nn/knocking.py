@@ -55,7 +55,7 @@ class KnockingHeads:
 class KnockingHeadsAttention(StandardAttention):
     """The shared matrices of one layer."""
 
-    any_shape = False
+    any_heads = False
     needs = frozenset({"unrotated"})
 
     def __init__(self, config: KnockingHeads, shape: HeadShape) -> None:

@@ -104,6 +104,13 @@ class LayerInputs(NamedTuple):
 
         return self._replace(**{name: cut(x) for name, x in self._per_token()})
 
+    def of_heads(self, heads: slice) -> "LayerInputs":
+        """What belongs to some of the query heads."""
+        bias, sinks = self.bias, self.sinks
+        if bias is not None and bias.shape[1] > 1:
+            bias = bias[:, heads]
+        return self._replace(bias=bias, sinks=None if sinks is None else sinks[heads])
+
     def joined(self, more: "LayerInputs") -> "LayerInputs":
         """What belongs to these tokens and those of the next call; the rest is that call's."""
         first, second = dict(self._per_token()), dict(more._per_token())
@@ -236,7 +243,8 @@ class Layer(nn.Module):
     keeps_order: whether it counts back along the keys, so that no policy may evict any of them.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
-    any_shape: whether other heads than those of `shape` will do as well.
+    any_heads: whether each head is computed from its own queries, keys and values alone, so that
+        other heads than those of `shape` will do as well, or some of them at a time.
     reports_memory: whether `forward` returns memory while `tau` is set.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
@@ -262,7 +270,7 @@ class Layer(nn.Module):
     keeps_order: bool = False
     window: int | None = None
     input_factor: float = 1.0
-    any_shape: bool = False
+    any_heads: bool = False
     reports_memory: bool = False
     summarises: bool = False
     learns_groups: bool = False

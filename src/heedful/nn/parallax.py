@@ -48,7 +48,7 @@ class Parallax:
 class ParallaxAttention(StandardAttention):
     """SDPA, and the correction by blocks of rows, which a backward pass computes again."""
 
-    any_shape = False
+    any_heads = False
     takes = frozenset({"bias", "softcap", "sinks"})
     needs = frozenset({"input", "rotation"})
 

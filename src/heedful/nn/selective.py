@@ -94,6 +94,7 @@ class SelectiveAttention(Layer):
             self.query = WideLinear(shape.hidden, dim, bias=False)
             self.key = WideLinear(shape.hidden, dim, bias=False)
             self.needs, self.keeps = frozenset({"input"}), ("F", "selector keys")
+            self.any_heads = True
         self.reset_parameters()
 
     @torch.no_grad()

@@ -90,7 +90,7 @@ class StandardAttention(Layer):
     mask of all pairs there and compute them all.
     """
 
-    any_shape = True
+    any_heads = True
     takes = TERMS
 
     def __init__(self, config: Standard, shape: HeadShape) -> None:

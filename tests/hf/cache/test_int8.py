@@ -8,14 +8,15 @@ import torch
 
 import heedful
 from heedful.eviction import H2O, POLICIES, MostHidden, StreamingLLM
+from heedful.hf.cache import int8 as eight_bits
 from heedful.hf.cache import tokens as stored
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.int8 import dequantize, quantize
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.cache.slots import Slots
-from heedful.nn import Selective, Standard
+from heedful.nn import Layer, Selective, Standard
 from helpers.cached import MECHANISMS, converted, greedy, in_steps, serves, tensors_in
-from helpers.families import logits, ragged_mask, tiny, tokens, varied
+from helpers.families import FAMILIES, logits, ragged_mask, tiny, tokens, varied
 
 ONE_BY_ONE = [name for name in MECHANISMS if not name.startswith("grouped")]
 WITH_ROWS = [name for name in MECHANISMS if name.startswith("mta")]
@@ -133,6 +134,37 @@ def test_bytes_are_counted_with_the_copies_that_attention_reads(dtype, eviction)
     read = one * (97 if eviction is False else 64)
     assert cache.peak_nbytes >= cache.nbytes + read * (1 if eviction is False else 0)
     assert cache.peak_nbytes < plain.peak_nbytes + read
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [(name, "llama") for name in ONE_BY_ONE] + [("selective-extra", family) for family in FAMILIES],
+)
+def test_one_head_at_a_time_is_all_at_once(name, family, monkeypatch):
+    """Only where every head is computed from its own keys and values alone."""
+    model, ids = converted(name, family), tokens(2, 30)
+    whole, by_heads = int8(model), int8(model)
+    expected = in_steps(model, ids, [9, 7, 1, 13], whole)
+    monkeypatch.setattr(eight_bits, "READ", 1)
+    actual = in_steps(model, ids, [9, 7, 1, 13], by_heads)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert by_heads.nbytes == whole.nbytes
+    last = [layer for layer in model.modules() if isinstance(layer, Layer)][-1]  # at the peak
+    assert (by_heads.peak_nbytes < whole.peak_nbytes) == last.any_heads
+
+
+@pytest.mark.parametrize("read", [1, 4 * 97 * 2 * 32, 2**17])
+def test_heads_are_copied_as_far_as_they_fit(read, monkeypatch):
+    """Two sequences of 97 tokens, with 2 x 32 numbers in each of four key heads."""
+    monkeypatch.setattr(eight_bits, "READ", read)
+    model = varied(
+        tiny(head_dim=32, num_key_value_heads=4, num_attention_heads=4, dtype=torch.float32),
+        Standard(),
+    )
+    cache = int8(model)
+    in_steps(model, tokens(2, 97), [97], cache)
+    heads = {1: 1, 2**17: 4}.get(read, 2)
+    assert cache.peak_nbytes == cache.nbytes + heads * 2 * 97 * 2 * 32 * 4
 
 
 @pytest.mark.parametrize("policy", [None, StreamingLLM, H2O, MostHidden])

@@ -84,11 +84,10 @@ class EvictionStep:
 
     @torch.no_grad()
     def note(self, q: Float[Tensor, "B H T D"], k: Float[Tensor, "B Hk T D"]) -> None:
-        """Take new tokens' queries and keys into account."""
-        if self.budget.policy.reads_logits:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            norms = torch.stack([x.to(wide).norm(dim=-1).amax((1, 2)) for x in (q, k)], dim=1)
-            self.norms = norms if self.norms is None else torch.maximum(self.norms, norms)
+        """Take into account how large new tokens' queries and keys are."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        norms = torch.stack([x.to(wide).norm(dim=-1).amax((1, 2)) for x in (q, k)], dim=1)
+        self.norms = norms if self.norms is None else torch.maximum(self.norms, norms)
 
     def logits(
         self, dim: int, scale: float | None, softcap: float | None

@@ -18,6 +18,10 @@ from torch import Tensor
 from heedful.eviction.gather import Moves
 from heedful.hf.cache.slots import Slots
 
+READ = 2**17
+"""Numbers of keys and values that a CPU dequantizes at a time: in float32 512 KiB, near a core's
+cache. Elsewhere all are read at once, as launches cost more than what a copy takes."""
+
 _LARGEST = 127
 
 
@@ -34,6 +38,16 @@ class Int8Slots:
         if self._dtype is None:
             return None
         return dequantize(self._codes.contents, self._scales.contents, self._dtype)
+
+    @property
+    def codes(self) -> Int8[Tensor, "B H n D"]:
+        """The tokens, as whole multiples of their scales."""
+        return self._codes.contents
+
+    def read(self, heads: slice, tokens: slice) -> Float[Tensor, "B h m D"]:
+        """Some tokens of some heads, dequantized."""
+        codes, scales = self._codes.contents, self._scales.contents
+        return dequantize(codes[:, heads, tokens], scales[:, heads, tokens], self._dtype)
 
     @property
     def length(self) -> int:
@@ -59,13 +73,12 @@ class Int8Slots:
         """Bytes of a copy that reading the contents makes."""
         return self.token_nbytes * self.length
 
-    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
-        """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
+    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> None:
+        """Add tokens; beyond `limit` tokens no room is made for later ones."""
         self._dtype = new.dtype
         codes, scales = quantize(new)
         self._codes.append(codes, limit)
         self._scales.append(scales, limit)
-        return self.contents
 
     def drop_first(self, count: int) -> None:
         """Drop the first tokens."""
@@ -85,6 +98,16 @@ class Int8Slots:
         """Replace the buffers by a function of them, such as a choice of sequences."""
         for slots in (self._codes, self._scales):
             slots.map_batch(change)
+
+
+def heads_read_together(
+    keys: Int8[Tensor, "B H n D"], values: Int8[Tensor, "B H n Dv"]
+) -> list[slice]:
+    """Heads in parts, of which each is dequantized at a time."""
+    heads, count = keys.shape[1], keys.shape[1]
+    if keys.device.type == "cpu":
+        count = max(1, min(heads, READ // (keys[:, 0].numel() + values[:, 0].numel())))
+    return [slice(first, min(heads, first + count)) for first in range(0, heads, count)]
 
 
 def is_int8(dtype: torch.dtype | None) -> bool:

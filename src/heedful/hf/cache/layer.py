@@ -16,6 +16,7 @@ from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, EvictionStep
 from heedful.hf.cache.counters import Meter
+from heedful.hf.cache.int8 import heads_read_together
 from heedful.hf.cache.owner import kind_of
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
@@ -59,6 +60,8 @@ class LayerCache(AttentionCache):
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
         self.budget, self._int8 = budget, int8
+        # Keys that other layers of the model read must be there as a whole.
+        self._by_heads = int8 and layer.any_heads and layer.host.own_cache
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
@@ -141,7 +144,10 @@ class LayerCache(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all."""
+        """Add the keys and values of new tokens, `[B, Hk, T, D]`; returns those of all.
+
+        Where `attend` dequantizes some heads at a time, it is the codes that are returned.
+        """
         recorded = torch.is_grad_enabled() and key_states.requires_grad
         if self.budget is not None and recorded:
             raise ValueError(
@@ -155,12 +161,14 @@ class LayerCache(AttentionCache):
             )
         self._begin_update(key_states, kwargs)
         new = key_states.shape[2]
-        keys, values, copied = self._tokens.append(key_states, value_states, self._room)
+        copied = self._tokens.append(key_states, value_states, self._room)
         if self.budget is not None:
             self._tokens.place(self.counters.total, new)
         self.counters.add(new)
         self._measure(copied=copied)
-        return keys, values
+        if self._by_heads:
+            return self._tokens.keys.codes, self._tokens.values.codes
+        return self.keys, self.values
 
     def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
         """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
@@ -192,8 +200,8 @@ class LayerCache(AttentionCache):
         """
         beside = layer.beside(inputs)
         if beside is not None:
-            beside = self._tokens.beside.append(beside.to(k.dtype), self._room)
-            inputs = inputs._replace(beside=beside)
+            self._tokens.beside.append(beside.to(q.dtype), self._room)
+            inputs = inputs._replace(beside=self._tokens.beside.contents)
         if self.reads_positions:
             if inputs.positions is None:
                 raise ValueError(
@@ -209,8 +217,9 @@ class LayerCache(AttentionCache):
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
         output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
-        if self._step is not None:
-            self._step.note(q, k[:, :, -q.shape[2] :])
+        if self.policy is not None and self.policy.reads_logits:
+            new, keys = slice(self.length - q.shape[2], None), self._tokens.keys
+            self._step.note(q, keys.read(slice(None), new) if self._by_heads else k[:, :, new])
         call = LastCall(q, visibility, scale, inputs._replace(state=before))
         if self.record_past:
             recorded = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
@@ -275,12 +284,31 @@ class LayerCache(AttentionCache):
         """The layer for query rows that are followed by so many later tokens."""
         count = k.shape[2] - later
         inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
+        if later and inputs.beside is not None:
+            inputs = inputs._replace(beside=inputs.beside[:, :, :count])
+        call = call._replace(visibility=call.visibility.part(0, count), inputs=inputs)
+        if self._by_heads:
+            return self._run_by_heads(layer, rows, count, call)
         if later:
             k, v = k[:, :, :count], v[:, :, :count]
-            if inputs.beside is not None:
-                inputs = inputs._replace(beside=inputs.beside[:, :, :count])
-        visibility = call.visibility.part(0, count)
-        return layer(rows, k, v, visibility=visibility, scale=call.scale, inputs=inputs)
+        return layer(rows, k, v, visibility=call.visibility, scale=call.scale, inputs=inputs)
+
+    def _run_by_heads(self, layer: Layer, rows: Tensor, count: int, call: LastCall) -> LayerOutput:
+        """The layer for query rows and the first `count` tokens, of which few heads are copied."""
+        keys, values = self._tokens.keys, self._tokens.values
+        group = rows.shape[1] // keys.codes.shape[1]
+
+        def run(heads: slice) -> LayerOutput:
+            k, v = keys.read(heads, slice(count)), values.read(heads, slice(count))
+            self._measure(copied=k.nbytes + v.nbytes)
+            own = slice(heads.start * group, heads.stop * group)
+            return layer(
+                rows[:, own], k, v, visibility=call.visibility, scale=call.scale,
+                inputs=call.inputs.of_heads(own),
+            )  # fmt: skip
+
+        parts = [run(heads) for heads in heads_read_together(keys.codes, values.codes)]
+        return parts[0]._replace(output=torch.cat([x.output for x in parts], dim=1))
 
     # Eviction.
 
@@ -299,7 +327,7 @@ class LayerCache(AttentionCache):
             return
         policy, counters, visibility = self.policy, self.counters, call.visibility
         if policy.reads_keys or policy.observes != 0:
-            self._measure(copied=self._tokens.keys.copy_nbytes)  # a second copy of the keys
+            self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
         if policy.reads_hidden:
             cached = cached._replace(hidden=self._state.amin(1))
@@ -330,7 +358,7 @@ class LayerCache(AttentionCache):
         moves = self._step.moves(cached, protection)
         if moves is None:
             return
-        before = self._nbytes + self._tokens.copy_nbytes
+        before = self._nbytes + self._copied
         copied = self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
         self._measure(most=before + copied)
@@ -403,7 +431,13 @@ class LayerCache(AttentionCache):
 
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:
         """As of any cache; copies of quantized tokens, which attention reads, are there as well."""
-        super()._measure(most=most, copied=copied + self._tokens.copy_nbytes)
+        super()._measure(most=most, copied=copied + self._copied)
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of the copies that there are as long as a call lasts."""
+        tokens = self._tokens
+        return tokens.beside.copy_nbytes if self._by_heads else tokens.copy_nbytes
 
     def _tensors(self) -> list[Tensor | None]:
         step = [] if self._step is None else self._step.tensors

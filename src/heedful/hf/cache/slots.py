@@ -54,14 +54,15 @@ class Slots:
         """Bytes of a copy that reading the contents makes."""
         return 0
 
-    def append(self, new: Shaped[Tensor, "B H m D"], limit: int | None = None) -> Tensor:
-        """Add tokens and return all; beyond `limit` tokens no room is made for later ones."""
+    def append(self, new: Shaped[Tensor, "B H m D"], limit: int | None = None) -> None:
+        """Add tokens; beyond `limit` tokens no room is made for later ones."""
         if self.buffer is None:
-            return self._begin(new, limit)
+            self._begin(new, limit)
+            return
         length, count = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
             self._take(torch.cat([self.contents, new], dim=2), own=False)
-            return self.buffer
+            return
         end = self.start + length
         frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
         if not self._own or frozen or end + count > self.buffer.shape[2]:
@@ -71,9 +72,8 @@ class Slots:
             end = length
         self.buffer[:, :, end : end + count] = new
         self.length += count
-        return self.contents
 
-    def _begin(self, new: Shaped[Tensor, "B H m D"], limit: int | None) -> Tensor:
+    def _begin(self, new: Shaped[Tensor, "B H m D"], limit: int | None) -> None:
         """Take the first tokens as they are: most calls of a model are the only one.
 
         The next call makes room. But a part of a larger tensor (of queries, keys and values in one)
@@ -87,7 +87,6 @@ class Slots:
             self._take(new.new_empty(*new.shape[:2], room, new.shape[3]), own=True)
             self.length = new.shape[2]
             self.contents.copy_(new)
-        return self.contents
 
     def drop_first(self, count: int) -> None:
         """Drop the first tokens; their room is used again when the end is reached."""

@@ -54,18 +54,19 @@ class StoredTokens:
 
     def append(
         self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """Add tokens; returns all keys, all values, and the bytes that were copied for more room.
+    ) -> int:
+        """Add tokens; returns the bytes that were copied for more room.
 
         Arguments:
             keys, values: of the new tokens.
             limit: for how many tokens room is made ahead of them.
         """
         before = self.keys.nbytes, self.values.nbytes
-        keys, values = self.keys.append(keys, limit), self.values.append(values, limit)
+        self.keys.append(keys, limit)
+        self.values.append(values, limit)
         after = self.keys.nbytes, self.values.nbytes
         moved = [old for old, new in zip(before, after, strict=True) if old != new]
-        return keys, values, max(moved, default=0)  # old and new were there at once
+        return max(moved, default=0)  # old and new were there at once
 
     def place(self, start: int, count: int) -> None:
         """Note the positions of the newest tokens, from `start` on."""
