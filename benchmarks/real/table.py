@@ -16,6 +16,8 @@ MODELS = {
     HIDE: "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     EVICT: "trained under the budgets too",
+    "runs/after-1": "trained under the budgets too, seed 1",
+    "runs/after-2": "trained under the budgets too, seed 2",
     ALWAYS: "the same, with matrices that always act",
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
@@ -263,6 +265,24 @@ def real_int8() -> str:
     return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(records)}"
 
 
+def real_seeds() -> str:
+    """Adapters trained under the budgets with three seeds, of which the first is kept."""
+    exact, others = ten_books("1024"), _records("seeds")
+    whole, settings = _whole(exact), {(*_setting(r)[1:], r["cache_dtype"]) for r in others}
+    kept = [
+        r
+        for r in (*exact, *ten_books("1024-int8"))
+        if r["model"] == EVICT and (*_setting(r)[1:], r["cache_dtype"]) in settings
+    ]
+    records = sorted([*kept, *others], key=lambda r: (r["cache_dtype"], r["tokens"]))
+    lines = [[_bits(r), *_line(r, whole)] for r in records]
+    return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(others)}"
+
+
+def _bits(record: dict) -> str:
+    return "8" if record["cache_dtype"] == "int8" else "32"
+
+
 def harness() -> str:
     """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
     earliest = _read("harness-rank-4")
@@ -349,6 +369,7 @@ BLOCKS = {
     "real-babilong": stories,
     "real-kept": kept_kinds,
     "real-int8": real_int8,
+    "real-seeds": real_seeds,
     "real-harness": harness,
     "real-mta": multi_token,
     "real-rivals": rivals,

@@ -16,6 +16,7 @@ from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.cache.slots import Slots
 from heedful.nn import Layer, Selective, Standard
 from helpers.cached import MECHANISMS, converted, greedy, in_steps, serves, tensors_in
+from helpers.encoder_families import tiny as pair
 from helpers.families import FAMILIES, logits, ragged_mask, tiny, tokens, varied
 
 ONE_BY_ONE = [name for name in MECHANISMS if not name.startswith("grouped")]
@@ -151,6 +152,20 @@ def test_one_head_at_a_time_is_all_at_once(name, family, monkeypatch):
     assert by_heads.nbytes == whole.nbytes
     last = [layer for layer in model.modules() if isinstance(layer, Layer)][-1]  # at the peak
     assert (by_heads.peak_nbytes < whole.peak_nbytes) == last.any_heads
+
+
+def test_a_head_read_alone_has_its_own_bias(monkeypatch):
+    model, source, target = varied(pair("t5"), Standard()), tokens(2, 11), tokens(2, 9)
+    outputs = []
+    for read in (2**30, 1):
+        monkeypatch.setattr(eight_bits, "READ", read)
+        cache, parts = int8(model), []
+        for piece in target.split([5, 1, 3], dim=1):
+            with torch.no_grad():
+                parts.append(model(input_ids=source, decoder_input_ids=piece, cache=cache).logits)
+        outputs.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+    assert (outputs[0] - logits(model, source, decoder_input_ids=target)).abs().max() > 1e-7
 
 
 @pytest.mark.parametrize("read", [1, 4 * 97 * 2 * 32, 2**17])
