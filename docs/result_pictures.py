@@ -119,24 +119,26 @@ def learned() -> Figure:
 
 def pretrained() -> Figure:
     """What a pretrained model loses and still finds in how many bytes, by policy."""
-    records = ten_books("1024")
-    whole = next(x for x in records if (x["model"], x["policy"]) == (STOCK, "whole"))
+    records = {32: ten_books("1024"), 8: ten_books("1024-int8")}
+    whole = next(x for x in records[32] if (x["model"], x["policy"]) == (STOCK, "whole"))
     series = {
-        (STOCK, "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
-        (STOCK, "tova"): ("TOVA, no training", "#0072b2", "^"),
-        (STOCK, "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
-        (HIDE, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
-        (HIDE, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
-        (EVICT, "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
+        (32, STOCK, "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
+        (32, STOCK, "tova"): ("TOVA, no training", "#0072b2", "^"),
+        (8, STOCK, "tova"): ("TOVA, in eight bits", "#0072b2", "^"),
+        (32, STOCK, "triattention"): ("TriAttention, no training", "#56b4e9", "v"),
+        (32, HIDE, "most-hidden"): ("selectors, one budget", "#e69f00", "o"),
+        (32, HIDE, "by-layer"): ("selectors, budgets by layer", "#d55e00", "D"),
+        (32, EVICT, "by-layer"): ("the same, trained under the budgets", "#009e73", "*"),
+        (8, EVICT, "by-layer"): ("the same, in eight bits", "#009e73", "*"),
     }
-    figure = Figure(figsize=(9, 3.1), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(11, 3.1), layout="constrained", facecolor="white")
     loss, recall = figure.subplots(1, 2)
-    for setting, (label, colour, mark) in series.items():
-        points = [x for x in records if (x["model"], x["policy"]) == setting]
+    for (bits, *setting), (label, colour, mark) in series.items():
+        points = [x for x in records[bits] if [x["model"], x["policy"]] == setting]
         points.sort(key=lambda x: x["peak_nbytes"])
         sizes = [x["peak_nbytes"] / 1e6 for x in points]
-        size = 10 if mark == "*" else 5
-        style = {"color": colour, "marker": mark, "markersize": size, "linewidth": 1.4}
+        style = {"color": colour, "marker": mark, "markersize": 10 if mark == "*" else 5}
+        style |= {"linewidth": 1.4, "linestyle": "-" if bits == 32 else "--"}
         rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
         loss.plot(sizes, rises, label=label, **style)
         with_needles = [x for x in points if "needles" in x]
@@ -147,16 +149,17 @@ def pretrained() -> Figure:
         (recall, "numbers found in a book, %"),
     ):
         axes.set_xscale("log")
-        axes.set_xticks([3, 6, 12, 50], ["3", "6", "12", "50"], fontsize=8)
+        axes.set_xticks([2, 3, 6, 12, 50], ["2", "3", "6", "12", "50"], fontsize=8)
         axes.set_xticks([], minor=True)
         axes.axvline(whole["peak_nbytes"] / 1e6, color="#bbbbbb", linestyle=":")
         axes.set_xlabel("peak MB of the cache (dotted: whole)", fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.tick_params(axis="y", labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    loss.set_ylim(0, 16)  # room for the legend
+    loss.set_ylim(0, 15)
     recall.set_ylim(0, 104)
-    loss.legend(fontsize=7, frameon=False, loc="upper right", bbox_to_anchor=(0.95, 1))
+    figure.legend(*loss.get_legend_handles_labels(), fontsize=7.5, frameon=False, handlelength=3,
+                  loc="outside right center")  # fmt: skip
     return figure
 
 
