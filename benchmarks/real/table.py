@@ -61,6 +61,7 @@ SHORT = (
     (HIDE, "by-layer", 120),
     (EVICT, "by-layer", 120),
 )
+TOVA_INT8, LAST_INT8 = (STOCK, "tova", 448), (EVICT, "by-layer")
 COMPARED = (
     (STOCK, "whole", 1024),
     (STOCK, "tova", 128),
@@ -299,6 +300,25 @@ def harness() -> str:
     return f"{markdown(head, lines)}\n\n{provenance([*records, *earliest])}"
 
 
+def last_words() -> str:
+    """LAMBADA where caches evict: how far from the base with every token cached."""
+    records = _read("lambada")
+    cells = {(r["model"], r["cache"], r["measure"]): r for r in records}
+    caches = {"": "all tokens", "own": NAMES["by-layer"], "tova 64": "TOVA, 64 tokens"}
+    lines = []
+    for model, cache in dict.fromkeys((r["model"], r["cache"]) for r in records):
+        values = []
+        for measure in ("acc", "perplexity"):
+            cell = cells[model, cache, measure]
+            change = cell["difference"]
+            values.append(
+                _value(cell["value"], cell) if change is None else _value(change, cell, "+")
+            )
+        lines.append([MODELS[model], caches[cache], *values])
+    head = [*HEAD[:2], "last words right, %", "perplexity"]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def multi_token() -> str:
     """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
     records = _read("mta")
@@ -344,13 +364,13 @@ def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
 
 
 def real_short() -> str:
-    """The whole cache, policies with about an eighth of its bytes, and the last in eight bits."""
+    """The whole cache, policies with about an eighth of its bytes, and two in eight bits."""
     records, quantized = ten_books("1024"), ten_books("1024-int8")
     whole = _whole(records)
     settings = {_setting(r): r for r in records}
     lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
     for record in quantized:
-        if record["model"] == EVICT and record["policy"] != "whole":
+        if _setting(record) == TOVA_INT8 or (record["model"], record["policy"]) == LAST_INT8:
             model, policy, *others = _line(record, whole)
             lines.append([model, f"{policy}, int8", *others])
     return markdown(HEAD, lines)
@@ -371,6 +391,7 @@ BLOCKS = {
     "real-int8": real_int8,
     "real-seeds": real_seeds,
     "real-harness": harness,
+    "real-lambada": last_words,
     "real-mta": multi_token,
     "real-rivals": rivals,
 }

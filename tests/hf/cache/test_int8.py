@@ -145,9 +145,13 @@ def test_one_head_at_a_time_is_all_at_once(name, family, monkeypatch):
     """Only where every head is computed from its own keys and values alone."""
     model, ids = converted(name, family), tokens(2, 30)
     whole, by_heads = int8(model), int8(model)
-    expected = in_steps(model, ids, [9, 7, 1, 13], whole)
-    monkeypatch.setattr(eight_bits, "READ", 1)
-    actual = in_steps(model, ids, [9, 7, 1, 13], by_heads)
+    in_steps(model, ids, [9, 7, 1, 13], whole)
+    with monkeypatch.context() as patched:
+        patched.setattr(eight_bits, "READ", 1)
+        actual = in_steps(model, ids, [9, 7, 1, 13], by_heads)
+    with monkeypatch.context() as patched:
+        patched.setattr(stored, "Slots", QuantizedFirst)
+        expected = in_steps(model, ids, [9, 7, 1, 13], heedful.new_cache(model))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert by_heads.nbytes == whole.nbytes
     last = [layer for layer in model.modules() if isinstance(layer, Layer)][-1]  # at the peak
@@ -156,16 +160,22 @@ def test_one_head_at_a_time_is_all_at_once(name, family, monkeypatch):
 
 def test_a_head_read_alone_has_its_own_bias(monkeypatch):
     model, source, target = varied(pair("t5"), Standard()), tokens(2, 11), tokens(2, 9)
-    outputs = []
-    for read in (2**30, 1):
-        monkeypatch.setattr(eight_bits, "READ", read)
-        cache, parts = int8(model), []
+
+    def in_pieces(cache):
+        parts = []
         for piece in target.split([5, 1, 3], dim=1):
             with torch.no_grad():
                 parts.append(model(input_ids=source, decoder_input_ids=piece, cache=cache).logits)
-        outputs.append(torch.cat(parts, 1))
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
-    assert (outputs[0] - logits(model, source, decoder_input_ids=target)).abs().max() > 1e-7
+        return torch.cat(parts, 1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(eight_bits, "READ", 1)
+        actual = in_pieces(int8(model))
+    with monkeypatch.context() as patched:
+        patched.setattr(stored, "Slots", QuantizedFirst)
+        expected = in_pieces(heedful.new_cache(model))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert (actual - logits(model, source, decoder_input_ids=target)).abs().max() > 1e-7
 
 
 @pytest.mark.parametrize("read", [1, 4 * 97 * 2 * 32, 2**17])
