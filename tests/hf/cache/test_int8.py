@@ -12,6 +12,7 @@ from heedful.hf.cache import int8 as eight_bits
 from heedful.hf.cache import tokens as stored
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.cache.int8 import dequantize, quantize
+from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.cache.slots import Slots
 from heedful.nn import Layer, Selective, Standard
@@ -220,6 +221,22 @@ def test_what_cannot_be_quantized_is_refused():
         model(input_ids=tokens(1, 4), cache=int8(model), use_cache=True)
     with pytest.raises(ValueError, match=r"new_cache\(model, dtype=torch\.int8\)"):
         greedy(model, tokens(1, 4), cache_implementation="quantized")
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_keys_that_a_family_changes_behind_the_cache_are_refused(part, monkeypatch):
+    model = converted("standard")
+    update = LayerCache.update
+
+    def scaled(self, *args, **options):
+        out = list(update(self, *args, **options))
+        out[part] = out[part] * 0.5
+        return tuple(out)
+
+    monkeypatch.setattr(LayerCache, "update", scaled)
+    in_steps(model, tokens(1, 4), [4], heedful.new_cache(model))  # these it does see
+    with pytest.raises(ValueError, match=r"changes keys or values after .* without dtype"):
+        in_steps(model, tokens(1, 4), [4], int8(model))
 
 
 @pytest.mark.parametrize(("name", "part"), [("mta-everywhere", "queries"), ("selective", "F")])

@@ -20,7 +20,7 @@ from heedful.hf.cache.slots import Slots
 
 READ = 2**17
 """Numbers of keys and values that a CPU dequantizes at a time: in float32 512 KiB, near a core's
-cache. Elsewhere all are read at once, as launches cost more than what a copy takes."""
+cache. Elsewhere all are read at once, since each part would be launches of its own."""
 
 _LARGEST = 127
 

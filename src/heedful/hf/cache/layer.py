@@ -198,6 +198,11 @@ class LayerCache(AttentionCache):
             visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
+        if self._by_heads and {k.dtype, v.dtype} != {torch.int8}:
+            raise ValueError(
+                f"{type(layer).__name__}: this family changes keys or values after the cache has "
+                "returned them, which a quantized cache does not see; make it without dtype"
+            )
         beside = layer.beside(inputs)
         if beside is not None:
             self._tokens.beside.append(beside.to(q.dtype), self._room)
