@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
 from heedful.eviction import CachedTokens, Eviction, gather
@@ -182,8 +182,8 @@ class LayerCache(AttentionCache):
         self,
         layer: Layer,
         q: Float[Tensor, "B heads Tq D"],
-        k: Float[Tensor, "B Hk Tk D"],
-        v: Float[Tensor, "B Hk Tk D"],
+        k: Float[Tensor, "B Hk Tk D"] | Int8[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"] | Int8[Tensor, "B Hk Tk D"],
         *,
         visibility: Visibility,
         scale: float | None,
