@@ -5,6 +5,7 @@ import os
 import pickle
 import warnings
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -125,15 +126,41 @@ def test_in_training_matrices_act_where_they_will(monkeypatch, gates):
     assert matrices and not any(p.grad.any() for p in matrices)
 
 
-def test_packed_documents_begin_without_an_eviction():
-    documents, real = torch.tensor([[0] * 20 + [1] * 30]), torch.ones(1, 50, dtype=torch.bool)
-    act = Calls(10, 4, 4).act_on(real, documents)[0]
-    # A cache of the second document alone begins at token 20; calls begin at multiples of 4.
-    assert act.nonzero()[:, 0].tolist() == [*range(12, 20), *range(32, 50)]
-    alone = Calls(10, 7, 1).act_on(real, None)[0]
-    assert alone.nonzero()[:, 0].tolist() == [*range(10, 50)]
-    at_once = Calls(10, 12, 5).act_on(real, None)[0]
-    assert at_once.nonzero()[:, 0].tolist() == [*range(12, 50)]
+def test_matrices_act_in_proportion_to_what_is_evicted():
+    """Against a count, document by document and call by call, of what each layer still has."""
+    budgets, real = (10, None, 14), torch.ones(2, 50, dtype=torch.bool)
+    real[1, :7] = False
+    documents = torch.tensor([[0] * 20 + [1] * 30])
+    for first, later, packed in ((4, 4, True), (7, 1, False), (12, 5, False), (30, 3, True)):
+        share = Calls(budgets, first, later).share_evicted(real, documents if packed else None)
+        for row, token in product(range(2), range(50)):
+            call = 0 if token < first else token - (token - first) % later
+            begin = 20 if packed and token >= 20 else 0
+            count = int(real[row, begin : max(begin, call)].sum())
+            gone = [0 if x is None or count < x else (count - x + 1) / count for x in budgets]
+            assert share[row, token].item() == pytest.approx(sum(gone) / 3, abs=1e-7)
+    assert share.count_nonzero() and not share[:, :30].any()
+
+
+def test_what_matrices_add_is_multiplied_by_the_share(adapter):
+    """A call after so many tokens is that of a model whose matrices are as much smaller."""
+    folder, _ = adapter
+    model, ids = heedful.load(folder, dtype=torch.float64), tokens(1, 40)
+    policy = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
+    cache = heedful.new_cache(model, policy)
+    with torch.no_grad():
+        model(input_ids=ids[:, :32], **cache_argument(model, cache))
+        other = copy.deepcopy(cache)
+        expected = model(input_ids=ids[:, 32:], **cache_argument(model, cache)).logits
+        share = ((32 - 14) / 32 + (32 - 19) / 32) / len(cache.layers)
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p *= share
+        for layer in (x for x in model.modules() if hasattr(x, "lora_B")):
+            for x in layer.lora_B.values():
+                x._forward_hooks.clear()
+        actual = model(input_ids=ids[:, 32:], **cache_argument(model, other)).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])

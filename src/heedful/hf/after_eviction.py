@@ -1,12 +1,14 @@
-"""Low-rank matrices that act once a cache has evicted something.
+"""Low-rank matrices that act once a cache has evicted something, the more the more is gone.
 
-A model that learns to do without what is evicted changes its answers also where nothing is evicted.
-So its matrices act only on tokens that are read after an eviction: until then the model is what it
-is without them, to the last bit. The idea is that of activated LoRA (Greenewald et al., arXiv
-2504.12397), whose matrices act after a phrase; here it is the state of the cache that counts.
+A model that learns to do without what is evicted changes its answers also where little is evicted.
+So what its matrices add is multiplied by the share of a sequence's earlier tokens that is cached no
+longer, on average over the layers. Until the first eviction the model is what it is without them,
+to the last bit, and a text that is a little longer than the smallest budget is read nearly so. The
+idea is that of activated LoRA (Greenewald et al., arXiv 2504.12397), whose matrices act after a
+phrase; here it is the state of the cache that counts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,20 +25,20 @@ from heedful.hf.family.call import forward_pass
 class Calls(NamedTuple):
     """The calls that a whole sequence stands for, with a cache that evicts.
 
-    least: the smallest of the layers' budgets: something is evicted after a call with which so many
-        tokens have come.
+    budgets: of the layers; less than so many tokens are cached between two calls. `None` for a
+        layer that keeps all.
     first: how many tokens come in the first call.
     later: how many in each call after it.
     """
 
-    least: int
+    budgets: tuple[int | None, ...]
     first: int
     later: int
 
-    def act_on(
+    def share_evicted(
         self, real: Bool[Tensor, "B T"], documents: Int[Tensor, "#B T"] | None
-    ) -> Bool[Tensor, "B T"]:
-        """Which tokens come in a call after one of their document has been evicted."""
+    ) -> Float[Tensor, "B T"]:
+        """For each token, the share that is evicted of its document before its call."""
         token = torch.arange(real.shape[1], device=real.device).expand(real.shape)
         later = self.first + (token - self.first) // self.later * self.later
         start = torch.where(token < self.first, 0, later)  # of the token's call
@@ -46,15 +48,17 @@ class Calls(NamedTuple):
             begins = torch.ones_like(documents, dtype=torch.bool)
             begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
             before = before - count.gather(1, torch.where(begins, token, 0).cummax(1).values)
-        return before >= self.least
+        before = before.clamp(min=0)  # a document may begin after its first token's call has
+        cached = [before if x is None else before.clamp(max=x - 1) for x in self.budgets]
+        return _mean_share(before, cached)
 
 
 class AfterEviction:
     """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
 
-    In a call with a cache these are all tokens of a sequence from which some layer has evicted one;
-    padding, which is evicted first, does not count. In a call without a cache there are none,
-    except within `standing_for`.
+    What they add to a layer's output is multiplied by the share of the sequence's tokens that
+    caches have evicted before the call, on average over the layers; padding, which is evicted
+    first, does not count. In a call without a cache it is zero, except within `standing_for`.
 
     Arguments:
         model: converted, with layers of PEFT's LoRA inside.
@@ -65,7 +69,7 @@ class AfterEviction:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: Calls | None = None
-        self._act: Bool[Tensor, "B n"] | bool = False  # of sequences, or each of their tokens
+        self._share: Float[Tensor, "B n"] | None = None  # of sequences, or each of their tokens
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
@@ -91,51 +95,63 @@ class AfterEviction:
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
         if cache is not None:
-            self._act = has_evicted(cache, None if call.unpadded else mask)
+            self._share = share_evicted(cache, None if call.unpadded else mask)
         elif self.calls is None:
-            self._act = False
+            self._share = None
         else:
             tokens = call.positions if call.token_ids is None else call.token_ids
             real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-            self._act = self.calls.act_on(real, call.documents)
+            self._share = self.calls.share_evicted(real, call.documents)
 
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]
     ) -> Float[Tensor, "B T n"]:
-        """What the matrices add to a layer's output, for the tokens that they act on."""
-        if isinstance(self._act, bool):
-            return output if self._act else torch.zeros_like(output)
-        if output.ndim != 3 or self._act.shape[1] not in (1, output.shape[1]):
+        """What the matrices add to a layer's output, as far as they act on each token."""
+        if self._share is None:
+            return torch.zeros_like(output)
+        if output.ndim != 3 or self._share.shape[1] not in (1, output.shape[1]):
             raise ValueError(
                 f"matrices get tokens of shape {tuple(output.shape[:-1])}, and whether they act is "
-                f"known for {tuple(self._act.shape)}: layers that see a choice of the tokens, such "
-                "as experts, cannot tell sequences apart; leave them out of target_modules"
+                f"known for {tuple(self._share.shape)}: layers that see a choice of the tokens, "
+                "such as experts, cannot tell sequences apart; leave them out of target_modules"
             )
-        return output * self._act[..., None]
+        return output * self._share[..., None].to(output.dtype)
 
 
-def has_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Bool[Tensor, "B 1"] | bool:
-    """Whether some layer of a cache has evicted a real token under its budget, for each sequence.
+def share_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
+    """The share of real tokens that budgets have evicted, on average over the layers.
 
     Arguments:
         cache: before a call.
         mask: which tokens are real, those of the call included; `None` where all are.
+
+    Returns:
+        Of each sequence, or of all alike; `None` where nothing is evicted.
     """
-    layers = [
-        layer
-        for layer in getattr(cache, "layers", ())
-        if isinstance(layer, AttentionCache)
-        and layer.budget is not None
-        and layer.length < layer.counters.total
+    layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, AttentionCache)]
+    total = layers[0].counters.total if layers else 0
+    if not any(x.length < total for x in layers if x.budget is not None):
+        return None
+    if mask is None or mask.shape[1] < total:  # which attention refuses
+        count = torch.full((1, 1), total, device=layers[0].device)
+        cached = [count if x.budget is None else torch.full_like(count, x.length) for x in layers]
+        return _mean_share(count, cached)
+    real = mask[:, :total].bool()
+    count = real.sum(1, keepdim=True)
+    cached = [
+        count
+        if x.budget is None
+        else real.gather(1, x.positions().to(real.device)).sum(1, keepdim=True)
+        for x in layers
     ]
-    if mask is None or not layers or mask.shape[1] < layers[0].counters.total:
-        return bool(layers)  # attention refuses a mask that is too short
-    evicted = torch.zeros(len(mask), 1, dtype=torch.bool, device=mask.device)
-    for layer in layers:
-        real = mask[:, : layer.counters.total].bool()
-        left = real.gather(1, layer.positions().to(real.device))
-        evicted |= (left.sum(1) < real.sum(1))[:, None]
-    return evicted
+    return _mean_share(count, cached)
+
+
+def _mean_share(
+    count: Int[Tensor, "#B n"], cached: Sequence[Int[Tensor, "#B n"]]
+) -> Float[Tensor, "#B n"]:
+    """The share of so many tokens that layers no longer cache, on average over the layers."""
+    return sum((count - x) / count.clamp(min=1) for x in cached) / len(cached)
 
 
 def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
@@ -144,15 +160,16 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
     Raises:
         ValueError: what it evicts depends on more than how many tokens have come.
     """
-    budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache) and x.budget]
-    for policy in (budget.policy for budget in budgets):
+    budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache)]
+    for policy in (budget.policy for budget in budgets if budget is not None):
         if policy.keep_prompt or policy.evicts_below is not None:
             raise ValueError(
                 f"eviction: {type(policy).__name__} evicts not by the number of tokens alone, and "
                 "this model's matrices act after the first eviction: measure with steps through a "
                 "cache (heedful.new_cache), or with another policy"
             )
-    return Calls(min(x.tokens for x in budgets), first, later) if budgets else None
+    tokens = tuple(None if x is None else x.tokens for x in budgets)
+    return Calls(tokens, first, later) if any(budgets) else None
 
 
 def _low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:
