@@ -21,6 +21,8 @@ from heedful.commands.models import open_model, open_tokenizer
 from heedful.hf.versions import generate_argument
 from heedful.records.files import write_lines
 
+CHUNK = 32  # tokens of a prompt that come at a time where something is evicted
+
 BEFORE = (
     "Summarise the following text in two sentences.",
     "Who and what is this passage about?",
@@ -65,7 +67,7 @@ def main() -> None:
         cache = new_cache(model)
         with torch.no_grad():
             ids = model.generate(
-                **inputs, **generate_argument(cache), prefill_chunk_size=prompt_chunk(cache),
+                **inputs, **generate_argument(cache), prefill_chunk_size=prompt_chunk(cache) and CHUNK,
                 max_new_tokens=options.reply_tokens, do_sample=False,
             )  # fmt: skip
         replies = tokenizer.batch_decode(
