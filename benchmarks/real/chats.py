@@ -67,9 +67,12 @@ def main() -> None:
         cache = new_cache(model)
         with torch.no_grad():
             ids = model.generate(
-                **inputs, **generate_argument(cache), prefill_chunk_size=prompt_chunk(cache) and CHUNK,
-                max_new_tokens=options.reply_tokens, do_sample=False,
-            )  # fmt: skip
+                **inputs,
+                **generate_argument(cache),
+                prefill_chunk_size=CHUNK if prompt_chunk(cache) else None,
+                max_new_tokens=options.reply_tokens,
+                do_sample=False,
+            )
         replies = tokenizer.batch_decode(
             ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
