@@ -126,36 +126,40 @@ def test_in_training_matrices_act_where_they_will(monkeypatch, gates):
     assert matrices and not any(p.grad.any() for p in matrices)
 
 
-def test_matrices_act_in_proportion_to_what_is_evicted():
+def test_how_far_matrices_act():
     """Against a count, document by document and call by call, of what each layer still has."""
     budgets, real = (10, None, 14), torch.ones(2, 50, dtype=torch.bool)
     real[1, :7] = False
     documents = torch.tensor([[0] * 20 + [1] * 30])
     for first, later, packed in ((4, 4, True), (7, 1, False), (12, 5, False), (30, 3, True)):
-        share = Calls(budgets, first, later).share_evicted(real, documents if packed else None)
+        strength = Calls(budgets, first, later).strengths(real, documents if packed else None)
         for row, token in product(range(2), range(50)):
             call = 0 if token < first else token - (token - first) % later
             begin = 20 if packed and token >= 20 else 0
             count = int(real[row, begin : max(begin, call)].sum())
             gone = [0 if x is None or count < x else (count - x + 1) / count for x in budgets]
-            assert share[row, token].item() == pytest.approx(sum(gone) / 3, abs=1e-7)
-    assert share.count_nonzero() and not share[:, :30].any()
+            expected = min(1, 2 * sum(gone) / 3)
+            assert strength[row, token].item() == pytest.approx(expected, abs=1e-6)
+    assert strength.count_nonzero() and not strength[:, :30].any()
+    shares = Calls((10, 10), 1, 1).strengths(torch.ones(1, 40, dtype=torch.bool), None)[0]
+    assert shares[:10].count_nonzero() == 0 and shares[10] == pytest.approx(0.2)
+    assert shares[18:].eq(1).all() and 0.9 < shares[17] < 1  # 9 of 18 tokens are left
 
 
-def test_what_matrices_add_is_multiplied_by_the_share(adapter):
+def test_what_matrices_add_is_multiplied_by_their_strength(adapter):
     """A call after so many tokens is that of a model whose matrices are as much smaller."""
     folder, _ = adapter
     model, ids = heedful.load(folder, dtype=torch.float64), tokens(1, 40)
-    policy = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
-    cache = heedful.new_cache(model, policy)
+    cache = heedful.new_cache(model, POLICY)
     with torch.no_grad():
         model(input_ids=ids[:, :32], **cache_argument(model, cache))
         other = copy.deepcopy(cache)
         expected = model(input_ids=ids[:, 32:], **cache_argument(model, cache)).logits
-        share = ((32 - 14) / 32 + (32 - 19) / 32) / len(cache.layers)
+        strength = 2 * ((32 - 14) / 32 + (32 - 19) / 32) / len(cache.layers)
+        assert len(cache.layers) == 3 and strength < 1
         for name, p in model.named_parameters():
             if "lora_B" in name:
-                p *= share
+                p *= strength
         for layer in (x for x in model.modules() if hasattr(x, "lora_B")):
             for x in layer.lora_B.values():
                 x._forward_hooks.clear()

@@ -1,11 +1,11 @@
-"""Low-rank matrices that act once a cache has evicted something, the more the more is gone.
+"""Low-rank matrices that act once a cache has evicted something, and fully once half is gone.
 
 A model that learns to do without what is evicted changes its answers also where little is evicted.
-So what its matrices add is multiplied by the share of a sequence's earlier tokens that is cached no
-longer, on average over the layers. Until the first eviction the model is what it is without them,
-to the last bit, and a text that is a little longer than the smallest budget is read nearly so. The
-idea is that of activated LoRA (Greenewald et al., arXiv 2504.12397), whose matrices act after a
-phrase; here it is the state of the cache that counts.
+So what its matrices add to a token is multiplied by min(1, 2 s), with s the share of the earlier
+tokens that is cached no longer, on average over the layers. Until the first eviction the model is
+what it is without them, to the last bit, and a text that is a little longer than the smallest
+budget is read nearly so. The idea is that of activated LoRA (Greenewald et al., arXiv 2504.12397),
+whose matrices act after a phrase; here it is the state of the cache that counts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,10 +35,10 @@ class Calls(NamedTuple):
     first: int
     later: int
 
-    def share_evicted(
+    def strengths(
         self, real: Bool[Tensor, "B T"], documents: Int[Tensor, "#B T"] | None
     ) -> Float[Tensor, "B T"]:
-        """For each token, the share that is evicted of its document before its call."""
+        """How far matrices act on each token, by what its document has lost before its call."""
         token = torch.arange(real.shape[1], device=real.device).expand(real.shape)
         later = self.first + (token - self.first) // self.later * self.later
         start = torch.where(token < self.first, 0, later)  # of the token's call
@@ -50,15 +50,16 @@ class Calls(NamedTuple):
             before = before - count.gather(1, torch.where(begins, token, 0).cummax(1).values)
         before = before.clamp(min=0)  # a document may begin after its first token's call has
         cached = [before if x is None else before.clamp(max=x - 1) for x in self.budgets]
-        return _mean_share(before, cached)
+        return _strength(before, cached)
 
 
 class AfterEviction:
     """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
 
-    What they add to a layer's output is multiplied by the share of the sequence's tokens that
-    caches have evicted before the call, on average over the layers; padding, which is evicted
-    first, does not count. In a call without a cache it is zero, except within `standing_for`.
+    What they add to a layer's output is multiplied by a strength between 0 and 1: twice the share
+    of the sequence's tokens that is evicted before the call, on average over the layers. Padding,
+    which is evicted first, does not count. In a call without a cache the strength is 0, except
+    within `standing_for`.
 
     Arguments:
         model: converted, with layers of PEFT's LoRA inside.
@@ -69,7 +70,7 @@ class AfterEviction:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.calls: Calls | None = None
-        self._share: Float[Tensor, "B n"] | None = None  # of sequences, or each of their tokens
+        self._strength: Float[Tensor, "B n"] | None = None  # of sequences, or each of their tokens
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
@@ -95,31 +96,31 @@ class AfterEviction:
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
         if cache is not None:
-            self._share = share_evicted(cache, None if call.unpadded else mask)
+            self._strength = strength_after(cache, None if call.unpadded else mask)
         elif self.calls is None:
-            self._share = None
+            self._strength = None
         else:
             tokens = call.positions if call.token_ids is None else call.token_ids
             real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-            self._share = self.calls.share_evicted(real, call.documents)
+            self._strength = self.calls.strengths(real, call.documents)
 
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]
     ) -> Float[Tensor, "B T n"]:
         """What the matrices add to a layer's output, as far as they act on each token."""
-        if self._share is None:
+        if self._strength is None:
             return torch.zeros_like(output)
-        if output.ndim != 3 or self._share.shape[1] not in (1, output.shape[1]):
+        if output.ndim != 3 or self._strength.shape[1] not in (1, output.shape[1]):
             raise ValueError(
                 f"matrices get tokens of shape {tuple(output.shape[:-1])}, and whether they act is "
-                f"known for {tuple(self._share.shape)}: layers that see a choice of the tokens, "
+                f"known for {tuple(self._strength.shape)}: layers that see a choice of the tokens, "
                 "such as experts, cannot tell sequences apart; leave them out of target_modules"
             )
-        return output * self._share[..., None].to(output.dtype)
+        return output * self._strength[..., None].to(output.dtype)
 
 
-def share_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
-    """The share of real tokens that budgets have evicted, on average over the layers.
+def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
+    """How far matrices act in the next call, by the real tokens that budgets have evicted.
 
     Arguments:
         cache: before a call.
@@ -135,7 +136,7 @@ def share_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tenso
     if mask is None or mask.shape[1] < total:  # which attention refuses
         count = torch.full((1, 1), total, device=layers[0].device)
         cached = [count if x.budget is None else torch.full_like(count, x.length) for x in layers]
-        return _mean_share(count, cached)
+        return _strength(count, cached)
     real = mask[:, :total].bool()
     count = real.sum(1, keepdim=True)
     cached = [
@@ -144,14 +145,15 @@ def share_evicted(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tenso
         else real.gather(1, x.positions().to(real.device)).sum(1, keepdim=True)
         for x in layers
     ]
-    return _mean_share(count, cached)
+    return _strength(count, cached)
 
 
-def _mean_share(
+def _strength(
     count: Int[Tensor, "#B n"], cached: Sequence[Int[Tensor, "#B n"]]
 ) -> Float[Tensor, "#B n"]:
-    """The share of so many tokens that layers no longer cache, on average over the layers."""
-    return sum((count - x) / count.clamp(min=1) for x in cached) / len(cached)
+    """Twice the share of so many tokens that layers no longer cache, at most 1."""
+    share = sum((count - x) / count.clamp(min=1) for x in cached) / len(cached)
+    return (2 * share).clamp(max=1)
 
 
 def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
