@@ -10,20 +10,24 @@ from benchmarks.parts import markdown, provenance, read
 RESULTS = Path(__file__).parent / "results"
 STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
 ALWAYS = "runs/evict-r6"  # matrices that always act
+AT_ONCE = "runs/after"  # those of the adapter that is kept, in full from the first eviction on
 MODELS = {
     STOCK: "stock",
     "runs/gate": "gates trained",
     HIDE: "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     EVICT: "trained under the budgets too",
-    "runs/after-1": "trained under the budgets too, seed 1",
-    "runs/after-2": "trained under the budgets too, seed 2",
+    AT_ONCE: "the same, in full from the first eviction on",
+    "runs/after-1": "in full from the first eviction on, seed 1",
+    "runs/after-2": "in full from the first eviction on, seed 2",
     ALWAYS: "the same, with matrices that always act",
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
 }
 FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
 """What the folder of the last adapter had until when."""
+GRADUAL = "2026-11-27T10:00"
+"""When its matrices began to act by how much is evicted."""
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -112,8 +116,11 @@ def _adapter(record: dict) -> str:
     """The adapter of a record, whatever folder it lay in at that time."""
     model, date = record["model"], record["environment"]["date"]
     if model == EVICT:
-        return next((x for until, x in FORMER.items() if date < until), EVICT)
-    return EVICT if model == "runs/after" else model
+        model = next((x for until, x in FORMER.items() if date < until), EVICT)
+    if model not in (EVICT, AT_ONCE):
+        return model
+    evicts = record.get("policy", record.get("cache") or "whole") != "whole"
+    return AT_ONCE if evicts and date < GRADUAL else EVICT
 
 
 def _whole(records: list[dict]) -> dict:
@@ -273,7 +280,8 @@ def real_seeds() -> str:
     kept = [
         r
         for r in (*exact, *ten_books("1024-int8"))
-        if r["model"] == EVICT and (*_setting(r)[1:], r["cache_dtype"]) in settings
+        if r["model"] in (EVICT, AT_ONCE)
+        and (*_setting(r)[1:], r["cache_dtype"]) in settings
     ]
     records = sorted([*kept, *others], key=lambda r: (r["cache_dtype"], r["tokens"]))
     lines = [[_bits(r), *_line(r, whole)] for r in records]

@@ -116,7 +116,7 @@ class AfterEviction:
                 f"known for {tuple(self._strength.shape)}: layers that see a choice of the tokens, "
                 "such as experts, cannot tell sequences apart; leave them out of target_modules"
             )
-        return output * self._strength[..., None].to(output.dtype)
+        return output * self._strength[..., None].to(output)
 
 
 def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
@@ -134,9 +134,9 @@ def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tens
     if not any(x.length < total for x in layers if x.budget is not None):
         return None
     if mask is None or mask.shape[1] < total:  # which attention refuses
-        count = torch.full((1, 1), total, device=layers[0].device)
-        cached = [count if x.budget is None else torch.full_like(count, x.length) for x in layers]
-        return _strength(count, cached)
+        count = torch.tensor([[total]])  # on the CPU, so that a GPU gets one number, not launches
+        cached = [count if x.budget is None else torch.tensor([[x.length]]) for x in layers]
+        return _strength(count, cached).to(layers[0].device)
     real = mask[:, :total].bool()
     count = real.sum(1, keepdim=True)
     cached = [
