@@ -13,8 +13,10 @@ ALWAYS = "runs/evict-r6"  # matrices that always act
 AT_ONCE = "runs/after"  # those of the adapter that is kept, in full from the first eviction on
 MODELS = {
     STOCK: "stock",
+    "gemma/gemma-3-270m.gguf": "stock",
     "runs/gate": "gates trained",
     HIDE: "selectors trained",
+    "runs/gemma-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
     EVICT: "trained under the budgets too",
     AT_ONCE: "the same, in full from the first eviction on",
@@ -124,7 +126,8 @@ def _adapter(record: dict) -> str:
 
 
 def _whole(records: list[dict]) -> dict:
-    return next(r for r in records if r["model"] == STOCK and r["policy"] == "whole")
+    """The model as it comes, with every token cached."""
+    return next(r for r in records if MODELS[r["model"]] == "stock" and r["policy"] == "whole")
 
 
 def _setting(record: dict) -> tuple[str, str, int]:
@@ -280,8 +283,7 @@ def real_seeds() -> str:
     kept = [
         r
         for r in (*exact, *ten_books("1024-int8"))
-        if r["model"] in (EVICT, AT_ONCE)
-        and (*_setting(r)[1:], r["cache_dtype"]) in settings
+        if r["model"] in (EVICT, AT_ONCE) and (*_setting(r)[1:], r["cache_dtype"]) in settings
     ]
     records = sorted([*kept, *others], key=lambda r: (r["cache_dtype"], r["tokens"]))
     lines = [[_bits(r), *_line(r, whole)] for r in records]
@@ -390,6 +392,7 @@ BLOCKS = {
     "real-earlier": real_earlier,
     "real-2048": lambda: real_cache("2048"),
     "real-4096": lambda: real_cache("4096"),
+    "real-gemma": lambda: real_cache("gemma"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
     "real-answers": answers,
