@@ -3,9 +3,6 @@
 Books alone do not teach selectors what an instruction or the chat template's tokens are worth.
 
     python -m benchmarks.real.chats smollm2 --books books-train --out chats.jsonl
-
-An adapter with budgets answers under them: text for `--recipe evict`, which then learns what the
-base would say behind the adapter's own words. `--after` leaves out the passages of another file.
 """
 
 import argparse
@@ -15,13 +12,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from heedful import new_cache
-from heedful.commands.generate.run import prompt_chunk
-from heedful.commands.models import open_model, open_tokenizer
-from heedful.hf.versions import generate_argument
+from heedful import stock_model, stock_tokenizer
 from heedful.records.files import write_lines
-
-CHUNK = 32  # tokens of a prompt that come at a time where something is evicted
 
 BEFORE = (
     "Summarise the following text in two sentences.",
@@ -43,36 +35,27 @@ AFTER = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="MODEL or an adapter's folder, with a chat template")
+    parser.add_argument("model", help="MODEL with a chat template")
     parser.add_argument("--books", type=Path, required=True, help="folder of books, one per file")
     parser.add_argument("--conversations", type=int, default=96)
-    parser.add_argument("--after", type=int, default=0, help="passages that are left out at first")
     parser.add_argument("--words", type=int, nargs=2, default=(80, 560), help="of a passage")
     parser.add_argument("--reply-tokens", type=int, default=110)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    model = open_model(options.model)
-    tokenizer = open_tokenizer(None, options.model, model)
+    model, tokenizer = stock_model(options.model), stock_tokenizer(options.model)
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
-    count = options.after + options.conversations
-    drawn = prompts(options.books, count, tuple(options.words))[options.after :]
-    requests = sorted(drawn, key=len)  # of like lengths together: little padding
+    requests = sorted(
+        prompts(options.books, options.conversations, tuple(options.words)), key=len
+    )  # of like lengths together: little padding
     conversations = []
     for at in tqdm(range(0, len(requests), options.batch), desc="answers"):
         batch = [[{"role": "user", "content": x}] for x in requests[at : at + options.batch]]
         inputs = tokenizer.apply_chat_template(
             batch, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         )
-        cache = new_cache(model)
         with torch.no_grad():
-            ids = model.generate(
-                **inputs,
-                **generate_argument(cache),
-                prefill_chunk_size=CHUNK if prompt_chunk(cache) else None,
-                max_new_tokens=options.reply_tokens,
-                do_sample=False,
-            )
+            ids = model.generate(**inputs, max_new_tokens=options.reply_tokens, do_sample=False)
         replies = tokenizer.batch_decode(
             ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )

@@ -157,14 +157,17 @@ def test_what_matrices_add_is_multiplied_by_their_strength(adapter):
         expected = model(input_ids=ids[:, 32:], **cache_argument(model, cache)).logits
         strength = 2 * ((32 - 14) / 32 + (32 - 19) / 32) / len(cache.layers)
         assert len(cache.layers) == 3 and strength < 1
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p *= strength
         for layer in (x for x in model.modules() if hasattr(x, "lora_B")):
             for x in layer.lora_B.values():
                 x._forward_hooks.clear()
+        third = copy.deepcopy(other)
+        in_full = model(input_ids=ids[:, 32:], **cache_argument(model, third)).logits
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p *= strength
         actual = model(input_ids=ids[:, 32:], **cache_argument(model, other)).logits
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    assert (in_full - expected).abs().amax(2).min() > 1e-3
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left", "right"])

@@ -112,36 +112,6 @@ def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch)
     ]
 
 
-def test_an_adapter_with_budgets_converses_under_them(study, monkeypatch):
-    model = AutoModelForCausalLM.from_pretrained("base")
-    heedful.convert(model, heedful.Selective(selector="extra"))
-    stir(model, 0.01, ".heedful.")  # more would mask nearly all that budgets could evict
-    heedful.save_adapter(model, "adapter", base="base")
-    tokenizer = AutoTokenizer.from_pretrained("base")
-    tokenizer.chat_template = "Q: {{ messages[0].content }} A: "
-    tokenizer.save_pretrained("base")
-    policy = MostHidden(tokens=(14, 13), sinks=1, recent=2)
-    write_budgets(Path("adapter/budgets.json"), policy, open_model("adapter"), {})
-    options = "--conversations 3 --after 2 --words 30 40 --reply-tokens 12 --batch 1"
-    arguments = f"adapter --books books --out chats.jsonl {options}"
-    monkeypatch.setattr(sys, "argv", ["benchmarks.real.chats", *arguments.split()])
-    importlib.import_module("benchmarks.real.chats").main()
-    drawn = importlib.import_module("benchmarks.real.chats").prompts(Path("books"), 5, (30, 40))
-    lines = [json.loads(line)["messages"] for line in Path("chats.jsonl").read_text().splitlines()]
-    replies = {question["content"]: reply["content"] for question, reply in lines}
-    assert sorted(replies) == sorted(drawn[2:])
-    model, small = open_model("adapter", budgets=False), 0
-    for question, reply in replies.items():
-        chat = list(f"Q: {question} A: ".encode())
-        written = [
-            LanguageModel(model, tokenizer, eviction, 32).write([chat], 12)[0].strip()
-            for eviction in (policy, False)
-        ]
-        assert reply == written[0]
-        small += written[0] != written[1]
-    assert small  # it is the budgets that decide
-
-
 def test_kinds_of_tokens_are_counted_in_every_layer(study, monkeypatch):
     arguments = "adapter --books books --length 200 --tokens 40 --rows 2 --out kept.jsonl"
     monkeypatch.setattr(sys, "argv", ["benchmarks.real.kept", *arguments.split()])

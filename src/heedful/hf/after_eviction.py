@@ -1,4 +1,4 @@
-"""Low-rank matrices that act once a cache has evicted something, and fully once half is gone.
+"""Low-rank matrices that act once a cache has evicted something, in full once half is evicted.
 
 A model that learns to do without what is evicted changes its answers also where little is evicted.
 So what its matrices add to a token is multiplied by min(1, 2 s), with s the share of the earlier
@@ -112,7 +112,7 @@ class AfterEviction:
             return torch.zeros_like(output)
         if output.ndim != 3 or self._strength.shape[1] not in (1, output.shape[1]):
             raise ValueError(
-                f"matrices get tokens of shape {tuple(output.shape[:-1])}, and whether they act is "
+                f"matrices get tokens of shape {tuple(output.shape[:-1])}, and how far they act is "
                 f"known for {tuple(self._strength.shape)}: layers that see a choice of the tokens, "
                 "such as experts, cannot tell sequences apart; leave them out of target_modules"
             )
