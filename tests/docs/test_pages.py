@@ -161,7 +161,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     lines = (f"a source of {n}\ta target of {n * n}\n" for n in range(60))
     (tmp_path / "pairs.tsv").write_text("".join(lines))
     pairs = tokenizer_of_words(pairs=("re",))
-    write_gguf(tmp_path / "model.gguf", small(positions=64), pairs)
+    (tmp_path / "gemma").mkdir()
+    for file in ("model.gguf", "gemma/gemma-3-270m.gguf"):
+        write_gguf(tmp_path / file, small(positions=528), pairs)
     with gzip.open(tmp_path / "book.txt.gz", "wt") as packed:
         packed.write("a book in a parcel, to be opened by whoever reads. " * 300)
     mine = ("my-model", "my-baseline", "runs/selective-30m", "runs/whole", "smollm2")
