@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from heedful.commands.train.start import _with_ends
 from heedful.data import ByteTokenizer
@@ -15,8 +16,10 @@ from heedful.training.sequences import (
     TokenFile,
     TrainingSequences,
     encode,
+    leading_bos,
     shuffled,
 )
+from helpers.small_models import tokenizer_of_words
 
 
 def lines(path, texts):
@@ -71,6 +74,27 @@ def test_positions_start_anew_in_each_document(tmp_path):
     assert row["input_ids"].tolist() == [5, 6, 7, 8, 9, 10]
     assert row["position_ids"].tolist() == [0, 1, 0, 1, 2, 3]
     assert row["labels"].tolist() == [IGNORE, 6, IGNORE, 8, 9, 10]
+
+
+def test_sequences_begin_with_bos_where_the_tokenizer_puts_it_before_a_text(tmp_path):
+    data = lines(tmp_path / "a.jsonl", ["abcdefgh" * 9])
+    other = lines(tmp_path / "b.jsonl", ["kl" * 9])
+    tokenizer, made = tokenizer_of_words(), tmp_path / "made"
+    assert leading_bos(tokenizer) == tokenizer.bos_token_id == 256
+    without = PreTrainedTokenizerFast(tokenizer_object=bytes_alone(), bos_token="a")
+    assert leading_bos(without) is None is leading_bos(ByteTokenizer())
+    for _ in range(2):  # the second time they are read back
+        text = encode([data], [other], tokenizer, made, length=16, most_tokens=10**6)
+    assert text.train.bos == text.held_out.bos == 256
+    letters = tokenizer("abcdefgh" * 9, add_special_tokens=False)["input_ids"]
+    rows = TrainingSequences(text.train, 16, 4, seed=0)
+    ids = torch.stack([rows[i]["input_ids"] for i in range(4)])
+    assert (ids[:, 0] == 256).all() and not (ids[:, 1:] == 256).any()
+    assert sorted(ids[:, 1:].flatten().tolist()) == sorted(letters[:60])
+    assert rows[0]["position_ids"].tolist() == list(range(16))
+    held_out = EvaluationSequences(text.held_out, 16)[1]
+    letters = tokenizer("kl" * 9, add_special_tokens=False)["input_ids"][15:]
+    assert held_out["input_ids"].tolist()[:4] == [256, *letters]
 
 
 def test_held_out_rows_ask_for_each_token_once_and_are_filled_up(tmp_path):

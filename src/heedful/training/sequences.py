@@ -32,11 +32,14 @@ class TokenFile(NamedTuple):
         path: the file.
         tokens: how many it has.
         text_bytes: of the text that they stand for, in UTF-8.
+        bos: what every sequence begins with, in place of its first token, which nothing predicts;
+            with `None` that token stays.
     """
 
     path: Path
     tokens: int
     text_bytes: int
+    bos: int | None = None
 
     def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids from `start` on, which are the first of a document, and which are not learned."""
@@ -64,7 +67,8 @@ def encode(
     """Encode a text into two files of `folder`; a folder that holds them already is read back.
 
     Documents begin with the tokenizer's BOS, or with EOS where it has none, and end with EOS. What
-    a text spells never becomes such a token. Reading stops once there are `most_tokens`, so that of
+    a text spells never becomes such a token. Sequences begin with BOS too where the tokenizer puts
+    one before a text, since a model that always had one predicts badly without it. Reading stops once there are `most_tokens`, so that of
     a text without end only what is needed is fetched; memory does not grow with the text.
 
     Without `held_out` a twentieth of the text is the evaluation set: of many documents every
@@ -115,8 +119,9 @@ def encode(
                     f"{length}{' to train and to evaluate on' if apart else ''}; give more "
                     "text, or a shorter length"
                 )
+    bos = leading_bos(tokenizer)
     about = {
-        name: {"tokens": writer.tokens, "text_bytes": writer.text_bytes}
+        name: {"tokens": writer.tokens, "text_bytes": writer.text_bytes, "bos": bos}
         for name, writer in (("train", train), ("held-out", others))
     }
     write_whole(folder / _ABOUT, json.dumps(about))
@@ -148,7 +153,11 @@ class EncodedDocument(NamedTuple):
 
 
 def encode_documents(
-    documents: Iterable[EncodedDocument], folder: Path, *, most_tokens: int
+    documents: Iterable[EncodedDocument],
+    folder: Path,
+    *,
+    most_tokens: int,
+    bos: int | None = None,
 ) -> TokenFile:
     """Write documents into a file of `folder`; a folder that holds them already is read back.
 
@@ -156,6 +165,7 @@ def encode_documents(
         documents: taken until there are `most_tokens`.
         folder: where `train.tokens` and `tokens.json` are written.
         most_tokens: to train on.
+        bos: what every sequence begins with, of `leading_bos`.
 
     Raises:
         ValueError: there is no document.
@@ -171,9 +181,17 @@ def encode_documents(
                 break
         if not train.tokens:
             raise ValueError("data has a part without a document; leave it out")
-    about = {"train": {"tokens": train.tokens, "text_bytes": train.text_bytes}}
+    about = {"train": {"tokens": train.tokens, "text_bytes": train.text_bytes, "bos": bos}}
     write_whole(folder / _ABOUT, json.dumps(about))
     return _read_back(folder)[0]
+
+
+def leading_bos(tokenizer) -> int | None:
+    """The BOS that a tokenizer puts before every text, if it does."""
+    if not callable(tokenizer):  # bytes
+        return None
+    ids = tokenizer("")["input_ids"]
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 class _Part(NamedTuple):
@@ -291,8 +309,8 @@ def _move_end(train: _Writer, held_out: _Writer, tokenizer, count: int) -> None:
 class TrainingSequences(torch.utils.data.Dataset):
     """The sequences of a whole training run in their order: epoch after epoch, each shuffled.
 
-    Sequence i of `length` tokens begins with the last one of another sequence, so that in an epoch
-    every token is predicted once; a rest shorter than a sequence is left out. What sequence i is
+    Sequence i of `length` tokens begins with the last one of another sequence, or with the file's
+    BOS in its place, so that in an epoch every token is predicted once; a rest shorter than a sequence is left out. What sequence i is
     depends on the file, the length and the seed alone, so a run can resume at any step, on any
     number of processes.
 
@@ -313,7 +331,7 @@ class TrainingSequences(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, " T"]]:
         epoch, place = divmod(index, self.in_epoch)
         place = shuffled(place, self.in_epoch, self.seed + epoch)
-        return _row(*self.file.read(place * (self.length - 1), self.length))
+        return _row(*self.file.read(place * (self.length - 1), self.length), self.file.bos)
 
 
 class MixedSequences(torch.utils.data.Dataset):
@@ -372,11 +390,15 @@ class EvaluationSequences(torch.utils.data.Dataset):
         ids, first, silent = self.file.read(index * (self.length - 1), self.length)
         room = (0, self.length - len(ids))
         first = np.pad(first, room, constant_values=True)
-        return _row(np.pad(ids, room), first, np.pad(silent, room))
+        return _row(np.pad(ids, room), first, np.pad(silent, room), self.file.bos)
 
 
-def _row(ids: np.ndarray, first: np.ndarray, silent: np.ndarray) -> dict[str, Int[Tensor, " T"]]:
+def _row(
+    ids: np.ndarray, first: np.ndarray, silent: np.ndarray, bos: int | None
+) -> dict[str, Int[Tensor, " T"]]:
     """Tokens with their positions, which start anew in each document, and what is predicted."""
+    if bos is not None:
+        ids[0] = bos
     at = np.arange(len(ids))
     positions = at - np.maximum.accumulate(np.where(first, at, 0))
     labels = np.where(first | silent, IGNORE, ids)  # no document tells how the next one begins

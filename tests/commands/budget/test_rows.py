@@ -1,5 +1,7 @@
 """The text that budgets are measured on: of facts only the answers count."""
 
+from itertools import islice
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -37,6 +39,17 @@ def test_facts_come_after_the_text_and_count_by_their_answers(file):
         assert answers[-8:].strip() in tokenizer.decode(ids)
     trained = next(fact_documents((file,), tokenizer, 513, 0)).ids
     assert trained != rows.ids[3].tolist()  # other texts than those of training
+
+
+def test_every_sequence_begins_with_the_bos_of_the_tokenizer(file):
+    tokenizer = tokenizer_of_words()
+    rows = read_rows((file, "recall"), tokenizer, 512, 3)
+    assert (rows.ids[:, 0] == 256).all() and not (rows.ids[:, 1:] == 256).any()
+    text = tokenizer.decode(rows.ids[:3, 1:].flatten())
+    assert text == (TEXT * 40)[: 3 * 511]
+    chat = list(islice(fact_documents((file,), tokenizer_of_words(chat=True), 513, 0), 8))
+    assert all(x.ids.count(256) == 1 == x.ids.index(256) + 1 for x in chat)
+    assert all(len(x.ids) == len(x.learned) == 512 and not x.learned[0] for x in chat)
 
 
 def test_perplexity_is_that_of_the_tokens_that_count():

@@ -15,7 +15,7 @@ from heedful.commands.train.mixture import fact_documents
 from heedful.data import corpus
 from heedful.eviction import Eviction
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.training.sequences import IGNORE
+from heedful.training.sequences import IGNORE, leading_bos
 
 _LOGITS = 2**27  # numbers of logits at a time, which decides how many sequences run together
 _MOST = 700.0  # exp of more is no number
@@ -36,23 +36,27 @@ class Rows(NamedTuple):
 def read_rows(data: tuple[str, ...], tokenizer, length: int, rows: int) -> Rows:
     """The first sequences of the texts; with `recall` as many again that ask for facts in them.
 
-    Documents stand one behind the other. Of facts only the answers count.
+    Documents stand one behind the other, cut into sequences that begin with BOS where the tokenizer
+    puts one before a text. Of facts only the answers count.
 
     Raises:
         ValueError: the text is too short, or cannot be read.
     """
     texts = tuple(name for name in data if name != RECALL)
     ids: list[int] = []
+    bos = [] if (first := leading_bos(tokenizer)) is None else [first]
+    needed = rows * (length - len(bos))
     for document in corpus(texts, limit_bytes=64 * rows * length):
         ids += tokenizer.encode(document.text, add_special_tokens=False)
-        if len(ids) >= rows * length:
+        if len(ids) >= needed:
             break
-    if len(ids) < rows * length:
+    if len(ids) < needed:
         raise ValueError(
             f"data has {len(ids)} tokens, and {rows} sequences of {length} are requested; give "
             "more text, or fewer or shorter sequences"
         )
-    text = torch.tensor(ids[: rows * length]).view(rows, length)
+    text = torch.tensor(ids[:needed]).view(rows, -1)
+    text = torch.cat([torch.tensor(bos * rows, dtype=torch.long).view(rows, -1), text], dim=1)
     if len(texts) == len(data):
         return Rows(text, text)
     documents = list(islice(fact_documents(texts, tokenizer, length + 1, _FACTS_SEED), rows))

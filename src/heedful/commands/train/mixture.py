@@ -15,6 +15,7 @@ from heedful.training.sequences import (
     TokenFile,
     encode,
     encode_documents,
+    leading_bos,
 )
 
 _HAYSTACK = 1 << 24  # bytes of text that facts lie in
@@ -62,7 +63,7 @@ def read_mixture(
     """
     files: list[TokenFile] = []
     evaluation: TokenFile | None = None
-    whole = sum(part.weight for part in parts)
+    bos, whole = leading_bos(tokenizer), sum(part.weight for part in parts)
     texts = tuple(x for part in parts if _is_text(part) for x in part.data)
     if not any(map(_is_text, parts)):
         raise ValueError("data must name a text beside recall and conversations, to evaluate on")
@@ -71,11 +72,12 @@ def read_mixture(
         place = folder / str(number)
         if part.data == (RECALL,):
             documents = fact_documents(texts, tokenizer, length, seed)
-            most = min(most, _MOST_FACTS * (length - 1))
-            files.append(encode_documents(documents, place, most_tokens=max(most, length)))
+            most = max(min(most, _MOST_FACTS * (length - 1)), length)
+            files.append(encode_documents(documents, place, most_tokens=most, bos=bos))
         elif _is_chat(part):
             documents = _conversations(Path(part.data[0]), tokenizer)
-            files.append(encode_documents(documents, place, most_tokens=max(most, length)))
+            most = max(most, length)
+            files.append(encode_documents(documents, place, most_tokens=most, bos=bos))
         else:
             text = encode(
                 part.data,
@@ -163,11 +165,14 @@ def fact_documents(
 
     lines = [line for text in prose(texts, _HAYSTACK) for line in sentences(text)]
     background = Background(lines, count)
+    bos = [] if (first := leading_bos(tokenizer)) is None else [first]
     room = length - 1
-    for sample in fact_texts(background, room, seed, count, _chat_of(tokenizer)):
+    for sample in fact_texts(background, room - len(bos), seed, count, _chat_of(tokenizer)):
         encoding = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
         ids, spans = list(encoding["input_ids"]), encoding["offset_mapping"]
         learned = [any(a < stop and start < b for start, stop in sample.answers) for a, b in spans]
+        if ids[:1] != bos:  # else the chat template spells it
+            ids, learned = bos + ids, [False] * len(bos) + learned
         filler = room - len(ids)
         ids += [tokenizer.eos_token_id or 0] * filler
         yield EncodedDocument(ids, learned + [False] * filler, len(sample.text.encode()))
