@@ -68,8 +68,9 @@ def encode(
 
     Documents begin with the tokenizer's BOS, or with EOS where it has none, and end with EOS. What
     a text spells never becomes such a token. Sequences begin with BOS too where the tokenizer puts
-    one before a text, since a model that always had one predicts badly without it. Reading stops once there are `most_tokens`, so that of
-    a text without end only what is needed is fetched; memory does not grow with the text.
+    one before a text, since a model that always had one predicts badly without it. Reading stops
+    once there are `most_tokens`, so that of a text without end only what is needed is fetched;
+    memory does not grow with the text.
 
     Without `held_out` a twentieth of the text is the evaluation set: of many documents every
     twentieth or so that fits into a piece (64 KiB), always the same ones, and where these are too
@@ -310,9 +311,9 @@ class TrainingSequences(torch.utils.data.Dataset):
     """The sequences of a whole training run in their order: epoch after epoch, each shuffled.
 
     Sequence i of `length` tokens begins with the last one of another sequence, or with the file's
-    BOS in its place, so that in an epoch every token is predicted once; a rest shorter than a sequence is left out. What sequence i is
-    depends on the file, the length and the seed alone, so a run can resume at any step, on any
-    number of processes.
+    BOS in its place, so that in an epoch every token is predicted once; a rest shorter than a
+    sequence is left out. What sequence i is depends on the file, the length and the seed alone, so
+    a run can resume at any step, on any number of processes.
 
     Arguments:
         file: the tokens.
