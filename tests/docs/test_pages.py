@@ -185,7 +185,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
             small(positions=length + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
     ours = {f"adapters/smollm2-135m-{recipe}" for recipe in ("hide", "evict")}
-    for adapter in ({"runs/hide"} | ours) & {*arguments} - {result}:
+    for adapter in ({"runs/hide", "runs/gemma-hide"} | ours) & {*arguments} - {result}:
         if arguments[0] != "train" or "evict" in arguments:
             _save_small_adapter(tmp_path / adapter, tmp_path / "smollm2")
     measure = bench.bench
