@@ -310,6 +310,21 @@ def harness() -> str:
     return f"{markdown(head, lines)}\n\n{provenance([*records, *earliest])}"
 
 
+def harness_small() -> str:
+    """The same tasks where caches evict: how far from every token cached, as the base answers."""
+    records = _read("harness-own")
+    adapters = [m for m in MODELS if (m, "own") in {(r["model"], r["cache"]) for r in records}]
+    cells = {(r["task"], r["measure"], r["model"], r["cache"]): r for r in records}
+    lines = []
+    for task, measure in dict.fromkeys((r["task"], r["measure"]) for r in records):
+        base = cells[task, measure, HIDE, ""]
+        row = [f"{task.removeprefix('lm-eval:')}, {measure}", _value(base["value"], base)]
+        row += [_value(cells[task, measure, x, "own"]["difference"], base, "+") for x in adapters]
+        lines.append(row)
+    head = ["task, measure", NAMES["whole"], *(MODELS[x] for x in adapters)]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def last_words() -> str:
     """LAMBADA where caches evict: how far from the base with every token cached."""
     records = _read("lambada")
@@ -337,27 +352,46 @@ def multi_token() -> str:
     names = {"mta": "multi-token attention"}
     lines = [line for seed in range(3) for line in _beside_control(records, names, seed)]
     table = markdown(HEAD_TRAINED, [["stock", "–", *stock], *lines])
-    trained = [r for r in _read("mta-training") if r["model"].split("-")[1] in ("standard", "mta")]
-    return f"{table}\n\n{provenance([*trained, *records])}"
+    return f"{table}\n\n{provenance([*_trained('lora', 'standard', 'mta'), *records])}"
+
+
+def multi_token_alone() -> str:
+    """What the mechanism changes in the base when nothing else is trained, by seed."""
+    records = _read("mta-alone")
+    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
+    lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)]]
+    for seed in range(3):
+        changes = [cells[f"runs/alone-mta-{seed}", *x] for x in MEASURES]
+        values = (_value(x["difference"], x, "+") for x in changes)
+        lines.append([f"multi-token attention, seed {seed}", *values])
+    table = markdown([HEAD_TRAINED[0], *HEAD_TRAINED[2:]], lines)
+    return f"{table}\n\n{provenance([*_trained('alone', 'mta'), *records])}"
 
 
 def rivals() -> str:
     """What two other mechanisms change beside the same control."""
     records, names = _read("rivals"), {"dex": "Dex", "parallax": "parallax"}
-    trained = [r for r in _read("mta-training") if r["model"].split("-")[1] in names]
     lines = _beside_control(records, names, 0)
-    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
+    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*_trained('lora', *names), *records])}"
 
 
-def _beside_control(records: list[dict], names: dict[str, str], seed: int) -> list[list[str]]:
+def _trained(study: str, *mechanisms: str) -> list[dict]:
+    """Trainings of a study, whose folders are `runs/STUDY-MECHANISM-SEED`."""
+    folders = tuple(f"runs/{study}-{name}-" for name in mechanisms)
+    return [r for r in _read("mta-training") if r["model"].startswith(folders)]
+
+
+def _beside_control(
+    records: list[dict], names: dict[str, str], seed: int, study: str = "lora"
+) -> list[list[str]]:
     """Low-rank matrices alone, and what mechanisms beside them change."""
     bits = {r["model"]: r["ended"]["bits_per_byte"] for r in _read("mta-training")}
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
-    control = f"runs/lora-standard-{seed}"
+    control = f"runs/{study}-standard-{seed}"
     values = (_value(cells[control, *x]["value"], cells[control, *x]) for x in MEASURES)
     lines = [[f"control, seed {seed}", f"{bits[control]:.4f}", *values]]
     for name, label in names.items():
-        model = f"runs/lora-{name}-{seed}"
+        model = f"runs/{study}-{name}-{seed}"
         changes = (cells[model, *measure] for measure in MEASURES)
         lines.append([
             f"{label}, seed {seed}", f"{bits[model] - bits[control]:+.4f}",
@@ -402,7 +436,9 @@ BLOCKS = {
     "real-int8": real_int8,
     "real-seeds": real_seeds,
     "real-harness": harness,
+    "real-harness-own": harness_small,
     "real-lambada": last_words,
     "real-mta": multi_token,
+    "real-mta-alone": multi_token_alone,
     "real-rivals": rivals,
 }
