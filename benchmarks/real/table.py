@@ -360,12 +360,13 @@ def multi_token_alone() -> str:
     records = _read("mta-alone")
     cells = {(r["model"], r["task"], r["measure"]): r for r in records}
     lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)]]
-    for seed in range(3):
-        changes = [cells[f"runs/alone-mta-{seed}", *x] for x in MEASURES]
-        values = (_value(x["difference"], x, "+") for x in changes)
-        lines.append([f"multi-token attention, seed {seed}", *values])
+    names = {"mta": "multi-token attention", "talking": "talking heads"}
+    for model in dict.fromkeys(r["model"] for r in records if r["model"] != STOCK):
+        _, name, seed = model.split("-")
+        values = (_value(cells[model, *x]["difference"], cells[model, *x], "+") for x in MEASURES)
+        lines.append([f"{names[name]}, seed {seed}", *values])
     table = markdown([HEAD_TRAINED[0], *HEAD_TRAINED[2:]], lines)
-    return f"{table}\n\n{provenance([*_trained('alone', 'mta'), *records])}"
+    return f"{table}\n\n{provenance([*_trained('alone', *names), *records])}"
 
 
 def rivals() -> str:
