@@ -68,6 +68,7 @@ def kill(nodes: list[psutil.Popen]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the run stays what it was")
 @pytest.mark.filterwarnings("ignore:.*is cut short or damaged")  # of the moment of the kill
+@pytest.mark.filterwarnings("ignore:.*going on from step")  # likewise
 @pytest.mark.parametrize("more", [[], ["--fsdp"]], ids=["ddp", "fsdp"])
 def test_a_run_on_two_nodes_of_which_one_is_killed_goes_on_as_one_process(folder, more):
     assert status_of("train", *OPTIONS, "--out", "whole") == 0
