@@ -355,6 +355,15 @@ def multi_token() -> str:
     return f"{table}\n\n{provenance([*_trained('lora', 'standard', 'mta'), *records])}"
 
 
+def multi_token_lower() -> str:
+    """The same with kernels at the rate that is best for them."""
+    records, names = _read("mta-lower"), {"mta": "multi-token attention"}
+    seeds = sorted({int(r["model"].rpartition("-")[2]) for r in records})
+    lines = [x for seed in seeds for x in _beside_control(records, names, seed, "lower")]
+    trained = _trained("lower", "standard", "mta")
+    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
+
+
 def multi_token_alone() -> str:
     """What the mechanism changes in the base when nothing else is trained, by seed."""
     records = _read("mta-alone")
@@ -440,6 +449,7 @@ BLOCKS = {
     "real-harness-own": harness_small,
     "real-lambada": last_words,
     "real-mta": multi_token,
+    "real-mta-lower": multi_token_lower,
     "real-mta-alone": multi_token_alone,
     "real-rivals": rivals,
 }
