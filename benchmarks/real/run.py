@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="of heedful calibrate, for triattention")
     parser.add_argument("--rows", type=int, default=10, help="books for perplexity, at most")
     parser.add_argument("--needles", type=int, default=8, help="questions per depth; 0 is none")
+    parser.add_argument("--numbers", type=int, default=1, help="in a book; one of them is queried")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     if not any(options.books.glob("*.txt")):
@@ -85,10 +86,12 @@ def measure(name: str, options: argparse.Namespace) -> None:
             )
         calibration = read_calibration(options.calibration, model)
     settings = [("whole", options.length), *product(policies, options.tokens)]
-    fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype")
-    done = {tuple(x.get(field, "auto") for field in fields) for x in read_partial(options.out)}
+    fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype", "numbers")
+    former = {"cache_dtype": "auto", "numbers": 1}  # of records without these fields
+    done = {tuple((former | x)[field] for field in fields) for x in read_partial(options.out)}
     for policy, tokens in tqdm(settings, desc=name):
-        setting = (name, policy, tokens, options.length, options.chunk, options.cache_dtype)
+        common = (options.length, options.chunk, options.cache_dtype, options.numbers)
+        setting = (name, policy, tokens, *common)
         if setting in done:
             continue
         eviction = eviction_of(policy, model, name, tokens, calibration)
@@ -157,7 +160,7 @@ def needles(
     writer = LanguageModel(model, tokenizer, eviction or False, options.chunk, dtype)
     shares = {}
     for depth in DEPTHS:
-        questions = Needles(options.length, depth=depth).sample(
+        questions = Needles(options.length, options.numbers, depth).sample(
             options.needles, 0, background, count
         )
         prompts = [tokenizer(x.prompt)["input_ids"] for x in questions]
