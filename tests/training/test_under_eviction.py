@@ -17,7 +17,7 @@ from heedful.eviction import LowestGate, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import RetentionGate, Selective
-from heedful.training.run import Stopped
+from heedful.training.run import RunTrainer, Stopped
 from heedful.training.trainer import LayerTrainer
 from heedful.training.under_eviction import EvictionInTraining
 from helpers.families import logits, tiny, tokens, varied
@@ -181,6 +181,22 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
     assert len(losses) == 3 and min(losses) > 1e-7  # the base with its whole context is the target
     with pytest.raises(ValueError, match="trains low-rank matrices, got train='mechanism'"):
         train_text(replace(options, train="mechanism", out="other"), show=False)
+
+
+def test_evaluation_is_under_the_budgets_themselves(options, monkeypatch):
+    """Whatever was drawn for the step before it."""
+    model = heedful.load("base", adapter="hide")
+    write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
+    evaluate, factors = RunTrainer.evaluate, []
+
+    def noted(trainer, *args, **kwargs):
+        scores = evaluate(trainer, *args, **kwargs)
+        factors.append(trainer._under_eviction.factor)
+        return scores
+
+    monkeypatch.setattr(RunTrainer, "evaluate", noted)
+    train_text(replace(options, evaluations=3), show=False)
+    assert factors == [1.0] * 3
 
 
 def test_a_stopped_run_draws_the_same_budgets(options):

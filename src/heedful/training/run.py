@@ -108,8 +108,9 @@ class RunTrainer(LayerTrainer):
 
     @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict:
-        """The scores of the model as it is, logged."""
-        metrics = self._evaluation(self)
+        """The scores of the model `as_in_use`, logged."""
+        with self.as_in_use():
+            metrics = self._evaluation(self)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, metrics

@@ -1,6 +1,7 @@
 """transformers' Trainer for converted models: what it adds to the loss, and how it saves."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from safetensors import SafetensorError
@@ -130,16 +131,24 @@ class LayerTrainer(TrainerSteps, Trainer):
             self._additions = []
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """As Trainer's; while an order of eviction is learned, with F of the scale it will have.
+        """As Trainer's, of the model `as_in_use`."""
+        with self.as_in_use():
+            return super().evaluate(*args, **kwargs)
 
-        In training under eviction, with the budgets themselves.
+    @contextmanager
+    def as_in_use(self) -> Iterator[None]:
+        """Within it the model is what it would be if training ended now.
+
+        While an order of eviction is learned, with F of the scale that it will have; in training
+        under eviction, with the budgets themselves.
         """
         if self._under_eviction is not None:
             self._under_eviction.scale(1.0)
         if self._order is None or not self._order.is_observing:
-            return super().evaluate(*args, **kwargs)
-        with self._order.settled(self._levels()):
-            return super().evaluate(*args, **kwargs)
+            yield
+        else:
+            with self._order.settled(self._levels()):
+                yield
 
     def _levels(self) -> Tensor:
         """F of each layer on the first sequences of the evaluation set, of all processes."""

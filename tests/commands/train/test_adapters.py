@@ -51,6 +51,17 @@ def test_a_recipe_trains_selectors_alone_and_writes_an_adapter(options):
     assert all(x.any() for x in keys)  # zero before training
 
 
+def test_evaluation_scores_the_model_that_is_written(options):
+    """F has its scale by then: far too large masks, at this rate, hardly cost anything."""
+    options = replace(options, learning_rate=3.0)
+    result = quietly(options)
+    log = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
+    half, end = (x["eval_loss"] for x in log if "eval_loss" in x)
+    untrained = quietly(replace(options, learning_rate=1e-9, out="untrained")).loss
+    assert untrained == pytest.approx(end, abs=0.02) and end == result.loss
+    assert untrained == pytest.approx(half, abs=0.02)
+
+
 def test_a_killed_adapter_run_goes_on_to_the_same_bits(options):
     quietly(options)
     answers = iter([False, False])
