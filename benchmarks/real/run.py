@@ -98,7 +98,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
         line = dict(zip(fields, setting, strict=True))
         line |= perplexity(model, eviction, rows(tokenizer, options), options)
         if options.needles:
-            line["needles"] = needles(model, tokenizer, eviction, options)
+            line["hits"] = needles(model, tokenizer, eviction, options)
+            line["needles"] = {x: sum(hits) / len(hits) for x, hits in line["hits"].items()}
         line |= {"peak_nbytes": peak_nbytes(model, eviction, options)}
         append_line(options.out, json.dumps(line | {"environment": environment()}))
 
@@ -148,8 +149,8 @@ def perplexity(
 
 def needles(
     model: PreTrainedModel, tokenizer, eviction: Eviction | None, options: argparse.Namespace
-) -> dict[str, float]:
-    """The share of numbers that are found, by depth."""
+) -> dict[str, list[bool]]:
+    """Which numbers are found, by depth."""
 
     def count(text: str) -> int:
         return len(tokenizer(text, verbose=False)["input_ids"])
@@ -158,16 +159,16 @@ def needles(
     background = Background(background_sentences(paths, 8 * options.length, UNWANTED), count)
     dtype = cache_dtype_of(options.cache_dtype)
     writer = LanguageModel(model, tokenizer, eviction or False, options.chunk, dtype)
-    shares = {}
+    hits = {}
     for depth in DEPTHS:
         questions = Needles(options.length, options.numbers, depth).sample(
             options.needles, 0, background, count
         )
         prompts = [tokenizer(x.prompt)["input_ids"] for x in questions]
         replies = [writer.write([prompt], ROOM)[0] for prompt in prompts]
-        hits = [all_found(reply, x.answers) for reply, x in zip(replies, questions, strict=True)]
-        shares[f"{depth:g}"] = sum(hits) / len(hits)
-    return shares
+        pairs = zip(replies, questions, strict=True)
+        hits[f"{depth:g}"] = [all_found(reply, x.answers) for reply, x in pairs]
+    return hits
 
 
 @torch.no_grad()
