@@ -98,9 +98,14 @@ def _rise(record: dict, whole: dict) -> str:
     rise = f"{numpy.expm1(rises.mean()):+.1%}"
     if len(rises) < 10 or record is whole:
         return rise
-    draws = numpy.random.default_rng(0).integers(len(rises), size=(10_000, len(rises)))
-    low, high = numpy.expm1(numpy.quantile(rises[draws].mean(1), (0.025, 0.975)))
+    low, high = numpy.expm1(_interval(rises))
     return f"{rise} ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def _interval(values: numpy.ndarray) -> numpy.ndarray:
+    """Between which two the mean of 95 % of bootstrap samples lies."""
+    draws = numpy.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
+    return numpy.quantile(values[draws].mean(1), (0.025, 0.975))
 
 
 def _needles(record: dict) -> str:
@@ -183,6 +188,21 @@ def question_known() -> str:
         [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _needles(r)] for r in records
     ]
     return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
+
+
+def several_numbers() -> str:
+    """Several numbers in a text, one of them queried: beside the base with its whole cache."""
+    records = _records("numbers")
+    base, lines = numpy.concatenate([*_whole(records)["hits"].values()]), []
+    for r in records:
+        changes = 100 * (numpy.concatenate([*r["hits"].values()]) - base.astype(int))
+        low, high = _interval(changes)
+        beside = f"{changes.mean():+.1f} ({low:.1f} to {high:.1f})" if changes.any() else "+0.0"
+        size = f"{_whole(records)['peak_nbytes'] / r['peak_nbytes']:.1f} ×"
+        tokens = f"{r['tokens']:,}"
+        lines.append([MODELS[r["model"]], NAMES[r["policy"]], tokens, _needles(r), beside, size])
+    head = [*HEAD[:3], HEAD[4], "points beside the whole cache", HEAD[6]]
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
 def stories() -> str:
@@ -356,10 +376,11 @@ def multi_token() -> str:
 
 
 def multi_token_lower() -> str:
-    """The same with kernels at a quarter of that rate."""
-    records, names = _read("mta-lower"), {"mta": "multi-token attention"}
+    """The same at a quarter of that rate, and with talking heads: without kernels."""
+    records = _read("mta-lower")
+    names = {"mta": "multi-token attention", "talking-heads": "talking heads"}
     lines = [x for seed in range(3) for x in _beside_control(records, names, seed, "lower")]
-    trained = _trained("lower", "standard", "mta")
+    trained = _trained("lower", "standard", *names)
     return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
 
 
@@ -438,6 +459,7 @@ BLOCKS = {
     "real-gemma": lambda: real_cache("gemma"),
     "real-code": lambda: real_cache("code"),
     "real-known": question_known,
+    "real-numbers": several_numbers,
     "real-answers": answers,
     "real-speed": speed,
     "real-babilong": stories,

@@ -161,6 +161,16 @@ def test_each_setting_is_scored_once_against_the_whole_cache(study):
     ]
 
 
+def test_several_numbers_in_a_text_are_another_setting(study):
+    options = ("--tokens", "64", "--needles", "2", "--policies", "streaming-llm")
+    study("base", *options)
+    lines = study("base", *options, "--numbers", "2")
+    assert [x["numbers"] for x in lines] == [1, 1, 2, 2]
+    for line in lines:
+        assert all(len(hits) == 2 for hits in line["hits"].values())
+        assert line["needles"] == {x: sum(hits) / 2 for x, hits in line["hits"].items()}
+
+
 def test_several_evaluations_are_one(tmp_path, monkeypatch):
     """Differences are from the first folder's model, sample by sample."""
     monkeypatch.chdir(tmp_path)
