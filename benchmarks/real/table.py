@@ -197,7 +197,7 @@ def several_numbers() -> str:
     for r in records:
         changes = 100 * (numpy.concatenate([*r["hits"].values()]) - base.astype(int))
         low, high = _interval(changes)
-        beside = f"{changes.mean():+.1f} ({low:.1f} to {high:.1f})" if changes.any() else "+0.0"
+        beside = f"{changes.mean():+.1f} ({low:+.1f} to {high:+.1f})" if changes.any() else "+0.0"
         size = f"{_whole(records)['peak_nbytes'] / r['peak_nbytes']:.1f} ×"
         tokens = f"{r['tokens']:,}"
         lines.append([MODELS[r["model"]], NAMES[r["policy"]], tokens, _needles(r), beside, size])
@@ -377,10 +377,25 @@ def multi_token() -> str:
 
 def multi_token_lower() -> str:
     """The same at a quarter of that rate, and with talking heads: without kernels."""
-    records = _read("mta-lower")
     names = {"mta": "multi-token attention", "talking-heads": "talking heads"}
-    lines = [x for seed in range(3) for x in _beside_control(records, names, seed, "lower")]
-    trained = _trained("lower", "standard", *names)
+    return _of_three_seeds("lower", names, _read("mta-lower"))
+
+
+def multi_token_all() -> str:
+    """Where every weight is trained, the control's too."""
+    records = _read("mta-all")
+    return _of_three_seeds("all", {"mta": "multi-token attention"}, records, "try")
+
+
+def parallax_lower() -> str:
+    """Parallax at a rate of its own."""
+    return _of_three_seeds("lower", {"parallax": "parallax"}, _read("parallax"), "try-parallax")
+
+
+def _of_three_seeds(study: str, names: dict[str, str], records: list[dict], *others: str) -> str:
+    """Mechanisms of a study beside the control of their seed; other trainings are named below."""
+    lines = [x for seed in range(3) for x in _beside_control(records, names, seed, study)]
+    trained = _trained(study, "standard", *names, *others)
     return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
 
 
@@ -472,5 +487,7 @@ BLOCKS = {
     "real-mta": multi_token,
     "real-mta-lower": multi_token_lower,
     "real-mta-alone": multi_token_alone,
+    "real-mta-all": multi_token_all,
     "real-rivals": rivals,
+    "real-parallax": parallax_lower,
 }
