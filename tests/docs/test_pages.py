@@ -45,7 +45,10 @@ PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SLOW = ("compiled.py", "fsdp.py")
 SLOW_PAGES = ("docs/using.md",)  # which trains several models
 # Of models that other commands made.
-FOLDERS = ("runs/study", "runs/text-", "runs/training/", "runs/lora-", "runs/alone-", "runs/lower-")
+FOLDERS = (
+    "runs/study", "runs/text-", "runs/training/", "runs/lora-", "runs/alone-", "runs/lower-",
+    "runs/all-",
+)  # fmt: skip
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
 
 
