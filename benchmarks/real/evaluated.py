@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.parts import read_partial
 from heedful.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
+from heedful.commands.evaluate.page import NAME as REPORT
 from heedful.commands.evaluate.run import ABOUT, SAMPLES
 from heedful.records.files import write_lines
 from heedful.records.samples import Sample
@@ -23,8 +24,8 @@ def main() -> None:
     options = parser.parse_args()
     samples, where = [], {}
     for folder in options.folders:
-        if not (folder / ABOUT).is_file():
-            parser.error(f"{folder} is not the --out of a finished heedful eval: no {ABOUT} in it")
+        if not (folder / REPORT).is_file():  # the last thing that is written
+            parser.error(f"{folder} is not the --out of a finished heedful eval: no {REPORT} in it")
         about = json.loads((folder / ABOUT).read_text())
         own = [Sample(**x) for x in read_partial(folder / SAMPLES)]
         for tasks in about["lm_eval"].values():

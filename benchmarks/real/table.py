@@ -378,23 +378,26 @@ def multi_token() -> str:
 def multi_token_lower() -> str:
     """The same at a quarter of that rate, and with talking heads: without kernels."""
     names = {"mta": "multi-token attention", "talking-heads": "talking heads"}
-    return _of_three_seeds("lower", names, _read("mta-lower"))
+    return _of_seeds("lower", names, _read("mta-lower"))
 
 
 def multi_token_all() -> str:
     """Where every weight is trained, the control's too."""
     records = _read("mta-all")
-    return _of_three_seeds("all", {"mta": "multi-token attention"}, records, "try")
+    return _of_seeds("all", {"mta": "multi-token attention"}, records, "try")
 
 
 def parallax_lower() -> str:
     """Parallax at a rate of its own."""
-    return _of_three_seeds("lower", {"parallax": "parallax"}, _read("parallax"), "try-parallax")
+    names = {"parallax": "parallax"}
+    return _of_seeds("lower", names, _read("parallax"), "try-parallax", seeds=1)
 
 
-def _of_three_seeds(study: str, names: dict[str, str], records: list[dict], *others: str) -> str:
+def _of_seeds(
+    study: str, names: dict[str, str], records: list[dict], *others: str, seeds: int = 3
+) -> str:
     """Mechanisms of a study beside the control of their seed; other trainings are named below."""
-    lines = [x for seed in range(3) for x in _beside_control(records, names, seed, study)]
+    lines = [x for seed in range(seeds) for x in _beside_control(records, names, seed, study)]
     trained = _trained(study, "standard", *names, *others)
     return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
 

@@ -171,7 +171,7 @@ def test_several_numbers_in_a_text_are_another_setting(study):
         assert line["needles"] == {x: sum(hits) / 2 for x, hits in line["hits"].items()}
 
 
-def test_several_evaluations_are_one(tmp_path, monkeypatch):
+def test_several_evaluations_are_one(tmp_path, monkeypatch, capsys):
     """Differences are from the first folder's model, sample by sample."""
     monkeypatch.chdir(tmp_path)
     answers = {"first": {("stock", ""): "110000"}, "second": {("other", "own"): "111010"}}
@@ -186,6 +186,12 @@ def test_several_evaluations_are_one(tmp_path, monkeypatch):
         lines = "".join(f"{x.to_json()}\n" for x in samples)
         Path(folder, "samples.jsonl").write_text(lines)
     monkeypatch.setattr(sys, "argv", ["evaluated", "first", "second", "--out", "out.jsonl"])
+    Path("first/report.html").touch()
+    with pytest.raises(SystemExit):  # the second has not ended
+        importlib.import_module("benchmarks.real.evaluated").main()
+    assert "second is not the --out of a finished heedful eval" in capsys.readouterr().err
+    assert not Path("out.jsonl").exists()
+    Path("second/report.html").touch()
     importlib.import_module("benchmarks.real.evaluated").main()
     stock, other = (json.loads(line) for line in Path("out.jsonl").read_text().splitlines())
     assert (stock["model"], stock["cache"], stock["value"][0]) == ("stock", "", 2 / 6)

@@ -24,6 +24,7 @@ from heedful.records.samples import Sample
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NAME = "report.html"
 _REPLIES = 3  # right and wrong ones that are shown of each task and model
 _LONGEST = 120  # characters of a reply that are shown
 
@@ -70,7 +71,7 @@ def write_evaluation(
         title=html.escape(title), lead=html.escape(_lead(samples, tasks, about)), body=body,
         style="", script="",
     )  # fmt: skip
-    path = Path(folder) / "report.html"
+    path = Path(folder) / NAME
     write_whole(path, page)
     return path
 
