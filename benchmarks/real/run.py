@@ -88,11 +88,13 @@ def measure(name: str, options: argparse.Namespace) -> None:
     settings = [("whole", options.length), *product(policies, options.tokens)]
     fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype", "numbers")
     former = {"cache_dtype": "auto", "numbers": 1}  # of records without these fields
-    done = {tuple((former | x)[field] for field in fields) for x in read_partial(options.out)}
+    records = read_partial(options.out)
+    done = {tuple((former | x)[field] for field in fields): x for x in records}
     for policy, tokens in tqdm(settings, desc=name):
         common = (options.length, options.chunk, options.cache_dtype, options.numbers)
         setting = (name, policy, tokens, *common)
         if setting in done:
+            check_size(done[setting], options)
             continue
         eviction = eviction_of(policy, model, name, tokens, calibration)
         line = dict(zip(fields, setting, strict=True))
@@ -102,6 +104,20 @@ def measure(name: str, options: argparse.Namespace) -> None:
             line["needles"] = {x: sum(hits) / len(hits) for x, hits in line["hits"].items()}
         line |= {"peak_nbytes": peak_nbytes(model, eviction, options)}
         append_line(options.out, json.dumps(line | {"environment": environment()}))
+
+
+def check_size(record: dict, options: argparse.Namespace) -> None:
+    """Raise where a setting that is in the file was scored on more or less than is requested."""
+    questions = len(next(iter(record.get("hits", {"": []}).values())))
+    sizes = {"books": (len(record["nats"]), min(options.rows, len(book_paths(options))))}
+    if "hits" in record or "needles" not in record:  # earlier records do not tell
+        sizes["--needles"] = (questions, options.needles)
+    for name, (before, now) in sizes.items():
+        if before != now:
+            raise SystemExit(
+                f"{options.out} has {record['model']} under {record['policy']} with {before} for "
+                f"{name}, and this is {now}: choose another --out"
+            )
 
 
 def eviction_of(
@@ -124,9 +140,14 @@ def eviction_of(
     return replace(eviction, tokens=budgets)
 
 
+def book_paths(options: argparse.Namespace) -> list[Path]:
+    """The files of the folder, by name."""
+    return sorted(options.books.glob("*.txt"))
+
+
 def rows(tokenizer, options: argparse.Namespace) -> Iterator[Tensor]:
     """The tokens of each book, `[1, T]`, from behind its beginning."""
-    for path in sorted(options.books.glob("*.txt"))[: options.rows]:
+    for path in book_paths(options)[: options.rows]:
         text = path.read_text()[SKIPPED : SKIPPED + 16 * options.length]
         yield torch.tensor([tokenizer(text, verbose=False)["input_ids"][: options.length]])
 
@@ -155,7 +176,7 @@ def needles(
     def count(text: str) -> int:
         return len(tokenizer(text, verbose=False)["input_ids"])
 
-    paths = [str(path) for path in sorted(options.books.glob("*.txt"))]
+    paths = [str(path) for path in book_paths(options)]
     background = Background(background_sentences(paths, 8 * options.length, UNWANTED), count)
     dtype = cache_dtype_of(options.cache_dtype)
     writer = LanguageModel(model, tokenizer, eviction or False, options.chunk, dtype)

@@ -169,6 +169,12 @@ def test_several_numbers_in_a_text_are_another_setting(study):
     for line in lines:
         assert all(len(hits) == 2 for hits in line["hits"].values())
         assert line["needles"] == {x: sum(hits) / 2 for x, hits in line["hits"].items()}
+    with pytest.raises(SystemExit, match="with 2 for --needles, and this is 3: choose another"):
+        study("base", *options, "--needles", "3")
+    Path("books/1.txt").unlink()
+    with pytest.raises(SystemExit, match="with 2 for books, and this is 1"):
+        study("base", *options)
+    assert len(Path("out.jsonl").read_text().splitlines()) == 4
 
 
 def test_several_evaluations_are_one(tmp_path, monkeypatch, capsys):
