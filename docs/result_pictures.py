@@ -6,7 +6,8 @@ from pathlib import Path
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from benchmarks.real.table import EVICT, HIDE, STOCK, ten_books
+from benchmarks.real.names import EVICT, HIDE, STOCK
+from benchmarks.real.table import ten_books
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}

@@ -1,35 +1,13 @@
-"""The table of a pretrained model under small caches."""
+"""The tables of a pretrained model under small caches."""
 
 import statistics
-from pathlib import Path
 
 import numpy
 
-from benchmarks.parts import markdown, provenance, read
+from benchmarks.parts import markdown, provenance
+from benchmarks.real import evaluations
+from benchmarks.real.names import ALWAYS, AT_ONCE, EVICT, HIDE, MODELS, POLICIES, STOCK, read_study
 
-RESULTS = Path(__file__).parent / "results"
-STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
-ALWAYS = "runs/evict-r6"  # matrices that always act
-AT_ONCE = "runs/after"  # those of the adapter that is kept, in full from the first eviction on
-MODELS = {
-    STOCK: "stock",
-    "gemma/gemma-3-270m.gguf": "stock",
-    "runs/gate": "gates trained",
-    HIDE: "selectors trained",
-    "runs/gemma-hide": "selectors trained",
-    "runs/hide-s1": "selectors of seed 1",
-    EVICT: "trained under the budgets too",
-    AT_ONCE: "the same, in full from the first eviction on",
-    "runs/after-1": "in full from the first eviction on, seed 1",
-    "runs/after-2": "in full from the first eviction on, seed 2",
-    ALWAYS: "the same, with matrices that always act",
-    "runs/evict-r4": "the same, never without eviction, rank 4",
-    "runs/evict-0": "the same, never without eviction, rank 8",
-}
-FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
-"""What the folder of the last adapter had until when."""
-GRADUAL = "2026-11-27T10:00"
-"""When its matrices began to act by how much is evicted."""
 LABELS = {
     "below 32": "9 to 32 tokens",
     "below 128": "33 to 128",
@@ -40,25 +18,7 @@ LABELS = {
     "more": "more",
     "most": "most",
 }
-MEASURES = ("perplexity, mean of domains", "perplexity"), ("needles", "accuracy")
-HEAD_TRAINED = ["model", "validation, bits per byte", "perplexity", "needles, %"]
 HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
-NAMES = {
-    "own": "all tokens, transformers' own cache",
-    "whole": "all tokens",
-    "streaming-llm": "StreamingLLM",
-    "tova": "TOVA",
-    "snap-kv": "SnapKV",
-    "h2o": "H2O",
-    "random": "random",
-    "window": "window",
-    "triattention": "TriAttention",
-    "lowest-gate": "LowestGate",
-    "lowest-gate-recent": "LowestGate, half of them the newest",
-    "most-hidden": "MostHidden",
-    "by-layer": "MostHidden, budgets by layer",
-    "tova-by-layer": "TOVA, the same budgets",
-}
 SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
@@ -83,7 +43,7 @@ def _line(record: dict, whole: dict) -> list[str]:
     """A setting beside the base with its whole cache; of ten books with an interval."""
     return [
         MODELS[record["model"]],
-        NAMES[record["policy"]],
+        POLICIES[record["policy"]],
         f"{record['tokens']:,}",
         _rise(record, whole),
         _needles(record),
@@ -98,11 +58,11 @@ def _rise(record: dict, whole: dict) -> str:
     rise = f"{numpy.expm1(rises.mean()):+.1%}"
     if len(rises) < 10 or record is whole:
         return rise
-    low, high = numpy.expm1(_interval(rises))
+    low, high = numpy.expm1(mean_interval(rises))
     return f"{rise} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _interval(values: numpy.ndarray) -> numpy.ndarray:
+def mean_interval(values: numpy.ndarray) -> numpy.ndarray:
     """Between which two the mean of 95 % of bootstrap samples lies."""
     draws = numpy.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
     return numpy.quantile(values[draws].mean(1), (0.025, 0.975))
@@ -111,23 +71,6 @@ def _interval(values: numpy.ndarray) -> numpy.ndarray:
 def _needles(record: dict) -> str:
     """The share of needles in the answers, or a dash where the study asked for none."""
     return f"{statistics.mean(record['needles'].values()):.0%}" if "needles" in record else "–"
-
-
-def _read(name: str) -> list[dict]:
-    """The records of a file, with the adapters that their models were."""
-    records = read(RESULTS / f"{name}-cpu.jsonl")
-    return [r | {"model": _adapter(r)} if "model" in r else r for r in records]
-
-
-def _adapter(record: dict) -> str:
-    """The adapter of a record, whatever folder it lay in at that time."""
-    model, date = record["model"], record["environment"]["date"]
-    if model == EVICT:
-        model = next((x for until, x in FORMER.items() if date < until), EVICT)
-    if model not in (EVICT, AT_ONCE):
-        return model
-    evicts = record.get("policy", record.get("cache") or "whole") != "whole"
-    return AT_ONCE if evicts and date < GRADUAL else EVICT
 
 
 def _whole(records: list[dict]) -> dict:
@@ -143,7 +86,7 @@ def _records(name: str) -> list[dict]:
     """The records of a file, the base first and every model's whole cache before its policies."""
     models = list(MODELS)
     return sorted(
-        _read(f"cache-{name}"),
+        read_study(f"cache-{name}"),
         key=lambda r: (models.index(r["model"]), r["policy"] != "whole", r["policy"], -r["tokens"]),
     )
 
@@ -185,7 +128,8 @@ def question_known() -> str:
     """Needles where all of the prompt is read before anything is evicted."""
     records = _records("known")
     lines = [
-        [MODELS[r["model"]], NAMES[r["policy"]], f"{r['tokens']:,}", _needles(r)] for r in records
+        [MODELS[r["model"]], POLICIES[r["policy"]], f"{r['tokens']:,}", _needles(r)]
+        for r in records
     ]
     return f"{markdown(HEAD[:3] + HEAD[4:5], lines)}\n\n{provenance(records)}"
 
@@ -196,35 +140,25 @@ def several_numbers() -> str:
     base, lines = numpy.concatenate([*_whole(records)["hits"].values()]), []
     for r in records:
         changes = 100 * (numpy.concatenate([*r["hits"].values()]) - base.astype(int))
-        low, high = _interval(changes)
+        low, high = mean_interval(changes)
         beside = f"{changes.mean():+.1f} ({low:+.1f} to {high:+.1f})" if changes.any() else "+0.0"
         size = f"{_whole(records)['peak_nbytes'] / r['peak_nbytes']:.1f} ×"
         tokens = f"{r['tokens']:,}"
-        lines.append([MODELS[r["model"]], NAMES[r["policy"]], tokens, _needles(r), beside, size])
+        lines.append([MODELS[r["model"]], POLICIES[r["policy"]], tokens, _needles(r), beside, size])
     head = [*HEAD[:3], HEAD[4], "points beside the whole cache", HEAD[6]]
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
-def stories() -> str:
-    """BabiLong with every token cached: the base's answers."""
-    records = sorted(_read("babilong"), key=lambda r: r["task"])
-    lines = []
-    for record in records:
-        value, low, high = (f"{100 * x:.1f}" for x in record["value"])
-        lines.append([record["task"], str(record["samples"]), f"{value} ({low} to {high})"])
-    return f"{markdown(['task', 'questions', 'right, %'], lines)}\n\n{provenance(records)}"
-
-
 def answers() -> str:
     """What is written in conversations: as the base judges it, and how often it repeats itself."""
-    records = _read("answers")
+    records = read_study("answers")
     own, lines = [x["reply"] for x in records[0]["answers"]], []
     for r in records:
         replies = [x["reply"] for x in r["answers"]]
         nats = [n for x in r["answers"] for n in x["nats"]]
         lines.append([
             MODELS[r["model"]],
-            NAMES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            POLICIES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
             "all" if r["tokens"] is None else f"{r['tokens']:,}",
             f"{numpy.exp(statistics.mean(nats)):.2f}",
             f"{statistics.mean(map(_repeated, replies)):.0%}",
@@ -243,12 +177,12 @@ def _repeated(text: str) -> float:
 
 def speed() -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
-    records = _read("speed")
+    records = read_study("speed")
     own = records[0]
     lines = [
         [
             MODELS[r["model"]],
-            NAMES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
+            POLICIES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
             f"{r['tokens']:,}",
             f"{r['chunk']:,}",
             f"{r['prompt_s']:.1f} ({r['prompt_s'] / own['prompt_s']:.1f} ×)",
@@ -262,7 +196,7 @@ def speed() -> str:
 
 def kept_kinds() -> str:
     """How often tokens of a kind are kept, beside all tokens, in all layers and in thirds."""
-    records = _read("kept")
+    records = read_study("kept")
     layers = 1 + max(r["layer"] for r in records)
     thirds = [range(layers), *(range(n * layers // 3, (n + 1) * layers // 3) for n in range(3))]
     groups = sorted(
@@ -314,147 +248,6 @@ def _bits(record: dict) -> str:
     return "8" if record["cache_dtype"] == "int8" else "32"
 
 
-def harness() -> str:
-    """Tasks of lm-evaluation-harness, every token cached: the base, and what adapters change."""
-    earliest = _read("harness-rank-4")
-    records = _read("harness") + [r for r in earliest if r["model"] != STOCK]
-    adapters = [m for m in MODELS if m in {r["model"] for r in records} - {STOCK}]
-    cells = {(r["task"], r["measure"], r["model"]): r for r in records}
-    lines = []
-    for task, measure in dict.fromkeys((r["task"], r["measure"]) for r in records):
-        base = cells[task, measure, STOCK]
-        row = [f"{task.removeprefix('lm-eval:')}, {measure}", _value(base["value"], base)]
-        row += [_value(cells[task, measure, x]["difference"], base, "+") for x in adapters]
-        lines.append(row)
-    head = ["task, measure", MODELS[STOCK], *(MODELS[x] for x in adapters)]
-    return f"{markdown(head, lines)}\n\n{provenance([*records, *earliest])}"
-
-
-def harness_under_budgets() -> str:
-    """The same tasks where caches evict: how far from every token cached, as the base answers."""
-    records = _read("harness-own")
-    adapters = [m for m in MODELS if (m, "own") in {(r["model"], r["cache"]) for r in records}]
-    cells = {(r["task"], r["measure"], r["model"], r["cache"]): r for r in records}
-    lines = []
-    for task, measure in dict.fromkeys((r["task"], r["measure"]) for r in records):
-        base = cells[task, measure, HIDE, ""]
-        row = [f"{task.removeprefix('lm-eval:')}, {measure}", _value(base["value"], base)]
-        row += [_value(cells[task, measure, x, "own"]["difference"], base, "+") for x in adapters]
-        lines.append(row)
-    head = ["task, measure", NAMES["whole"], *(MODELS[x] for x in adapters)]
-    return f"{markdown(head, lines)}\n\n{provenance(records)}"
-
-
-def last_words() -> str:
-    """LAMBADA where caches evict: how far from the base with every token cached."""
-    records = _read("lambada")
-    cells = {(r["model"], r["cache"], r["measure"]): r for r in records}
-    caches = {"": "all tokens", "own": NAMES["by-layer"], "tova 64": "TOVA, 64 tokens"}
-    lines = []
-    for model, cache in dict.fromkeys((r["model"], r["cache"]) for r in records):
-        values = []
-        for measure in ("acc", "perplexity"):
-            cell = cells[model, cache, measure]
-            change = cell["difference"]
-            values.append(
-                _value(cell["value"], cell) if change is None else _value(change, cell, "+")
-            )
-        lines.append([MODELS[model], caches[cache], *values])
-    head = [*HEAD[:2], "last words right, %", "perplexity"]
-    return f"{markdown(head, lines)}\n\n{provenance(records)}"
-
-
-def multi_token() -> str:
-    """Low-rank matrices alone, and what multi-token attention beside them changes, by seed."""
-    records = _read("mta")
-    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
-    stock = (_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)
-    names = {"mta": "multi-token attention"}
-    lines = [line for seed in range(3) for line in _beside_control(records, names, seed)]
-    table = markdown(HEAD_TRAINED, [["stock", "–", *stock], *lines])
-    return f"{table}\n\n{provenance([*_trained('lora', 'standard', 'mta'), *records])}"
-
-
-def multi_token_lower() -> str:
-    """The same at a quarter of that rate, and with talking heads: without kernels."""
-    names = {"mta": "multi-token attention", "talking-heads": "talking heads"}
-    return _of_seeds("lower", names, _read("mta-lower"))
-
-
-def multi_token_all() -> str:
-    """Where every weight is trained, the control's too."""
-    records = _read("mta-all")
-    return _of_seeds("all", {"mta": "multi-token attention"}, records, "try")
-
-
-def parallax_lower() -> str:
-    """Parallax at a rate of its own."""
-    names = {"parallax": "parallax"}
-    return _of_seeds("lower", names, _read("parallax"), "try-parallax", seeds=1)
-
-
-def _of_seeds(
-    study: str, names: dict[str, str], records: list[dict], *others: str, seeds: int = 3
-) -> str:
-    """Mechanisms of a study beside the control of their seed; other trainings are named below."""
-    lines = [x for seed in range(seeds) for x in _beside_control(records, names, seed, study)]
-    trained = _trained(study, "standard", *names, *others)
-    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*trained, *records])}"
-
-
-def multi_token_alone() -> str:
-    """What the mechanism changes in the base when nothing else is trained, by seed."""
-    records = _read("mta-alone")
-    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
-    lines = [["stock", *(_value(cells[STOCK, *x]["value"], cells[STOCK, *x]) for x in MEASURES)]]
-    names = {"mta": "multi-token attention", "talking": "talking heads"}
-    for model in dict.fromkeys(r["model"] for r in records if r["model"] != STOCK):
-        _, name, seed = model.split("-")
-        values = (_value(cells[model, *x]["difference"], cells[model, *x], "+") for x in MEASURES)
-        lines.append([f"{names[name]}, seed {seed}", *values])
-    table = markdown([HEAD_TRAINED[0], *HEAD_TRAINED[2:]], lines)
-    return f"{table}\n\n{provenance([*_trained('alone', 'try', *names), *records])}"
-
-
-def rivals() -> str:
-    """What two other mechanisms change beside the same control."""
-    records, names = _read("rivals"), {"dex": "Dex", "parallax": "parallax"}
-    lines = _beside_control(records, names, 0)
-    return f"{markdown(HEAD_TRAINED, lines)}\n\n{provenance([*_trained('lora', *names), *records])}"
-
-
-def _trained(study: str, *mechanisms: str) -> list[dict]:
-    """Trainings of a study, whose folders are `runs/STUDY-MECHANISM-SEED`."""
-    folders = tuple(f"runs/{study}-{name}-" for name in mechanisms)
-    return [r for r in _read("mta-training") if r["model"].startswith(folders)]
-
-
-def _beside_control(
-    records: list[dict], names: dict[str, str], seed: int, study: str = "lora"
-) -> list[list[str]]:
-    """Low-rank matrices alone, and what mechanisms beside them change."""
-    bits = {r["model"]: r["ended"]["bits_per_byte"] for r in _read("mta-training")}
-    cells = {(r["model"], r["task"], r["measure"]): r for r in records}
-    control = f"runs/{study}-standard-{seed}"
-    values = (_value(cells[control, *x]["value"], cells[control, *x]) for x in MEASURES)
-    lines = [[f"control, seed {seed}", f"{bits[control]:.4f}", *values]]
-    for name, label in names.items():
-        model = f"runs/{study}-{name}-{seed}"
-        changes = (cells[model, *measure] for measure in MEASURES)
-        lines.append([
-            f"{label}, seed {seed}", f"{bits[model] - bits[control]:+.4f}",
-            *(_value(x["difference"], x, "+") for x in changes),
-        ])  # fmt: skip
-    return lines
-
-
-def _value(interval: list[float | None], record: dict, sign: str = "") -> str:
-    """A share in percent, or a difference in percentage points with its interval."""
-    scale, digits = (100, 1) if record["percent"] else (1, 2)
-    value, low, high = (x if x is None else f"{scale * x:{sign}.{digits}f}" for x in interval)
-    return value if low is None or not sign else f"{value} ({low} to {high})"
-
-
 def real_short() -> str:
     """The whole cache, policies with about an eighth of its bytes, and two in eight bits."""
     records, quantized = ten_books("1024"), ten_books("1024-int8")
@@ -480,17 +273,7 @@ BLOCKS = {
     "real-numbers": several_numbers,
     "real-answers": answers,
     "real-speed": speed,
-    "real-babilong": stories,
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-seeds": real_seeds,
-    "real-harness": harness,
-    "real-harness-own": harness_under_budgets,
-    "real-lambada": last_words,
-    "real-mta": multi_token,
-    "real-mta-lower": multi_token_lower,
-    "real-mta-alone": multi_token_alone,
-    "real-mta-all": multi_token_all,
-    "real-rivals": rivals,
-    "real-parallax": parallax_lower,
-}
+} | evaluations.BLOCKS

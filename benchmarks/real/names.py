@@ -1,0 +1,62 @@
+"""What the results of this study are of: models and policies, as its tables name them."""
+
+from pathlib import Path
+
+from benchmarks.parts import read
+
+RESULTS = Path(__file__).parent / "results"
+STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-135m-evict"
+ALWAYS = "runs/evict-r6"  # matrices that always act
+AT_ONCE = "runs/after"  # those of the adapter that is kept, in full from the first eviction on
+MODELS = {
+    STOCK: "stock",
+    "gemma/gemma-3-270m.gguf": "stock",
+    "runs/gate": "gates trained",
+    HIDE: "selectors trained",
+    "runs/gemma-hide": "selectors trained",
+    "runs/hide-s1": "selectors of seed 1",
+    EVICT: "trained under the budgets too",
+    AT_ONCE: "the same, in full from the first eviction on",
+    "runs/after-1": "in full from the first eviction on, seed 1",
+    "runs/after-2": "in full from the first eviction on, seed 2",
+    ALWAYS: "the same, with matrices that always act",
+    "runs/evict-r4": "the same, never without eviction, rank 4",
+    "runs/evict-0": "the same, never without eviction, rank 8",
+}
+FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
+"""What the folder of the last adapter had until when."""
+GRADUAL = "2026-11-27T10:00"
+"""When its matrices began to act by how much is evicted."""
+POLICIES = {
+    "own": "all tokens, transformers' own cache",
+    "whole": "all tokens",
+    "streaming-llm": "StreamingLLM",
+    "tova": "TOVA",
+    "snap-kv": "SnapKV",
+    "h2o": "H2O",
+    "random": "random",
+    "window": "window",
+    "triattention": "TriAttention",
+    "lowest-gate": "LowestGate",
+    "lowest-gate-recent": "LowestGate, half of them the newest",
+    "most-hidden": "MostHidden",
+    "by-layer": "MostHidden, budgets by layer",
+    "tova-by-layer": "TOVA, the same budgets",
+}
+
+
+def read_study(name: str) -> list[dict]:
+    """The records of a file, with the adapters that their models were."""
+    records = read(RESULTS / f"{name}-cpu.jsonl")
+    return [r | {"model": adapter_of(r)} if "model" in r else r for r in records]
+
+
+def adapter_of(record: dict) -> str:
+    """The adapter of a record, whatever folder it lay in at that time."""
+    model, date = record["model"], record["environment"]["date"]
+    if model == EVICT:
+        model = next((x for until, x in FORMER.items() if date < until), EVICT)
+    if model not in (EVICT, AT_ONCE):
+        return model
+    evicts = record.get("policy", record.get("cache") or "whole") != "whole"
+    return AT_ONCE if evicts and date < GRADUAL else EVICT
