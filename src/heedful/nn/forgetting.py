@@ -162,8 +162,9 @@ class ForgettingAttention(StandardAttention):
         """The inputs with -F of these rows as part of the family's bias: for few rows, or maps."""
         total = decay.cumsum(2)
         rows = total[:, :, -queries:, None]
-        # Of a later key it would be negative; such a key is not seen.
-        f = (rows - total[:, :, None]).clamp(min=0)
+        f = rows - total[:, :, None]
+        # Negative of later keys alone, which are not seen. At zero the slope of clamp may be zero.
+        f = f.masked_fill(f < 0, 0)
         if inputs.state is not None:
             f = torch.cat([inputs.state[:, :, None] + rows, f], dim=3)
         return inputs._replace(bias=-f if inputs.bias is None else inputs.bias - f)

@@ -47,7 +47,7 @@ def selective_attention_reference(
     output = p @ v.repeat_interleave(heads // v.shape[1], dim=1)
     memory = None
     if tau is not None:
-        memory = f.clamp(max=tau).masked_fill(~visible, 0).sum((1, 3)) / f.shape[1]
+        memory = f.masked_fill(f > tau, tau).masked_fill(~visible, 0).sum((1, 3)) / f.shape[1]
     last = hiding.sum(2)
     return output, last if state is None else state + last, memory
 
@@ -62,14 +62,14 @@ def selection(
     """S: how much query p hides key j from later queries (fp32 at least), never below zero.
 
     The ReLU comes after the visibility mask; the first token of each document and the token
-    itself stay unhidden. At zero the slope of the ReLU is taken as 1 (`clamp`), so that a selector
-    initialised to zero can learn.
+    itself stay unhidden. At zero the slope of the ReLU is taken as 1, so that a selector initialised
+    to zero can learn. (That of `clamp` is 1 in torch until 2.13 and 0 since.)
     """
     queries, keys = selector_q.shape[2], selector_k.shape[2]
     allowed = may_hide(protect_first, visibility, queries, keys, selector_q)
     logits = selector_q @ selector_k.mT * scale
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.to(wide).clamp(min=0).masked_fill(~allowed[:, None], 0)
+    return logits.to(wide).masked_fill((logits < 0) | ~allowed[:, None], 0)
 
 
 def may_hide(
