@@ -152,14 +152,14 @@ def test_train_ends_with_a_line_and_errors_with_a_message(tmp_path, capsys, monk
         (
             {"torch": "2.13.0+cpu", "transformers": "5.23.0"},
             [
-                "torch        2.13.0+cpu (heedful is tested with 2.13.0)\n",
+                "torch        2.13.0+cpu (heedful is tested with 2.13.0, 2.14.1)\n",
                 "transformers 5.23.0 (heedful is tested with 5.17.0, 5.23.0, 5.24.0)\n",
             ],
         ),
         (
-            {"torch": "2.14.0+cu130", "transformers": "5.25.0"},
+            {"torch": "2.15.0+cu130", "transformers": "5.25.0"},
             [
-                "torch        2.14.0+cu130 (untested: heedful is tested with 2.13.0)",
+                "torch        2.15.0+cu130 (untested: heedful is tested with 2.13.0, 2.14.1)",
                 "transformers 5.25.0 (untested: heedful is tested with 5.17.0, 5.23.0, 5.24.0; "
                 "convert() proves of every model that it computes the same)",
             ],

@@ -348,7 +348,7 @@ def test_a_fresh_clone_needs_one_command_line_each():
         (line,) = re.findall(rf"^<!-- {marker} -->\n```sh\n([^\n]*)\n```$", text, re.MULTILINE)
         assert line.startswith("python3 -m venv .venv && ")
         assert line.endswith(f"&& .venv/bin/{last}")
-        assert f"install torch=={TESTED['torch'][-1]} &&" in line, "doctor says what was tested"
+        assert f"install torch=={TESTED['torch'][0]} &&" in line, "doctor says what was tested"
 
 
 def test_the_ablation_table_has_the_presets_of_the_code():

@@ -34,8 +34,9 @@ def test_between_the_products_of_blocks(case):
     convolutions = {"convolve_kernel", "kernel_gradient_kernel"}
     assert kinds == convolutions | {"blank_kernel", "softmax_kernel", "softmax_backward_kernel"}
     for name, kernel in actual.items():
-        # In fp32, without tensor cores, the wide loads of a kernel's gradient cost four registers.
-        check(name, kernel, 16 if case == "fp32" else 0)
+        # In fp32, without tensor cores, the wide loads of a kernel's gradient cost four registers;
+        # with Triton 3.8 those of 6x11 cost two.
+        check(name, kernel, {"6x11": 8, "8x15": 0, "fp32": 16}[case])
         on_tensor_cores = case != "fp32" and name.split()[0] in convolutions
         assert kernel["tensor_cores"] == on_tensor_cores, (name, kernel)
         assert not kernel["narrow_loads"], (name, kernel)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTED = {"torch": ("2.13.0",), "transformers": ("5.17.0", "5.23.0", "5.24.0")}
+TESTED = {"torch": ("2.13.0", "2.14.1"), "transformers": ("5.17.0", "5.23.0", "5.24.0")}
 """The versions that the test suite runs with, oldest to newest."""
 
 
