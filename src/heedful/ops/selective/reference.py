@@ -62,8 +62,8 @@ def selection(
     """S: how much query p hides key j from later queries (fp32 at least), never below zero.
 
     The ReLU comes after the visibility mask; the first token of each document and the token
-    itself stay unhidden. At zero the slope of the ReLU is taken as 1, so that a selector initialised
-    to zero can learn. (That of `clamp` is 1 in torch until 2.13 and 0 since.)
+    itself stay unhidden. At zero the slope of the ReLU is taken as 1, so that a selector that
+    starts at zero can learn. (That of `clamp` is 1 in torch until 2.13 and 0 since.)
     """
     queries, keys = selector_q.shape[2], selector_k.shape[2]
     allowed = may_hide(protect_first, visibility, queries, keys, selector_q)
