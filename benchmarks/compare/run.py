@@ -8,12 +8,14 @@ attention have narrower MLPs.
     python -m benchmarks.compare.run blocks assignment --out runs/tuned.jsonl
 
 Each line of the file is a run of `heedful compare`, those of the seed 100 tried a rate. What is in
-the file already is not trained again, and a run that was killed goes on where it was.
+the file already is not trained again, and a run that was killed goes on where it was. One process
+at a time writes a file.
 """
 
 import argparse
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
@@ -30,6 +32,7 @@ from heedful.commands.compare.scratch import (
 from heedful.commands.compare.setups import Setup, setups
 from heedful.records import Record, append_record, read_records
 from heedful.records.environment import environment
+from heedful.records.files import only_writer
 
 MECHANISMS = (
     "standard", "mta", "gated", "mta-published", "talking-heads", "selective", "differential",
@@ -58,17 +61,29 @@ def main() -> None:
     args = parser.parse_args()
     if not 1 <= args.seeds <= TRIED_WITH:
         parser.error(f"--seeds must be from 1 to {TRIED_WITH}, got {args.seeds}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    for name in args.tasks:
-        setup = setups()[name]
-        for run in plan(name, setup, args.only, args.seeds):
-            records = read_records(args.out) if args.out.exists() else []
-            if run.rate is None:
-                run = run._replace(rate=best_rate(records, run))
-            if not any(run == run_of(record) for record in records):
-                record = train_run(run, setup, args.out.with_suffix(""))
-                append_record(args.out, record)
-                print(*run, f"{record.value:.4f}", flush=True)
+    if args.out.suffix != ".jsonl":
+        parser.error(f"--out must end in .jsonl, got {args.out}")
+    folder = args.out.with_suffix("")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(only_writer(folder))
+        except ValueError as error:
+            parser.error(str(error))
+        for name in args.tasks:
+            train_task(name, args.only, args.seeds, args.out, folder)
+
+
+def train_task(name: str, mechanisms: tuple[str, ...], seeds: int, out: Path, folder: Path) -> None:
+    """Train what is not in the file yet; checkpoints are in the folder meanwhile."""
+    setup = setups()[name]
+    for run in plan(name, setup, mechanisms, seeds):
+        records = read_records(out) if out.exists() else []
+        if run.rate is None:
+            run = run._replace(rate=best_rate(records, run))
+        if not any(run == run_of(record) for record in records):
+            record = train_run(run, setup, folder)
+            append_record(out, record)
+            print(*run, f"{record.value:.4f}", flush=True)
 
 
 def plan(task: str, setup: Setup, mechanisms: tuple[str, ...], seeds: int) -> Iterator[Run]:

@@ -54,17 +54,26 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
     assert fixed["cache_nbytes"] < full["cache_nbytes"] and len(full["loss_by_position"]) == 8
 
 
-def test_every_mechanism_trains_with_the_best_of_three_rates(run, monkeypatch):
+def test_every_mechanism_trains_with_the_best_of_three_rates(run, monkeypatch, capsys):
     """Each has as many parameters as standard attention, to one unit of its MLPs."""
     from benchmarks.compare.run import last_loss
     from heedful.records import read_records
+    from heedful.records.files import only_writer
 
     monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 12, 2, 2e-3, (), held_out=4))
     names = ["standard", "parallax"]
     run("compare.run", "recall", "--seeds", 1, "--only", *names, "--out", "tuned.jsonl")
     before = lines("tuned.jsonl")
     run("compare.run", "recall", "--seeds", 2, "--only", *names, "--out", "tuned.jsonl")
-    assert lines("tuned.jsonl")[: len(before)] == before and not list(Path("tuned").iterdir())
+    assert lines("tuned.jsonl")[: len(before)] == before and not Path("tuned").exists()
+    after = Path("tuned.jsonl").read_text()
+    with only_writer(Path("tuned")), pytest.raises(SystemExit):
+        run("compare.run", "recall", "--seeds", 3, "--out", "tuned.jsonl")
+    assert "tuned is in use by" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("compare.run", "recall", "--out", "tuned")
+    assert "--out must end in .jsonl, got tuned" in capsys.readouterr().err
+    assert Path("tuned.jsonl").read_text() == after
     records = read_records(Path("tuned.jsonl"))
     for name in names:
         own = [x for x in records if x.mechanism == name]
