@@ -1,7 +1,9 @@
 """The fused kernels compile for GPUs that are not here, fit, and keep to their registers."""
 
 import pytest
+import triton
 
+from heedful.records.environment import release
 from helpers.aot import CASES, SHARED_LIMITS, compile_case
 
 SELECTOR = [
@@ -34,9 +36,10 @@ def test_between_the_products_of_blocks(case):
     convolutions = {"convolve_kernel", "kernel_gradient_kernel"}
     assert kinds == convolutions | {"blank_kernel", "softmax_kernel", "softmax_backward_kernel"}
     for name, kernel in actual.items():
-        # In fp32, without tensor cores, the wide loads of a kernel's gradient cost four registers;
+        # In fp32, without tensor cores, the wide loads of a kernel's gradient cost four registers,
         # with Triton 3.8 those of 6x11 cost two.
-        check(name, kernel, {"6x11": 8, "8x15": 0, "fp32": 16}[case])
+        of_38 = 8 if case == "6x11" and release(triton.__version__) == (3, 8) else 0
+        check(name, kernel, 16 if case == "fp32" else of_38)
         on_tensor_cores = case != "fp32" and name.split()[0] in convolutions
         assert kernel["tensor_cores"] == on_tensor_cores, (name, kernel)
         assert not kernel["narrow_loads"], (name, kernel)

@@ -62,11 +62,12 @@ def test_the_clamp_of_this_file_has_no_slope_at_its_bounds():
 
 @pytest.mark.parametrize("impl", ["reference", "composed", "tiled"])
 def test_selectors_that_mask_nothing_yet_and_a_memory_at_tau(impl):
+    """The slopes are those of the reference, which are one at both bounds."""
     q, k, v, weights = (draw(1, 2, 9, 4) for _ in range(4))
     ones = torch.ones(1, 1, 9, 1, dtype=torch.float64)
     zero = torch.zeros_like(ones).requires_grad_()
 
-    def loss() -> Tensor:
+    def loss(impl: str = impl) -> Tensor:
         return sum(
             # Of ones every S is 1, so F is a whole number, and tau one of them.
             (out.output * weights).sum() + out.memory.sum()
@@ -79,6 +80,8 @@ def test_selectors_that_mask_nothing_yet_and_a_memory_at_tau(impl):
         )
 
     assert_same_slopes(loss, [zero])
+    (expected,) = gradients(lambda: loss("reference"), [zero])
+    torch.testing.assert_close(*gradients(loss, [zero]), expected, rtol=0, atol=1e-11)
 
 
 def test_the_order_of_eviction_of_fresh_selectors():

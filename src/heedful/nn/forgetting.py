@@ -163,7 +163,8 @@ class ForgettingAttention(StandardAttention):
         total = decay.cumsum(2)
         rows = total[:, :, -queries:, None]
         f = rows - total[:, :, None]
-        # Negative of later keys alone, which are not seen. At zero the slope of clamp may be zero.
+        # It is negative for later keys alone, which are not seen. Clamp may have no slope at zero,
+        # where a head that has not learnt to forget is.
         f = f.masked_fill(f < 0, 0)
         if inputs.state is not None:
             f = torch.cat([inputs.state[:, :, None] + rows, f], dim=3)
