@@ -1,9 +1,10 @@
 """Fine-tune a trained model with another attention for some steps, in a plain loop.
 
 A standard model gets an extra selector, which changes nothing at first, and learns to hide tokens
-under the memory loss; a selective one keeps its own and learns to hide more. The other way round,
-standard attention, the hybrid and forgetting attention can start with the weights of a model that
-has learnt a task. `selectors` and `retention-gate` are trained beside a standard model that stays
+under the memory loss; a selective one keeps its own and learns to hide more. `self-pruned` gives a
+standard model retention gates that act on keys beyond `--window`, and trains both under the same
+loss. The other way round, standard attention, the hybrid and forgetting attention can start with
+the weights of a model that has learnt a task. `selectors` and `retention-gate` are trained beside a standard model that stays
 what it is, to say what a cache of 16 tokens up to half of the sequence can do without (the loss of
 `heedful train --recipe hide`). What the models are worth under small caches is scored by `run.py`
 and `equal_bytes.py`.
@@ -41,7 +42,8 @@ BESIDE = {
     "selectors": Selective(selector="extra", dim=16),
     "retention-gate": RetentionGate(),
 }
-MECHANISMS = ("selective", "standard", "local-global", "forgetting", *BESIDE)
+MECHANISMS = ("selective", "self-pruned", "standard", "local-global", "forgetting", *BESIDE)
+WITH_MEMORY_LOSS = ("selective", "self-pruned")
 LEAST_CACHE = 16  # tokens of the smallest cache that an order of eviction is learnt for
 
 
@@ -54,7 +56,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--mechanism-rate", type=float, default=1.0, help="factor on --rate")
-    parser.add_argument("--memory-loss", type=float, default=0.1, help="of selective attention")
+    parser.add_argument(
+        "--memory-loss", type=float, default=0.1, help=f"of {' and '.join(WITH_MEMORY_LOSS)}"
+    )
+    parser.add_argument("--window", type=int, default=8, help="of self-pruned, in tokens")
     parser.add_argument(
         "--to", type=Path, required=True, help="folder of the fine-tuned model, new"
     )
@@ -63,7 +68,7 @@ def main() -> None:
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")
     task = task_of(args)
     hyperparameters = Hyperparameters(args.steps, args.batch, held_out=task.recipe.held_out)
-    model = changed(heedful.load(args.model, budgets=False), args.mechanism, task)
+    model = changed(heedful.load(args.model, budgets=False), args.mechanism, task, args.window)
     split, judged = next(iter(task.evaluations().items()))
     before = score(model, judged, hyperparameters)
     kinds = {type(m.heedful).__name__ for m in model.modules() if hasattr(m, "heedful")}
@@ -78,12 +83,13 @@ def main() -> None:
         "from": str(args.model), "task": args.task, "length": task.length,
         "mechanism": args.mechanism, "steps": args.steps, "batch": args.batch, "rate": args.rate,
         "mechanism_rate": args.mechanism_rate, "memory_loss": args.memory_loss,
+        "window": args.window if args.mechanism == "self-pruned" else None,
         "before": before, "after": after, "seconds": seconds, "environment": environment(),
     }  # fmt: skip
     (args.to / "taught.json").write_text(json.dumps(about) + "\n")
 
 
-def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedModel:
+def changed(model: PreTrainedModel, mechanism: str, task: Task, window: int) -> PreTrainedModel:
     """The model with another attention and the same weights; selective attention stays itself."""
     config = model.config
     config.max_position_embeddings = max(config.max_position_embeddings, task.length)
@@ -92,6 +98,7 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
     heedful.revert(model)
     torch.manual_seed(0)  # of an extra selector's start
     kinds = {"selective": Selective(selector="extra"), "standard": Standard(), **BESIDE}
+    kinds["self-pruned"] = RetentionGate(window)
     kinds["forgetting"] = Forgetting(start="identity")
     kinds["local-global"] = local_global(config.num_hidden_layers, task.length)
     return heedful.convert(model, kinds[mechanism]).model
@@ -101,9 +108,9 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task) -> PreTrainedMod
 def predicting(
     model: PreTrainedModel, task: Task, args: argparse.Namespace
 ) -> Iterator[Callable[[int], Tensor]]:
-    """A context with the loss of a step: the task's own, and the memory loss where tokens hide."""
-    hiding = args.memory_loss and args.mechanism == "selective"
-    memory = heedful.MemoryLoss(model) if hiding else None
+    """A context with the loss of a step: the task's own, and the memory loss of those that have one."""
+    has_memory = args.memory_loss and args.mechanism in WITH_MEMORY_LOSS
+    memory = heedful.MemoryLoss(model) if has_memory else None
 
     def loss_of(step: int) -> Tensor:
         rows = task.batch(args.batch, 1, step)

@@ -88,9 +88,9 @@ _SIMPLICIAL = (
     "Wang, Xiaodong and Zaheer, Manzil and Anil, Rohan", "arXiv:2507.02754", 2025,
 )  # fmt: skip
 _PRUNED = (
-    "faysse2026pruned",
+    "szilvasy2026pruned",
     "Self-Pruned Key-Value Attention: Learning When to Write by Predicting Future Utility",
-    "Faysse, Manuel and Lomeli, Maria and others", "arXiv:2605.14037", 2026,
+    "Szilvasy, Gergely and Faysse, Manuel and others", "arXiv:2605.14037", 2026,
 )  # fmt: skip
 _MERGING = (
     "bolya2023merging", "Token Merging: Your ViT But Faster", "Bolya, Daniel and others",

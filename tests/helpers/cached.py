@@ -13,6 +13,7 @@ from heedful.nn import (
     KnockingHeads,
     LocalGlobal,
     MultiToken,
+    RetentionGate,
     Selective,
     Simplicial,
     Standard,
@@ -32,6 +33,7 @@ MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
     "canon-a": Canon("A", kernel=3),
     "canon-wide": Canon(kernel=9),
     "forgetting-identity": Forgetting("identity"),
+    "self-pruned": RetentionGate(window=3),
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
     "grouped-sentence": Grouped(
@@ -43,11 +45,13 @@ MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
     "grouped-slots": Grouped("slots", size=2, stride=2, window=2, share=2, queries="groups"),
 }
 
+GATED = ("retention-gate", "self-pruned")
+
 
 def serves(policy: type | None, name: str) -> bool:
     """Whether a policy with a budget serves a mechanism that keeps tokens one by one."""
     supported = {MostHidden: ("selective", "selective-extra", "selective-per-head", "forgetting",
-                          "forgetting-identity"), LowestGate: ("retention-gate",)}  # fmt: skip
+                          "forgetting-identity"), LowestGate: GATED}  # fmt: skip
     return name in supported.get(policy, (name,))
 
 

@@ -20,6 +20,7 @@ from heedful.nn import (
     KnockingHeads,
     MultiToken,
     Parallax,
+    RetentionGate,
     Selective,
     Simplicial,
 )
@@ -37,6 +38,7 @@ CONFIGS = {
     "gated": Gated(start="identity"),
     "forgetting": Forgetting("identity"),
     "parallax": Parallax(),
+    "self-pruned": RetentionGate(window=3),
     "dex": Dex(),
     "simplicial": Simplicial(6, 4, every=1),
 }

@@ -75,10 +75,11 @@ EVERYWHERE = {
     "dex": Dex((0, 3)),
     "simplicial": Simplicial(6, 4, every=1),
     "retention-gate": RetentionGate(),
+    "self-pruned": RetentionGate(window=3),
 }
 # Torch's own attention, whatever `impl` says.
 SDPA = ("standard", "differential-v2", "knocking-heads", "canon", "gated", "exclusive")
-SDPA += ("forgetting", "parallax", "dex", "simplicial", "retention-gate")
+SDPA += ("forgetting", "parallax", "dex", "simplicial", "retention-gate", "self-pruned")
 every = pytest.mark.parametrize("name", EVERYWHERE)
 
 

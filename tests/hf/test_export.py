@@ -43,6 +43,7 @@ UNLEARNT = {
     "parallax": Parallax(),
     "dex": Dex(),
     "retention-gate": RetentionGate(),
+    "self-pruned": RetentionGate(window=3),
 }
 LEARNT = {
     "mta": MultiToken(conv_every=1),
@@ -57,6 +58,7 @@ LEARNT = {
     "parallax": Parallax(),
     "dex": Dex((1,)),
     "simplicial": Simplicial(every=1),
+    "self-pruned": RetentionGate(window=3),
     "selective": Selective(),
     "differential": "differential",
     "differential-v2": "differential-v2",

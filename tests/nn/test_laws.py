@@ -4,13 +4,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from heedful.nn import Dex, Forgetting, HeadShape, LayerInputs, Parallax, Simplicial
+from heedful.nn import (
+    Dex,
+    Forgetting,
+    HeadShape,
+    LayerInputs,
+    Parallax,
+    RetentionGate,
+    Simplicial,
+)
 from heedful.testing import assert_causal, peak_memory_mib
 from helpers.layers import qkvx, stirred
 from helpers.oracle import draw
 
 ORDERED = [Forgetting(), Parallax(), Simplicial(20, 6, every=1), Simplicial(6, 20, every=1)]
-SMOOTH = [Parallax(), Dex((1,)), *(Simplicial(*x, every=1) for x in ((2, 2), (3, 1), (1, 3)))]
+ORDERED += [RetentionGate(window=7)]
+SMOOTH = [
+    Parallax(),
+    Dex((1,)),
+    RetentionGate(window=2),
+    *(Simplicial(*x, every=1) for x in ((2, 2), (3, 1), (1, 3))),
+]
 
 
 @pytest.mark.parametrize("config", ORDERED, ids=str)
@@ -48,7 +62,7 @@ def test_gradients_by_finite_differences(config):
 
 PROGRAM = """
 import torch
-from heedful.nn import Forgetting, HeadShape, LayerInputs, Parallax, Simplicial
+from heedful.nn import Forgetting, HeadShape, LayerInputs, Parallax, RetentionGate, Simplicial
 torch.set_num_threads(1)
 module = {config}.build(HeadShape(4, 2, 16, 64, 0))
 q, k, v = (torch.randn(1, heads, {tokens}, 16, requires_grad=True) for heads in (4, 2, 2))
@@ -73,3 +87,9 @@ def test_maps_are_not_in_memory(config, tokens, most):
 def test_memory_grows_linearly():
     short, long = (peak(Simplicial(64, 8, every=1), tokens) for tokens in (1024, 4096))
     assert long < 5 * short and long < 60, "a map of 4,096 tokens and four heads has 256 MiB"
+
+
+def test_no_bias_of_all_rows_is_in_memory():
+    """The difference, since the first call of the operator below imports a compiler."""
+    short, long = (peak(RetentionGate(window=64), tokens) for tokens in (1024, 4096))
+    assert long - short < 40, "the gates' bias of 4,096 tokens has 64 MiB, a map of a head too"

@@ -62,6 +62,7 @@ IDENTITIES = {
     "parallax": Parallax(),
     "dex": Dex(),
     "retention-gate": RetentionGate(),
+    "self-pruned": RetentionGate(window=3),
     "selective with an extra head": Selective(selector="extra"),
 }
 
@@ -79,6 +80,7 @@ ALL = {name: mechanism(name) for name in NAMES} | {
 ALL["simplicial"] = Simplicial(5, 3, every=1)
 ALL["selective, bilinear"] = Selective(selector="bilinear")
 ALL["grouped"] = Grouped(size=2, window=2)  # short enough for these rows
+ALL["self-pruned"] = RetentionGate(window=3)
 ALL["canon"] = Canon("B")  # what a layer does to the module's input is not seen here
 
 
@@ -172,6 +174,7 @@ def test_what_layers_declare():
         Simplicial(): (0, (), nothing),  # every fourth layer
         Simplicial(every=1): (0, ("second keys", "second values"), inputs),
         RetentionGate(): (0, ("gate",), inputs),
+        RetentionGate(window=3): (0, ("gate",), inputs),
     }.items():
         attention = config.build(SHAPE)
         assert isinstance(attention, Layer)
@@ -191,7 +194,7 @@ def test_the_newest_output_needs_no_more_than_the_declared_past_queries(config):
         assert not torch.allclose(fewer, whole, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "self-pruned"])
 def test_maps_are_what_multiplies_the_values(name):
     attention, inputs = stirred(ALL[name]), beside()
     if getattr(attention, "norm", None) is not None:

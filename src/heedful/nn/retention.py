@@ -1,16 +1,30 @@
 """A retention gate: each token says how much a cache should keep it, when it comes."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
 
-from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm, check_inputs
+from heedful.checks import is_whole
+from heedful.nn.layer import (
+    NO_INPUTS,
+    LayerInputs,
+    LayerOutput,
+    Maps,
+    StandardForm,
+    check_inputs,
+)
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
 from heedful.ops.common.precision import without_autocast
+
+_OPEN = 5.0  # where gates that act start: sigmoid(5) = 0.993
+_ROWS = 128  # query rows whose bias is in memory at once
 
 
 @dataclass(frozen=True)
@@ -19,21 +33,45 @@ class RetentionGate:
 
     $$ g_j = x_j w $$
 
-    for the layer's input $x_j$, one w per layer. The gate changes no output. It is what selective
-    attention is not: it predicts a token's use from the token alone, once, where F says which later
-    tokens have masked it. The gates start equal, so that the oldest tokens are evicted first, and
-    are trained from attention maps beside a frozen base, as selectors are (recipe `hide`).
+    for the layer's input $x_j$, one w per layer. The gate is what selective attention is not: it
+    predicts a token's use from the token alone, once, where F says which later tokens have masked
+    it.
 
-    Source: the idea is that of Faysse et al., "Self-Pruned Key-Value Attention", arXiv 2605.14037,
-        whose gate per key head is squashed, biases the logits of keys beyond a local window by its
-        logarithm, is trained with the model by the next token, and is cut at a threshold. Here
-        whole tokens are evicted down to a budget, so only the order counts. Of the paper the
-        abstract and an author's summary were read.
+    Without a window the gate changes no output. The gates start equal, so that the oldest tokens
+    are evicted first, and are trained from attention maps beside a frozen base, as selectors are
+    (recipe `hide`). With one it acts on keys that are further back:
+
+    $$ \mathrm{softmax}_j\Big(s\, q_i \cdot k_j
+       + [i - j \ge \mathrm{window}] \log\frac{\sigma(g_j)}{\sigma(5)}\Big)\, v_j, \qquad
+       g_j = x_j w + b $$
+
+    so that it learns with the model, from the next token and a memory loss. w starts at zero and b
+    at 5: a converted model is unchanged.
+
+    Arguments:
+        window: how many of a query's newest tokens, its own included, no gate acts on; `None` for
+            gates that change no output.
+
+    Source: Szilvasy et al., "Self-Pruned Key-Value Attention", arXiv 2605.14037, as its abstract and
+        an author's summary have it. There every key head has a gate, which is cut at a threshold,
+        and there is no memory loss. Here whole tokens are evicted down to a budget, so a layer has
+        one gate per token; the form without a window, and the division by the gate's start, are
+        our own.
     """
+
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and not is_whole(self.window, 1):
+            raise ValueError(
+                f"window must be a whole number of tokens of at least 1, or None (gates that "
+                f"change no output), got {self.window!r}"
+            )
 
     def build(self, shape: HeadShape) -> "RetentionGateAttention":
         """The layer for one attention module."""
-        return RetentionGateAttention(self, shape)
+        kind = RetentionGateAttention if self.window is None else SelfPrunedAttention
+        return kind(self, shape)
 
 
 class RetentionGateAttention(StandardAttention):
@@ -45,15 +83,17 @@ class RetentionGateAttention(StandardAttention):
     def __init__(self, config: RetentionGate, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)
         self.config, self.roles = config, frozenset({"decoder"})
-        self.retention = WideLinear(shape.hidden, 1, bias=False)
+        self.retention = WideLinear(shape.hidden, 1, bias=config.window is not None)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Zero: all tokens are alike."""
+        """Weights of zero, so that all tokens are alike; gates that act start nearly open."""
         self.retention.weight.zero_()
+        if self.retention.bias is not None:
+            self.retention.bias.fill_(_OPEN)
 
-    def standard_form(self) -> StandardForm:
+    def standard_form(self) -> StandardForm | None:
         """Standard attention, whatever the gates are."""
         return StandardForm()
 
@@ -91,3 +131,116 @@ class RetentionGateAttention(StandardAttention):
             )
         gates = without_autocast(self.retention)(new).mT
         return gates if inputs.state is None else torch.cat([inputs.state, gates], dim=2)
+
+
+class SelfPrunedAttention(RetentionGateAttention):
+    """Gates that act on the logits of keys beyond a window, as a bias for some rows at a time.
+
+    A backward pass computes the rows again, so that no bias of all rows is kept.
+    """
+
+    takes = frozenset({"bias", "softcap", "sinks"})
+    counts_positions = True
+    reports_memory = True
+
+    def standard_form(self) -> StandardForm | None:
+        """Standard attention while all gates are as they started."""
+        weight, bias = self.retention.weight, self.retention.bias
+        return None if bool(weight.any()) or bool((bias != _OPEN).any()) else StandardForm()
+
+    def forward(
+        self,
+        q: Float[Tensor, "B H Tq D"],
+        k: Float[Tensor, "B Hk Tk D"],
+        v: Float[Tensor, "B Hk Tk D"],
+        *,
+        visibility: Visibility | None = None,
+        scale: float | None = None,
+        inputs: LayerInputs = NO_INPUTS,
+    ) -> LayerOutput:
+        """Softmax attention under the gates; `state` is the gate of every key.
+
+        Memory per query is tau times what the gates take of the keys that they act on, the sum of
+        1 - sigmoid(gate).
+        """
+        view = _in_order(visibility)
+        queries, keys = q.shape[2], k.shape[2]
+        gates = self.gates(keys, inputs)
+        view.check(q.shape[0], queries, keys)
+        parts = []
+        for start in range(0, queries, _ROWS):
+            stop = min(start + _ROWS, queries)
+            seen = keys - queries + stop
+            of_rows = (
+                q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], gates[:, :, :seen],
+                view.part(0, seen), scale, inputs.before(queries - stop, stop - start),
+            )  # fmt: skip
+            if torch.is_grad_enabled() and queries > _ROWS:
+                part = checkpoint(
+                    self._rows, *of_rows, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                part = self._rows(*of_rows)
+            parts.append(part)
+        outputs, memories = zip(*parts, strict=True)
+        memory = None if self.tau is None else torch.cat(memories, dim=1)
+        return LayerOutput(torch.cat(outputs, dim=2), gates, memory)
+
+    def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
+        """The softmax, per head."""
+        view = _in_order(visibility)
+        bias = self.logit_bias(self.gates(k.shape[2], inputs), q.shape[2], view)
+        inputs = inputs._replace(bias=bias if inputs.bias is None else inputs.bias + bias)
+        return super().maps(q, k, visibility=visibility, scale=scale, inputs=inputs)
+
+    def logit_bias(
+        self, gates: Float[Tensor, "B 1 Tk"], queries: int, visibility: Visibility
+    ) -> Float[Tensor, "B 1 Tq Tk"]:
+        """What gates add to the logits of so many queries: nothing within the window."""
+        added = logsigmoid(gates) - logsigmoid(gates.new_tensor(_OPEN))
+        return added[:, :, None] * self._far(queries, gates, visibility)[:, None]
+
+    def _rows(
+        self,
+        q: Float[Tensor, "B H R D"],
+        k: Float[Tensor, "B Hk K D"],
+        v: Float[Tensor, "B Hk K D"],
+        gates: Float[Tensor, "B 1 K"],
+        view: Visibility,
+        scale: float | None,
+        inputs: LayerInputs,
+    ) -> tuple[Float[Tensor, "B H R D"], Float[Tensor, "B R"] | None]:
+        """Output and memory of the last rows of so many keys."""
+        queries, keys = q.shape[2], k.shape[2]
+        bias = self.logit_bias(gates, queries, view)
+        inputs = inputs._replace(bias=bias if inputs.bias is None else inputs.bias + bias)
+        standard = StandardAttention.forward
+        out = standard(self, q, k, v, visibility=view, scale=scale, inputs=inputs).output
+        if self.tau is None:
+            return out, None
+        acted_on = self._far(queries, gates, view) & view.dense(queries, keys, q.device)
+        return out, self.tau * (torch.sigmoid(-gates) * acted_on).sum(2)
+
+    def _far(
+        self, queries: int, gates: Float[Tensor, "B 1 K"], view: Visibility
+    ) -> Bool[Tensor, "#B R K"]:
+        """Which keys the gates act on, of those that are seen."""
+        near = replace(view, window=self.config.window)
+        return ~near.dense(queries, gates.shape[2], gates.device)
+
+
+def _in_order(visibility: Visibility | None) -> Visibility:
+    """The visibility to use; raises where keys are not all earlier tokens of the sequence."""
+    view = Visibility() if visibility is None else visibility
+    for name, fits in (
+        ("causal", view.causal),
+        ("mutual", view.mutual is None),
+        ("queries", view.queries is None),
+    ):
+        if not fits:
+            raise ValueError(
+                f"visibility.{name} must be its default, got {getattr(view, name)}: gates act on "
+                "keys that are further back than a window; use gates with a window in causal "
+                "self-attention, without images, or RetentionGate(window=None)"
+            )
+    return view

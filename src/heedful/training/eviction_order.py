@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
 from heedful.nn.layer import NO_INPUTS
+from heedful.nn.retention import SelfPrunedAttention
 from heedful.ops import Visibility
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
@@ -65,7 +66,7 @@ class EvictionOrderLoss:
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
         self._layers = ordering_layers(model)
-        self._maskers = [layer for layer in self._layers if layer.reports_memory]
+        self._maskers = [layer for layer in self._layers if layer.hides]
         if any(layer.query is None for layer in self._maskers):
             raise ValueError(
                 "targets='maps' trains selectors of their own, and these are heads of the base; "
@@ -125,7 +126,7 @@ class EvictionOrderLoss:
         model.train(training)
         reports, self._reports = self._reports, []
         each = zip(self._layers, reports, strict=True)
-        ends = [(x.f[:, -1], x.visible[:, -1]) for layer, x in each if layer.reports_memory]
+        ends = [(x.f[:, -1], x.visible[:, -1]) for layer, x in each if layer.hides]
         if not ends:
             return torch.empty(0, device=batch["labels"].device)
         return torch.stack([(f * visible).sum() / visible.sum() for f, visible in ends])
@@ -178,7 +179,7 @@ class EvictionOrderLoss:
             raise ValueError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        if layer.reports_memory:
+        if layer.hides:
             selectors = layer.selectors(q, k, inputs)
             hiding = selection(*selectors, layer.config.protect_first, visibility, scale)
             f, visible = after_chunks(hiding, dense)
@@ -284,9 +285,15 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
     """The layers that mask tokens or have retention gates: they tell a cache which to evict.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or gates act on logits.
     """
     layers = [x for x in model.modules() if isinstance(x, Layer)]
+    if any(isinstance(x, SelfPrunedAttention) for x in layers):
+        raise ValueError(
+            "targets='maps' trains gates that change no output, and these have a window, beyond "
+            "which they act on logits; take --mechanism retention-gate without one, or train these "
+            "with the model and a memory loss (--recipe lora --memory-loss 0.1)"
+        )
     layers = [x for x in layers if x.reports_memory or "gate" in x.keeps]
     if not layers:
         raise ValueError(

@@ -20,6 +20,7 @@ from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import Calls, calls_of
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.nn import Layer, LayerInputs
+from heedful.nn.retention import SelfPrunedAttention
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
@@ -137,13 +138,15 @@ class EvictionInTraining:
         """`-F`, and far below every logit where the layer's cache has evicted a token."""
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
-        if layer.reports_memory:
+        if layer.hides:
             selectors = layer.selectors(q, k, inputs)
             hiding = selection(*selectors, layer.config.protect_first, view, scale)
             f, order = hiding.cumsum(2) - hiding, after_chunks(hiding, dense)
         else:
             order = gates_after_chunks(layer.gates(tokens, inputs), dense)
             f = torch.zeros_like(dense[:, None], dtype=order[0].dtype)
+            if isinstance(layer, SelfPrunedAttention):
+                f = -layer.logit_bias(layer.gates(tokens, inputs), tokens, view)
         cached = cached_tokens(*order, *self._budget(layer))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
@@ -160,4 +163,6 @@ class EvictionInTraining:
 
 def _orders(layer: Layer, eviction: Eviction) -> bool:
     """Whether the layer says what the policy evicts."""
-    return "gate" in layer.keeps if eviction.reads_gate else layer.reports_memory
+    if eviction.reads_gate:
+        return "gate" in layer.keeps
+    return layer.hides and layer.reports_memory

@@ -18,6 +18,7 @@ from helpers.families import EAGER, fits, logits, ragged_mask, tiny, tokens, twi
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
 RIVALS = ["differential-v2", "knocking-heads", "canon", "canon-wide", "gated", "local-global"]
 RIVALS += ["exclusive", "forgetting", "parallax", "dex", "simplicial-everywhere", "retention-gate"]
+RIVALS += ["self-pruned"]
 FEW = ["standard", "mta-everywhere", "selective", "selective-extra", "differential", *GROUPED]
 FEW += RIVALS
 EVERY_GROUPED = [name for name in MECHANISMS if name.startswith("grouped") and name not in FEW]

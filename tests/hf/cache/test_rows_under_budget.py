@@ -19,6 +19,7 @@ MECHANISMS = {
     "talking-heads": TalkingHeads(),
     "differential": Differential(),
     "retention-gate": RetentionGate(),
+    "self-pruned": RetentionGate(window=3),
 }
 SERVED = [(name, policy) for name in MECHANISMS for policy in POLICIES
           if serves(policy, name)]  # fmt: skip

@@ -137,10 +137,11 @@ def _finished(out: Path, options: Training) -> TrainingResult | None:
 
 def _check_gates(model: PreTrainedModel) -> None:
     """Raise for retention gates where nothing would train them."""
-    if any("gate" in x.keeps for x in model.modules() if isinstance(x, Layer)):
+    layers = [x for x in model.modules() if isinstance(x, Layer)]
+    if any("gate" in x.keeps and not x.reports_memory for x in layers):
         raise ValueError(
-            "retention gates change no prediction, so only attention maps train them: add --recipe "
-            "hide, or leave out --mechanism retention-gate"
+            "retention gates without a window change no prediction, so only attention maps train "
+            "them: add --recipe hide, or give them a window (--mechanism retention-gate:window=32)"
         )
 
 

@@ -245,7 +245,7 @@ class LayerCache(AttentionCache):
         if self.budget is None:
             return visibility.last(self.length)
         visibility = gather.check_visibility(visibility, self._owner.layer(), before)
-        if visibility.plain:
+        if visibility.plain and not self._owner.layer().counts_positions:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
         positions = self._tokens.positions[:, 0]
