@@ -4,10 +4,10 @@ A standard model gets an extra selector, which changes nothing at first, and lea
 under the memory loss; a selective one keeps its own and learns to hide more. `self-pruned` gives a
 standard model retention gates that act on keys beyond `--window`, and trains both under the same
 loss. The other way round, standard attention, the hybrid and forgetting attention can start with
-the weights of a model that has learnt a task. `selectors` and `retention-gate` are trained beside a standard model that stays
-what it is, to say what a cache of 16 tokens up to half of the sequence can do without (the loss of
-`heedful train --recipe hide`). What the models are worth under small caches is scored by `run.py`
-and `equal_bytes.py`.
+the weights of a model that has learnt a task. `selectors` and `retention-gate` are trained beside a
+standard model that stays what it is, to say what a cache of 16 tokens up to half of the sequence
+can do without (the loss of `heedful train --recipe hide`). What the models are worth under small
+caches is scored by `run.py` and `equal_bytes.py`.
 
     python -m benchmarks.small_caches.teach runs/study-text/models/text-standard-0 --task text \
         --data books --tokenizer bpe --length 768 --steps 200 --rate 5e-5 --mechanism-rate 20 \
@@ -108,7 +108,7 @@ def changed(model: PreTrainedModel, mechanism: str, task: Task, window: int) -> 
 def predicting(
     model: PreTrainedModel, task: Task, args: argparse.Namespace
 ) -> Iterator[Callable[[int], Tensor]]:
-    """A context with the loss of a step: the task's own, and the memory loss of those that have one."""
+    """A context with the loss of a step: the task's own, and the memory loss of what has one."""
     has_memory = args.memory_loss and args.mechanism in WITH_MEMORY_LOSS
     memory = heedful.MemoryLoss(model) if has_memory else None
 

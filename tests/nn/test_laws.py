@@ -19,12 +19,8 @@ from helpers.oracle import draw
 
 ORDERED = [Forgetting(), Parallax(), Simplicial(20, 6, every=1), Simplicial(6, 20, every=1)]
 ORDERED += [RetentionGate(window=7)]
-SMOOTH = [
-    Parallax(),
-    Dex((1,)),
-    RetentionGate(window=2),
-    *(Simplicial(*x, every=1) for x in ((2, 2), (3, 1), (1, 3))),
-]
+SMOOTH = [Parallax(), Dex((1,)), RetentionGate(window=2)]
+SMOOTH += [Simplicial(*x, every=1) for x in ((2, 2), (3, 1), (1, 3))]
 
 
 @pytest.mark.parametrize("config", ORDERED, ids=str)

@@ -1,4 +1,4 @@
-"""Retention gates that act beyond a window: the formula, its gradients, memory, and what they see."""
+"""Retention gates that act beyond a window: the formula, its gradients, and the memory loss."""
 
 import math
 
@@ -44,14 +44,16 @@ def gates(layer, x: Tensor) -> Tensor:
     return (x @ layer.retention.weight[0].double() + layer.retention.bias.double())[:, None]
 
 
+def log_shares(layer, x: Tensor) -> Tensor:
+    return torch.log(torch.sigmoid(gates(layer, x)) * (1 + math.exp(-5)))
+
+
 def weights_of(layer, q: Tensor, k: Tensor, x: Tensor, view: Visibility, inputs) -> Tensor:
     """The definition, dense; of the last rows of `q`."""
     tokens, rows = k.shape[2], q.shape[2]
     place = torch.arange(tokens) if view.positions is None else view.positions[0]
     back = place[tokens - rows :, None] - place
-    log_share = torch.log(
-        torch.sigmoid(gates(layer, x)) / torch.sigmoid(torch.tensor(5.0).double())
-    )
+    log_share = log_shares(layer, x)
     scores = q @ k.repeat_interleave(2, 1).mT / 6**0.5
     if inputs.softcap is not None:
         scores = inputs.softcap * torch.tanh(scores / inputs.softcap)
@@ -144,9 +146,8 @@ def test_keys_that_are_left_count_by_their_positions():
     left = torch.zeros(41, dtype=torch.bool)
     left[places] = True
     scores = (q[:, :, -1:] @ k.repeat_interleave(2, 1).mT / 6**0.5).masked_fill(~left, -math.inf)
-    share = torch.log(torch.sigmoid(gates(layer, x)) / torch.sigmoid(torch.tensor(5.0).double()))
     far = 40 - torch.arange(41) >= WINDOW
-    weights = (scores + torch.where(far, share[:, :, None], 0.0)).softmax(-1)
+    weights = (scores + torch.where(far, log_shares(layer, x)[:, :, None], 0.0)).softmax(-1)
     torch.testing.assert_close(out, weights @ v.repeat_interleave(2, 1), **EXACT)
 
 

@@ -168,7 +168,7 @@ class ForgettingAttention(StandardAttention):
         f = f.masked_fill(f < 0, 0)
         if inputs.state is not None:
             f = torch.cat([inputs.state[:, :, None] + rows, f], dim=3)
-        return inputs._replace(bias=-f if inputs.bias is None else inputs.bias - f)
+        return inputs.with_bias(-f)
 
 
 def _check_order(visibility: Visibility | None) -> None:

@@ -111,6 +111,10 @@ class LayerInputs(NamedTuple):
             bias = bias[:, heads]
         return self._replace(bias=bias, sinks=None if sinks is None else sinks[heads])
 
+    def with_bias(self, bias: Float[Tensor, "#B #H Tq Tk"]) -> "LayerInputs":
+        """The same, with this beside what the family adds to the logits."""
+        return self._replace(bias=bias if self.bias is None else self.bias + bias)
+
     def joined(self, more: "LayerInputs") -> "LayerInputs":
         """What belongs to these tokens and those of the next call; the rest is that call's."""
         first, second = dict(self._per_token()), dict(more._per_token())

@@ -1,6 +1,5 @@
 """A retention gate: each token says how much a cache should keep it, when it comes."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,11 +51,12 @@ class RetentionGate:
         window: how many of a query's newest tokens, its own included, no gate acts on; `None` for
             gates that change no output.
 
-    Source: Szilvasy et al., "Self-Pruned Key-Value Attention", arXiv 2605.14037, as its abstract and
-        an author's summary have it. There every key head has a gate, which is cut at a threshold,
-        and there is no memory loss. Here whole tokens are evicted down to a budget, so a layer has
-        one gate per token; the form without a window, and the division by the gate's start, are
-        our own.
+    Source: Szilvasy et al., "Self-Pruned Key-Value Attention: Learning When to Write by Predicting
+        Future Utility", arXiv 2605.14037, as its abstract and an author's summary have it. There
+        every key head has a gate, which is cut at a threshold, and nothing but the next token
+        trains it. Here whole tokens are evicted down to a budget, so a layer has one gate per
+        token. The memory loss, the form without a window, and the division by the gate at its
+        start are added here.
     """
 
     window: int | None = None
@@ -189,8 +189,8 @@ class SelfPrunedAttention(RetentionGateAttention):
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax, per head."""
         view = _in_order(visibility)
-        bias = self.logit_bias(self.gates(k.shape[2], inputs), q.shape[2], view)
-        inputs = inputs._replace(bias=bias if inputs.bias is None else inputs.bias + bias)
+        gates = self.gates(k.shape[2], inputs)
+        inputs = inputs.with_bias(self.logit_bias(gates, q.shape[2], view))
         return super().maps(q, k, visibility=visibility, scale=scale, inputs=inputs)
 
     def logit_bias(
@@ -212,8 +212,7 @@ class SelfPrunedAttention(RetentionGateAttention):
     ) -> tuple[Float[Tensor, "B H R D"], Float[Tensor, "B R"] | None]:
         """Output and memory of the last rows of so many keys."""
         queries, keys = q.shape[2], k.shape[2]
-        bias = self.logit_bias(gates, queries, view)
-        inputs = inputs._replace(bias=bias if inputs.bias is None else inputs.bias + bias)
+        inputs = inputs.with_bias(self.logit_bias(gates, queries, view))
         standard = StandardAttention.forward
         out = standard(self, q, k, v, visibility=view, scale=scale, inputs=inputs).output
         if self.tau is None:

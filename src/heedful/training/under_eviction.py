@@ -123,7 +123,7 @@ class EvictionInTraining:
     ) -> LayerInputs:
         """With what is added to the logits: `-F`, and far below them where a token is evicted."""
         bias = self.bias(layer, q, k, view, scale, inputs).to(q.dtype)
-        return inputs._replace(bias=bias if inputs.bias is None else bias + inputs.bias)
+        return inputs.with_bias(bias)
 
     @torch.no_grad()
     def bias(
