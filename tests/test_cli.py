@@ -28,7 +28,7 @@ from heedful.commands.compare import one_model as train
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare import setups
 from heedful.commands.policies import spelled
-from heedful.eviction import POLICIES, Bounded, ClosedGate, TriAttention
+from heedful.eviction import POLICIES, Bounded, TriAttention
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 from helpers.command_line import refusal, status_of
@@ -216,9 +216,7 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
-    policies = {
-        spelled(policy.__name__) for policy in (*POLICIES, Bounded, ClosedGate, TriAttention)
-    }
+    policies = {spelled(policy.__name__) for policy in (*POLICIES, Bounded, TriAttention)}
     lists[decoding.EvictionName] = {"auto", "none"} | policies
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):

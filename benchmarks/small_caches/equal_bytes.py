@@ -5,8 +5,7 @@ of it are what every model's cache may take at its own peak. Which policy a mode
 follows from what it has: selective attention evicts what is most masked, retention gates the lowest
 gate, forgetting attention what its error bound allows, a hybrid nothing but what its windows leave
 and the oldest tokens, and standard attention has the policies without training. `Bounded` takes an
-error, `--epsilons`, in place of bytes, and `ClosedGate`, for gates with a window, one of
-`--thresholds`: their lines say how many bytes it took.
+error, `--epsilons`, in place of bytes: its lines say how many it took.
 
     python -m benchmarks.small_caches.equal_bytes standard=runs/recall-standard \
         selective=runs/recall-selective --task recall --out runs/equal-bytes.jsonl
@@ -31,7 +30,6 @@ from heedful.commands.compare.scoring import score_rows
 from heedful.eviction import (
     TOVA,
     Bounded,
-    ClosedGate,
     Eviction,
     LowestGate,
     MostHidden,
@@ -57,7 +55,6 @@ def main() -> None:
     add_task_options(parser, "recall")
     parser.add_argument("--shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
     parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 0.1, 0.01])
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.5])
     parser.add_argument("--rows", type=int, default=128, help="evaluation sequences")
     parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
     parser.add_argument("--out", type=Path, required=True)
@@ -98,9 +95,6 @@ def settings(
 ) -> Iterator[tuple[str, float | None, Callable[[int], Eviction]]]:
     """Policies with shares of bytes, and how each is made of a number of tokens."""
     layers = [module.heedful for module in attention_modules(model)]
-    if all(layer.local_tokens is not None for layer in layers):
-        for threshold in args.thresholds:
-            yield f"ClosedGate {threshold:g}", None, lambda _, at=threshold: ClosedGate(at)
     if isinstance(conversion_of(model).mechanism, Forgetting):
         for epsilon in args.epsilons:
             yield f"Bounded {epsilon:g}", None, lambda _, epsilon=epsilon: Bounded(epsilon)
@@ -162,8 +156,8 @@ def scored(
     model: PreTrainedModel, eviction: Eviction, task: Task, args: argparse.Namespace
 ) -> dict:
     """Scores by split, the judged one first, and the peak of a sequence."""
-    # Sequences of a batch evict equally many tokens, which those without a budget should not.
-    batch = 1 if isinstance(eviction, Bounded | ClosedGate) else args.batch
+    # Sequences of a batch evict equally many tokens, which an error bound should not depend on.
+    batch = 1 if isinstance(eviction, Bounded) else args.batch
     final = {}
     with torch.no_grad(), evicting(model, eviction) as peaks:
         for split, other in task.under_budgets().items():

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from benchmarks.parts import markdown, origin, provenance, read
-from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
 from heedful.commands.compare.small_cache_tables import tables as budget_tables
 from heedful.records.budgeted import WHOLE, read_budgeted
 
@@ -41,7 +40,7 @@ def taught(name: str) -> str:
         metric = "answer_error" if r["task"] == "recall" else "perplexity"
         scores = [r[when][metric] for when in ("before", "after")]
         cells = [f"{100 * x:.1f} %" if r["task"] == "recall" else f"{x:.2f}" for x in scores]
-        loss = f"{r['memory_loss']:g}" if r["mechanism"] in WITH_MEMORY_LOSS else "–"
+        loss = f"{r['memory_loss']:g}" if r["mechanism"] == "selective" else "–"
         lines.append([
             f"`{r['from']}`", f"`{command[command.index('--to') + 1]}`",
             f"{r['steps']:,} × {r['batch']} of {r['length']:,}",
@@ -77,15 +76,15 @@ def equal_bytes(name: str) -> str:
     lines = []
     for model, policy in dict.fromkeys((x["model"], x["policy"]) for x in records):
         cells = [values.get((model, policy, share), "–") for share in shares]
-        own = next((x for x in records if (x["policy"], x["share"]) == (policy, None)), None)
-        if own is not None:
-            policy = policy.replace("Bounded ", "Bounded, ε = ").replace("Gate 0", "Gate, 0")
-            cells.append(f"{_value(own)} ({own['measure'] / own['peak_bytes']:.1f} × fewer)")
+        bounded = next((x for x in records if (x["policy"], x["share"]) == (policy, None)), None)
+        if bounded is not None:
+            policy = policy.replace("Bounded ", "Bounded, ε = ")
+            cells.append(f"{_value(bounded)} ({bounded['measure'] / bounded['peak_bytes']:.1f} ×)")
         else:
             cells.append("–")
         lines.append([model, policy, *cells])
     head = [f"{1 / share:g} × fewer" if share < 1 else "as many bytes" for share in shares]
-    table = markdown(["model", "eviction", *head, "by its own rule"], lines)
+    table = markdown(["model", "eviction", *head, "by its error"], lines)
     return f"{table}\n\n{provenance(records)}"
 
 

@@ -5,18 +5,13 @@ from typing import Literal
 
 EvictionName = Literal[
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
-    "random", "triattention", "bounded", "closed-gate", "none",
+    "random", "triattention", "bounded", "none",
 ]  # fmt: skip
 CacheDtype = Literal["auto", "int8"]
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
 RECALL = "recall"
 """In place of a file of --data: generated facts in its texts, and questions about them."""
-SHARES = {
-    "bounded": ("the share of attention that may be lost", "1e-4"),
-    "closed-gate": ("what the sigmoid of a gate must reach", "0.5"),
-}
-"""Policies without a budget of tokens: which number between 0 and 1 stands for it; an example."""
 
 
 def check_eviction(
@@ -25,13 +20,12 @@ def check_eviction(
     """Raise unless a policy is named with its budget, and its calibration where it needs one."""
     check_calibration(eviction, calibration)
     if eviction not in ("auto", "none") and budget is None:
-        example = SHARES[eviction][1] if eviction in SHARES else "N"
+        example = "1e-4" if eviction == "bounded" else "N"
         raise ValueError(f"eviction={eviction!r} needs a budget: add --budget {example}")
-    if eviction in SHARES and not is_share(budget):
-        meaning, example = SHARES[eviction]
+    if eviction == "bounded" and not is_share(budget):
         raise ValueError(
-            f"budget must be a number between 0 and 1 with eviction={eviction!r}, {meaning}, such "
-            f"as {example}, got {budget!r}"
+            "budget must be a number between 0 and 1 with eviction='bounded', the share of "
+            f"attention that may be lost, such as 1e-4, got {budget!r}"
         )
     if eviction == "none" and budget is not None:
         raise ValueError("eviction='none' keeps everything: leave the budget out")
@@ -51,7 +45,7 @@ def check_calibration(eviction: EvictionName, calibration: str | None) -> None:
 
 
 def is_share(word: str) -> bool:
-    """Whether a word is a number between 0 and 1, which the policies of `SHARES` have."""
+    """Whether a word is a number between 0 and 1: what the policy `bounded` has for a budget."""
     try:
         return 0 < float(word) < 1
     except ValueError:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heedful.commands.options import SHARES, CacheDtype, EvictionName
-from heedful.eviction import POLICIES, Bounded, ClosedGate, Eviction, TriAttention
+from heedful.commands.options import CacheDtype, EvictionName
+from heedful.eviction import POLICIES, Bounded, Eviction, TriAttention
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.calibration import read_calibration
@@ -40,8 +40,8 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
         return False
     if options.budget is None:
         return None
-    if options.eviction in SHARES:
-        return policy_without_budget(options.eviction, options.budget)
+    if options.eviction == "bounded":
+        return Bounded(float(options.budget))
     if options.budget.isdecimal():
         return policy_named(
             options.eviction, model, int(options.budget), **arguments_of(options, model)
@@ -68,11 +68,6 @@ def arguments_of(options: CacheOptions, model: PreTrainedModel) -> dict:
     if options.calibration is not None:
         return {"calibration": read_calibration(Path(options.calibration), model)}
     return {}
-
-
-def policy_without_budget(name: str, share: str) -> Eviction:
-    """The policy of a name in `SHARES`, with the number that stands for its budget."""
-    return {"bounded": Bounded, "closed-gate": ClosedGate}[name](float(share))
 
 
 def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **options) -> Eviction:

@@ -46,11 +46,6 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
             f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
             f"{type(layer).__name__}; take another policy"
         )
-    if policy.reads_gate and policy.evicts_below is not None and layer.local_tokens is None:
-        raise ValueError(
-            f"eviction: {name} needs gates that have learned what open is, and these have no "
-            "window, so that only their order counts; take LowestGate, or RetentionGate(window=...)"
-        )
     if policy.reads_keys:
         _check_calibration(policy, layer)
     if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
@@ -108,7 +103,6 @@ class Protection(NamedTuple):
     prompt: how many of them are the prompt's.
     first: whether the first one is never evicted, not even where no query sees it any more: the
         mechanism treats it apart, and would take another one for it.
-    recent: how many of the newest ones are never evicted.
     windows: how far back the layer's queries see.
     padding: `True` for a real token, of all that have come, `[B or 1, total]`; `None` where all
         are real.
@@ -117,7 +111,6 @@ class Protection(NamedTuple):
     total: int
     prompt: int
     first: bool
-    recent: int
     windows: tuple[int, ...]
     padding: Bool[Tensor, "#B total"] | None
 
@@ -151,7 +144,7 @@ def slots_to_evict(
         start = protection.padding.int().argmax(1, keepdim=True)
         real = protection.padding.expand(len(positions), -1).gather(1, positions)
     first = start + max(policy.sinks, protection.first)
-    protected = (positions < first) | (positions >= protection.total - protection.recent)
+    protected = (positions < first) | (positions >= protection.total - policy.recent)
     if policy.keep_prompt:
         protected |= positions < protection.prompt
     if policy.keep_prompt and tokens is not None:

@@ -12,8 +12,8 @@
 | `Random` | random tokens | positions |
 | `TriAttention` | what later queries are expected to attend to least | keys, a calibration |
 
-`Bounded` and `ClosedGate` have no budget: they evict what F proves to be negligible, and what a
-gate closes. `TriAttention` is in `triattention.py`.
+`Bounded` has no budget: it evicts what F proves to be negligible. `TriAttention` is in
+`triattention.py`.
 """
 
 import math
@@ -171,23 +171,7 @@ class Random(Eviction):
 
 
 @dataclass(frozen=True)
-class _WithoutBudget(Eviction):
-    """How many tokens are evicted is what the scores decide: those below zero."""
-
-    tokens: None = field(default=None, init=False)
-    sinks: int = field(default=0, kw_only=True)
-    recent: int = field(default=0, kw_only=True)
-    keep_prompt: bool = field(default=False, kw_only=True)
-
-    evicts_below = 0.0
-
-    def budgets(self, layers: int) -> tuple[None, ...]:
-        """No layer has one."""
-        return (None,) * layers
-
-
-@dataclass(frozen=True)
-class Bounded(_WithoutBudget):
+class Bounded(Eviction):
     r"""Evicts every token that F proves to be negligible for all later queries; no budget.
 
     Let no logit exceed $U$ in size before F is subtracted. A query sees its own token, which has
@@ -214,11 +198,16 @@ class Bounded(_WithoutBudget):
         arXiv 2504.06949, with a share for every position in place of a length that is known.
     """
 
+    tokens: None = field(default=None, init=False)
     epsilon: float = 1e-4
     logits: float | None = None
+    sinks: int = field(default=0, kw_only=True)
+    recent: int = field(default=0, kw_only=True)
+    keep_prompt: bool = field(default=False, kw_only=True)
 
     reads_hidden = True
     reads_logits = True
+    evicts_below = 0.0
 
     def __post_init__(self) -> None:
         if not _is_number(self.epsilon) or not 0 < self.epsilon < 1:
@@ -233,48 +222,16 @@ class Bounded(_WithoutBudget):
             )
         super().__post_init__()
 
+    def budgets(self, layers: int) -> tuple[None, ...]:
+        """No layer has one."""
+        return (None,) * layers
+
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """How much F is short of what proves the token negligible, below 0 if nothing."""
         bound = cached.logits[:, None] if self.logits is None else self.logits
         at = cached.positions.to(cached.hidden.dtype)
         share = torch.log(at + 1) + torch.log(at + 2) - math.log(self.epsilon)
         return 2 * bound + share - cached.hidden
-
-
-@dataclass(frozen=True)
-class ClosedGate(_WithoutBudget):
-    r"""Evicts every token whose retention gate is closed; no budget.
-
-    $$ \sigma(g_j) < \mathrm{threshold} $$
-
-    It needs gates with a window, `heedful.RetentionGate(window=...)`, which learn with the model
-    what open is. The window's newest tokens are never evicted. A layer caches as many tokens as
-    its gates leave open, so that layers and texts differ.
-
-    In a batch every sequence evicts as many tokens as the one that can evict fewest.
-
-    Arguments:
-        threshold: between 0 and 1.
-        sinks, recent, keep_prompt: as of every policy.
-
-    Source: as of `heedful.RetentionGate`.
-    """
-
-    threshold: float = 0.5
-
-    reads_gate = True
-
-    def __post_init__(self) -> None:
-        if not _is_number(self.threshold) or not 0 < self.threshold < 1:
-            raise ValueError(
-                f"threshold must be a number between 0 and 1, below which a gate is closed, such "
-                f"as 0.5, got {self.threshold!r}"
-            )
-        super().__post_init__()
-
-    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
-        """How far the gate is above the threshold, before the sigmoid."""
-        return cached.gate - math.log(self.threshold / (1 - self.threshold))
 
 
 def _is_number(x: object) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from heedful.eviction import POLICIES, Bounded, ClosedGate, Eviction
+from heedful.eviction import POLICIES, Bounded, Eviction
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.records.files import write_whole
@@ -65,7 +65,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             "(heedful.load(folder, budgets=False) leaves it unread)"
         )
     fields = dict(data.get("eviction") or {})
-    kinds = {policy.__name__: policy for policy in (*POLICIES, Bounded, ClosedGate)}
+    kinds = {policy.__name__: policy for policy in (*POLICIES, Bounded)}
     kind = kinds.get(fields.pop("kind", None))
     if kind is None or set(fields) - _arguments(kind):
         raise ValueError(

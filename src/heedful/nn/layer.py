@@ -245,9 +245,8 @@ class Layer(nn.Module):
         and `"gate"`, how much it should be kept.
     keeps_first: whether the first token of a sequence must never leave a cache.
     keeps_order: whether it counts back along the keys, so that no policy may evict any of them.
-    local_tokens: how many of the newest tokens, the query's own included, it treats apart from
-        those further back; `None` if it does not. Under eviction `visibility` must then say where
-        every key stands, and a policy without a budget evicts none of these.
+    counts_positions: whether it counts how far back a key is, so that under eviction `visibility`
+        must say where every key stands.
     window: how many tokens a query sees, itself included, whatever the model says; `None` for all.
     input_factor: what multiplies the input of the attention module and of the MLP beside it.
     any_heads: whether each head is computed from its own queries, keys and values alone, so that
@@ -275,7 +274,7 @@ class Layer(nn.Module):
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
     keeps_order: bool = False
-    local_tokens: int | None = None
+    counts_positions: bool = False
     window: int | None = None
     input_factor: float = 1.0
     any_heads: bool = False

@@ -140,11 +140,8 @@ class SelfPrunedAttention(RetentionGateAttention):
     """
 
     takes = frozenset({"bias", "softcap", "sinks"})
+    counts_positions = True
     reports_memory = True
-
-    def __init__(self, config: RetentionGate, shape: HeadShape) -> None:
-        super().__init__(config, shape)
-        self.local_tokens = config.window
 
     def standard_form(self) -> StandardForm | None:
         """Standard attention while all gates are as they started."""

@@ -370,7 +370,6 @@ WRONG = {
     "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],
     "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
     "eviction='bounded' has no budget of tokens": ["--eviction", "bounded"],
-    "eviction='closed-gate' has no budget of tokens": ["--eviction", "closed-gate"],
     "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
     "trials must be a whole number of at least 0, got -1": ["--trials", "-1"],
     "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],

@@ -17,14 +17,13 @@ from heedful.cli import main
 from heedful.commands.calibrate.options import CalibrationRun
 from heedful.commands.calibrate.run import calibrate_model
 from heedful.commands.generate.run import CHUNK
-from heedful.commands.options import SHARES, EvictionName
+from heedful.commands.options import EvictionName
 from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, Bounded, ClosedGate, MostHidden, StreamingLLM, TriAttention
+from heedful.eviction import POLICIES, Bounded, MostHidden, StreamingLLM, TriAttention
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate
-from heedful.hf.family.modules import attention_modules
-from heedful.nn import MultiToken, RetentionGate
+from heedful.nn import MultiToken
 from helpers.command_line import refusal, status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
 
@@ -94,7 +93,7 @@ def test_a_cache_can_be_quantized(folders, budget):
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*get_args(EvictionName)} - {"none", *SHARES, "triattention", "lowest-gate"})
+    "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention", "lowest-gate"})
 )
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(
@@ -154,24 +153,6 @@ def test_a_share_of_attention_in_place_of_a_budget(folders):
     assert generation.nbytes == cache.nbytes and generation.cached == tuple(cache.tokens)
     with pytest.raises(ValueError, match="budget must be a number between 0 and 1 with eviction="):
         generation_of(folders / "selective", eviction="bounded", budget="20")
-
-
-def test_what_a_gate_must_reach_in_place_of_a_budget(tmp_path):
-    torch.manual_seed(0)
-    model = small()
-    heedful.convert(model, RetentionGate(window=5))
-    for module in attention_modules(model):
-        module.heedful.retention.weight.data.normal_()
-        module.heedful.retention.bias.data.zero_()
-    model.save_pretrained(tmp_path)
-    options = {"eviction": "closed-gate", "max_new_tokens": 24, "chunk": 8}
-    generation, _ = generation_of(tmp_path, budget="0.5", **options)
-    cache = heedful.new_cache(model, ClosedGate(0.5))
-    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
-    assert generation.text == ByteTokenizer().decode(expected)
-    assert generation.nbytes == cache.nbytes and generation.cached == tuple(cache.tokens)
-    with pytest.raises(ValueError, match="what the sigmoid of a gate must reach, such as"):
-        generation_of(tmp_path, budget="20", **options)
 
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import RECALL, SHARES, EvictionName
+from heedful.commands.options import RECALL, EvictionName
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,8 @@ class BudgetSearch:
                 )
         if self.eviction == "none":
             raise ValueError("eviction='none' keeps everything: there is nothing to search")
-        if self.eviction in SHARES:
-            raise ValueError(
-                f"eviction={self.eviction!r} has no budget of tokens: there is none to search"
-            )
+        if self.eviction == "bounded":
+            raise ValueError("eviction='bounded' has no budget of tokens: there is none to search")
         if self.eviction == "triattention":
             raise ValueError(
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "

@@ -6,13 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.options import (
-    SHARES,
-    CacheDtype,
-    EvictionName,
-    check_calibration,
-    is_share,
-)
+from heedful.commands.options import CacheDtype, EvictionName, check_calibration, is_share
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")
@@ -44,8 +38,7 @@ class Evaluation:
     both folders as MODEL."""
     budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|own ...")] = ()
     """Evaluate each model also with caches of so many tokens per layer; own: by the budgets.json
-    beside it. With --eviction bounded: the share of attention that may be lost, such as 1e-4; with
-    closed-gate: what a gate must reach, such as 0.5."""
+    beside it. With --eviction bounded: the share of attention that may be lost, such as 1e-4."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget, as in heedful generate."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -133,9 +126,9 @@ class Evaluation:
             raise ValueError("lengths must hold one above 0 for needles; add 1024")
         _check_different("budget", self.budget)
         for word in self.budget:
-            shares, number = self.eviction in SHARES, word.isdecimal() and int(word) > 0
-            if word != OWN and not (is_share(word) if shares else number):
-                what = "numbers between 0 and 1" if shares else "numbers of tokens"
+            bounded, number = self.eviction == "bounded", word.isdecimal() and int(word) > 0
+            if word != OWN and not (is_share(word) if bounded else number):
+                what = "numbers between 0 and 1" if bounded else "numbers of tokens"
                 raise ValueError(f"budget must be {what}, or {OWN!r}, got {word!r}")
         if self.eviction == "none":
             raise ValueError("eviction='none' keeps everything: leave --budget out")

@@ -23,15 +23,8 @@ from heedful.commands.evaluate.harness import (
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
 from heedful.commands.models import configuration_of, open_model, tokenizer_named
-from heedful.commands.options import SHARES
-from heedful.commands.policies import (
-    arguments_of,
-    cache_dtype_of,
-    policy_named,
-    policy_without_budget,
-    spelled,
-)
-from heedful.eviction import Eviction
+from heedful.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
+from heedful.eviction import Bounded, Eviction
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint
@@ -214,9 +207,9 @@ def _caches(
     for word in options.budget:
         if word == OWN:
             name, policy = OWN, model._heedful.eviction
-        elif options.eviction in SHARES:
-            policy = policy_without_budget(options.eviction, word)
-            name = f"{options.eviction} {word}"
+        elif options.eviction == "bounded":
+            policy = Bounded(float(word))
+            name = f"bounded {word}"
         else:
             arguments = arguments_of(options, model)
             policy = policy_named(options.eviction, model, int(word), **arguments)

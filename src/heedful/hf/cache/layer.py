@@ -52,7 +52,6 @@ class LayerCache(AttentionCache):
             raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
         self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
-        self._local = layer.local_tokens
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
@@ -246,7 +245,7 @@ class LayerCache(AttentionCache):
         if self.budget is None:
             return visibility.last(self.length)
         visibility = gather.check_visibility(visibility, self._owner.layer(), before)
-        if visibility.plain and self._local is None:
+        if visibility.plain and not self._owner.layer().counts_positions:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
         positions = self._tokens.positions[:, 0]
@@ -358,11 +357,9 @@ class LayerCache(AttentionCache):
             )  # fmt: skip
             cached = cached._replace(attention=attention, queries=queries)
         windows = tuple(w for w in (visibility.window, self.window) if w is not None)
-        local = (self._local or 0) if self.budget.tokens is None else 0
         protection = gather.Protection(
-            counters.total, counters.prompt, self._keeps_first, max(policy.recent, local), windows,
-            visibility.padding,
-        )  # fmt: skip
+            counters.total, counters.prompt, self._keeps_first, windows, visibility.padding
+        )
         moves = self._step.moves(cached, protection)
         if moves is None:
             return
