@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from benchmarks.parts import markdown, origin, provenance, read
+from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
 from heedful.commands.compare.small_cache_tables import tables as budget_tables
 from heedful.records.budgeted import WHOLE, read_budgeted
 
@@ -40,7 +41,7 @@ def taught(name: str) -> str:
         metric = "answer_error" if r["task"] == "recall" else "perplexity"
         scores = [r[when][metric] for when in ("before", "after")]
         cells = [f"{100 * x:.1f} %" if r["task"] == "recall" else f"{x:.2f}" for x in scores]
-        loss = f"{r['memory_loss']:g}" if r["mechanism"] == "selective" else "–"
+        loss = f"{r['memory_loss']:g}" if r["mechanism"] in WITH_MEMORY_LOSS else "–"
         lines.append([
             f"`{r['from']}`", f"`{command[command.index('--to') + 1]}`",
             f"{r['steps']:,} × {r['batch']} of {r['length']:,}",

@@ -258,7 +258,14 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
     run("small_caches.teach", "forgetting", *training, "--to", "hiding")  # F is not a selector's
     hiding = heedful.load("hiding", budgets=False).model.layers[0].self_attn.heedful
     assert type(hiding).__name__ == "SelectiveAttention"
+    acting = ("--mechanism", "self-pruned", "--window", 5, "--rate", 0.1, "--memory-loss", 0.5)
+    run("small_caches.teach", "standard", *training, *acting, "--to", "self-pruned")
+    pruned = heedful.load("self-pruned", budgets=False).model.layers[0].self_attn.heedful
+    assert pruned.config.window == 5 and bool(pruned.retention.weight.any())
+    report = json.loads(Path("self-pruned", "taught.json").read_text())
+    assert (report["memory_loss"], report["window"]) == (0.5, 5)
     models = [f"{x}={x}" for x in ("standard", "selectors", "retention-gate", "forgetting")]
+    models.append("self-pruned=self-pruned")
     options = ("--shares", 1, 0.5, "--epsilons", 0.9, "--rows", 2, "--batch", 2)
     run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")
     records = lines("equal.jsonl")
@@ -266,11 +273,12 @@ def test_rivals_are_taught_and_scored_at_equal_bytes(run, trained):
         ("standard", "StreamingLLM"), ("standard", "TOVA"), ("standard", "Random"),
         ("standard", "TriAttention"), ("selectors", "MostHidden"), ("retention-gate", "LowestGate"),
         ("retention-gate", "LowestGate, half recent"), ("forgetting", "Bounded 0.9"),
+        ("self-pruned", "LowestGate"), ("self-pruned", "LowestGate, half recent"),
     }  # fmt: skip
     whole = next(x for x in records if x["share"] == 1)
     assert whole["tokens"] == 96 and whole["peak_bytes"] == whole["measure"]
     budgets = [x for x in records if x["share"] is not None]
-    assert len(budgets) == 14 and all(
+    assert len(budgets) == 18 and all(
         0.9 * x["share"] < x["peak_bytes"] / x["measure"] <= x["share"] for x in budgets
     )
     run("small_caches.equal_bytes", *models, *options, "--out", "equal.jsonl")

@@ -324,3 +324,16 @@ def test_the_command_trains_gates_and_nothing_else_does(options):
         with pytest.raises(ValueError, match="gates without a window change no pr"):
             train_text(text, show=False)
         assert not Path("other").exists()
+
+
+def test_gates_with_a_window_learn_from_text_and_not_from_maps(options):
+    options = replace(options, mechanism=("retention-gate:window=8",))
+    with pytest.raises(ValueError, match="gates that change no output, and these have a window"):
+        train_text(options, show=False)
+    assert not Path("run").exists()
+    text = {"recipe": "adapt", "train": "lora", "soft_budgets": None, "memory_loss": 0.1}
+    train_text(replace(options, **text), show=False)
+    model = heedful.load("base", adapter="run")
+    gates = torch.cat([x.retention.weight for x in layers_of(model)])
+    assert gates.any() and {x.config.window for x in layers_of(model)} == {8}
+    assert isinstance(policy_named("auto", model, 20), LowestGate)

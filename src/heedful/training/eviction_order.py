@@ -292,7 +292,7 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
         raise ValueError(
             "targets='maps' trains gates that change no output, and these have a window, beyond "
             "which they act on logits; take --mechanism retention-gate without one, or train these "
-            "with the model and a memory loss (--recipe lora --memory-loss 0.1)"
+            "with the model (--recipe adapt --train lora --memory-loss 0.1)"
         )
     layers = [x for x in layers if x.reports_memory or "gate" in x.keeps]
     if not layers:
