@@ -185,17 +185,21 @@ def _at_equal_bytes(axes, file: str, scale: float) -> None:
         ("standard", "TriAttention"): ("TriAttention, no training", "#56b4e9", "v"),
         ("standard", "StreamingLLM"): ("StreamingLLM, no training", "#8a8a8a", "s"),
         ("local-global", "StreamingLLM"): ("local and global layers", "#cc79a7", "P"),
-        ("gates beside standard", "LowestGate"): ("gates, model frozen", "#e69f00", "o"),
+        ("gates beside standard", None): ("gates, model frozen", "#e69f00", "o"),
+        ("gates, memory loss", None): ("gates, memory loss", "#7a4f00", "p"),
         ("selectors beside standard", "MostHidden"): ("selectors, model frozen", "#d55e00", "D"),
         ("selective, memory loss", "MostHidden"): ("selective, memory loss", "#009e73", "*"),
         ("forgetting", None): ("forgetting, by its error", "#f0e442", "X"),
     }
     for (model, policy), (label, colour, mark) in series.items():
-        points = sorted(
-            (x["measure"] / x["peak_bytes"], scale * next(iter(x["final"].values())))
-            for x in records
-            if x["model"] == model and (policy in (x["policy"], None))
-        )
+        best = {}  # gates have two policies, of which the better one counts
+        for x in records:
+            if x["model"] == model and policy in (x["policy"], None):
+                value = scale * next(iter(x["final"].values()))
+                point = (value, x["measure"] / x["peak_bytes"])
+                key = x["policy"] if x["share"] is None else x["share"]
+                best[key] = min(best.get(key, point), point)
+        points = sorted((share, value) for value, share in best.values())
         style = {"color": colour, "marker": mark, "markersize": 9 if mark == "*" else 5}
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, **style)
     axes.set_xscale("log")
