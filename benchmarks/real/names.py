@@ -12,6 +12,8 @@ MODELS = {
     STOCK: "stock",
     "gemma/gemma-3-270m.gguf": "stock",
     "runs/gate": "gates trained",
+    "runs/lora-only": "low-rank matrices alone, from text",
+    "runs/gate-window": "the same with gates and the memory loss",
     HIDE: "selectors trained",
     "runs/gemma-hide": "selectors trained",
     "runs/hide-s1": "selectors of seed 1",
