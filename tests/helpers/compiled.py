@@ -414,7 +414,7 @@ def inductor() -> None:
     )
 
 
-def llama(name: str) -> None:
+def llama(mechanism) -> None:
     """A converted model compiles without a graph break, for training as well."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -425,7 +425,7 @@ def llama(name: str) -> None:
         num_key_value_heads=2, vocab_size=32,
     )  # fmt: skip
     model = LlamaForCausalLM(config).double()
-    heedful.convert(model, name)
+    heedful.convert(model, mechanism)
     ids = torch.randint(32, (2, 9))
 
     def loss_and_grads(forward):
@@ -436,6 +436,14 @@ def llama(name: str) -> None:
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     check_equal(loss_and_grads(compiled), loss_and_grads(model))
+
+
+def gates_in_blocks() -> None:
+    """Blocks of rows that a backward pass computes again are part of the one graph."""
+    from heedful.nn import RetentionGate, retention
+
+    retention._ROWS = 4
+    llama(RetentionGate(window=3))
 
 
 LENGTHS = ("mta-full", "selective-own", "differential")
@@ -453,6 +461,7 @@ CHECKS = {
     "inductor softmax": lambda: softmax_steps("inductor"),
     "inductor hiding": lambda: hiding_steps("inductor"),
     "forward mode": forward_mode,
+    "llama gates": gates_in_blocks,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
     **{
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])
