@@ -3,9 +3,10 @@
 The measure is what the first model's whole cache takes at its peak for one sequence, and `--shares`
 of it are what every model's cache may take at its own peak. Which policy a model is scored with
 follows from what it has: selective attention evicts what is most masked, retention gates the lowest
-gate, forgetting attention what its error bound allows, a hybrid nothing but what its windows leave
-and the oldest tokens, and standard attention has the policies without training. `Bounded` takes an
-error, `--epsilons`, in place of bytes: its lines say how many it took.
+gate (also with half of the tokens the newest, or with those of the gates' window), forgetting
+attention what its error bound allows, a hybrid nothing but what its windows leave and the oldest
+tokens, and standard attention has the policies without training. `Bounded` takes an error,
+`--epsilons`, in place of bytes: its lines say how many it took.
 
     python -m benchmarks.small_caches.equal_bytes standard=runs/recall-standard \
         selective=runs/recall-selective --task recall --out runs/equal-bytes.jsonl
@@ -46,6 +47,7 @@ from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.tasks import Task
 
+SINKS, PROTECTED = LowestGate.sinks, LowestGate.recent  # first and newest tokens that all keep
 CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for TriAttention
 
 
@@ -104,7 +106,12 @@ def settings(
         policies["MostHidden"] = MostHidden
     elif all("gate" in layer.keeps for layer in layers):
         policies["LowestGate"] = LowestGate
-        policies["LowestGate, half recent"] = lambda n: LowestGate(n, recent=max(8, n // 2))
+        policies["LowestGate, half recent"] = lambda n: LowestGate(n, recent=max(PROTECTED, n // 2))
+        window = max(layer.config.window or 0 for layer in layers)
+        if window > PROTECTED:  # as published: no gate decides about these
+            policies["LowestGate, window recent"] = lambda n: LowestGate(
+                n, recent=max(PROTECTED, min(window, n - SINKS - 1))
+            )
     elif any(layer.window is not None for layer in layers):
         policies["StreamingLLM"] = StreamingLLM
     else:
