@@ -192,7 +192,7 @@ def _at_equal_bytes(axes, file: str, scale: float) -> None:
         ("forgetting", None): ("forgetting, by its error", "#f0e442", "X"),
     }
     for (model, policy), (label, colour, mark) in series.items():
-        best = {}  # gates have two policies, of which the better one counts
+        best = {}  # gates have several policies, of which the best one counts
         for x in records:
             if x["model"] == model and policy in (x["policy"], None):
                 value = scale * next(iter(x["final"].values()))
