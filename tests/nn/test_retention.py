@@ -9,7 +9,7 @@ from heedful.eviction import Bounded, CachedTokens, LowestGate, MostHidden
 from heedful.hf.budgets import NAME, read_budgets, write_budgets
 from heedful.hf.family.modules import attention_modules
 from heedful.nn import LayerInputs, RetentionGate, Standard
-from helpers.cached import converted, greedy, in_steps
+from helpers.cached import GATED, converted, greedy, in_steps
 from helpers.families import logits, ragged_mask, tiny, tokens
 from helpers.layers import SHAPE, stirred
 from helpers.oracle import draw
@@ -114,8 +114,9 @@ def test_padded_rows_are_single_rows():
         assert torch.equal(both[row, 20:], alone[0, own.shape[1] :])
 
 
-def test_taken_back_tokens_leave_no_gate():
-    model, ids = converted("retention-gate"), tokens(1, 20)
+@pytest.mark.parametrize("name", GATED)
+def test_taken_back_tokens_leave_no_gate(name):
+    model, ids = converted(name), tokens(1, 20)
     whole = heedful.new_cache(model, LowestGate(64))
     actual = greedy(model, ids, 30, cache=whole, prompt_lookup_num_tokens=3)
     assert torch.equal(actual, greedy(model, ids, 30))

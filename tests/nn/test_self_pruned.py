@@ -248,6 +248,16 @@ def test_refused():
         with pytest.raises(ValueError, match="window must be a whole number of tokens of at least"):
             RetentionGate(window)
     layer, (q, k, v, x) = gated(), qkvx(5)
+    with pytest.raises(
+        ValueError, match=r"inputs\.dropout must be left out for SelfPrunedAttention"
+    ):
+        layer(q, k, v, inputs=LayerInputs(input=x, dropout=0.5))
+    with pytest.raises(
+        ValueError, match=r"inputs\.state must have gates of at most the 5 keys, got"
+    ):
+        layer(q, k, v, inputs=LayerInputs(input=x, state=draw(2, 1, 8)))
+    with pytest.raises(ValueError, match="q must not be empty"):
+        layer(q[:, :, :0], k, v, inputs=LayerInputs(input=x))
     places = Queries(positions=torch.arange(5)[None])
     for name, view in {
         "causal must be its default, got False": Visibility(causal=False),

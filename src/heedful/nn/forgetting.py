@@ -16,6 +16,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     StandardForm,
+    check_defaults,
     check_inputs,
     parameter,
 )
@@ -28,6 +29,11 @@ from heedful.ops.common.standard import with_positive_scale
 
 # fp16 ends at 65,504, and a long sequence forgets more than that: queries take a part, up to 2^15.
 _FP16_SHARE, _FP16_MOST = 2.0**10, 2.0**15
+
+_ORDER = (
+    "forget gates add up from a key to a later query of the same sequence; use forgetting "
+    "attention in causal self-attention, without images"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,8 @@ class ForgettingAttention(StandardAttention):
         So a padded sequence is the sequence alone, wherever the padding stands.
         """
         check_inputs(self, inputs)
-        _check_order(visibility)
+        if visibility is not None:
+            check_defaults(visibility, ("causal", "mutual", "queries"), _ORDER)
         new = keys - (0 if inputs.state is None else inputs.state.shape[2])
         if inputs.input.shape[1] < new:
             raise ValueError(
@@ -169,23 +176,6 @@ class ForgettingAttention(StandardAttention):
         if inputs.state is not None:
             f = torch.cat([inputs.state[:, :, None] + rows, f], dim=3)
         return inputs.with_bias(-f)
-
-
-def _check_order(visibility: Visibility | None) -> None:
-    """Raise where a query sees later tokens, over which no gate is summed."""
-    if visibility is None:
-        return
-    for name, fits in (
-        ("causal", visibility.causal),
-        ("mutual", visibility.mutual is None),
-        ("queries", visibility.queries is None),
-    ):
-        if not fits:
-            raise ValueError(
-                f"visibility.{name} must be its default, got {getattr(visibility, name)}: forget "
-                "gates add up from a key to a later query of the same sequence; use forgetting "
-                "attention in causal self-attention, without images"
-            )
 
 
 def _forgotten(

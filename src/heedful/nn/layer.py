@@ -379,13 +379,29 @@ class Layer(nn.Module):
 
 
 def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
-    """Raise unless the inputs hold everything that the layer needs."""
+    """Raise unless the inputs hold everything that the layer needs, and no term that it ignores."""
+    for name in sorted(TERMS - layer.takes):
+        value = getattr(inputs, name)
+        if value is not None and (name != "dropout" or value):
+            raise ValueError(
+                f"inputs.{name} must be left out for {type(layer).__name__}, which does not apply "
+                "it; take another mechanism"
+            )
     for name in LayerInputs._fields:
         if name in layer.needs - {"cache", "rotation"} and getattr(inputs, name) is None:
             raise ValueError(
                 f"{type(layer).__name__} needs {name} beside q, k and v: pass inputs=LayerInputs("
                 f"{name}=...)"
             )
+
+
+def check_defaults(visibility: Visibility, names: tuple[str, ...], reason: str) -> None:
+    """Raise where a visibility says more than the layer can serve; `reason` says why, and what to
+    do."""
+    for name in names:
+        value = getattr(visibility, name)
+        if value is not getattr(Visibility(), name):
+            raise ValueError(f"visibility.{name} must be its default, got {value}: {reason}")
 
 
 def parameter(*shape: int) -> nn.Parameter:

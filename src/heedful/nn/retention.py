@@ -15,6 +15,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     StandardForm,
+    check_defaults,
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
@@ -24,6 +25,10 @@ from heedful.ops.common.precision import without_autocast
 
 _OPEN = 5.0  # where gates that act start: sigmoid(5) = 0.993
 _ROWS = 128  # query rows whose bias is in memory at once
+_ORDER = (
+    "gates act on keys that are further back than a window; use gates with a window in causal "
+    "self-attention, without images, or RetentionGate(window=None)"
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,10 @@ class RetentionGateAttention(StandardAttention):
         """
         check_inputs(self, inputs)
         cached = 0 if inputs.state is None else inputs.state.shape[2]
+        if cached > keys:
+            raise ValueError(
+                f"inputs.state must have gates of at most the {keys} keys, got {cached}"
+            )
         new = inputs.input[:, max(0, inputs.input.shape[1] - keys + cached) :]
         if new.shape[1] < keys - cached:
             raise ValueError(
@@ -131,6 +140,12 @@ class RetentionGateAttention(StandardAttention):
             )
         gates = without_autocast(self.retention)(new).mT
         return gates if inputs.state is None else torch.cat([inputs.state, gates], dim=2)
+
+    def logit_bias(
+        self, gates: Float[Tensor, "B 1 Tk"], queries: int, visibility: Visibility
+    ) -> Float[Tensor, "#B 1 #Tq #Tk"]:
+        """What gates add to the logits of so many queries: nothing."""
+        return gates.new_zeros(1, 1, 1, 1)
 
 
 class SelfPrunedAttention(RetentionGateAttention):
@@ -163,12 +178,12 @@ class SelfPrunedAttention(RetentionGateAttention):
         Memory per query is tau times what the gates take of the keys that they act on, the sum of
         1 - sigmoid(gate).
         """
-        view = _in_order(visibility)
+        view = self._view(visibility)
         queries, keys = q.shape[2], k.shape[2]
         gates = self.gates(keys, inputs)
         view.check(q.shape[0], queries, keys)
         parts = []
-        for start in range(0, queries, _ROWS):
+        for start in range(0, max(queries, 1), _ROWS):
             stop = min(start + _ROWS, queries)
             seen = keys - queries + stop
             of_rows = (
@@ -188,7 +203,7 @@ class SelfPrunedAttention(RetentionGateAttention):
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax, per head."""
-        view = _in_order(visibility)
+        view = self._view(visibility)
         gates = self.gates(k.shape[2], inputs)
         inputs = inputs.with_bias(self.logit_bias(gates, q.shape[2], view))
         return super().maps(q, k, visibility=visibility, scale=scale, inputs=inputs)
@@ -220,26 +235,15 @@ class SelfPrunedAttention(RetentionGateAttention):
         acted_on = self._far(queries, gates, view) & view.dense(queries, keys, q.device)
         return out, self.tau * (torch.sigmoid(-gates) * acted_on).sum(2)
 
+    def _view(self, visibility: Visibility | None) -> Visibility:
+        """The visibility to use; raises where keys are not all earlier tokens of the sequence."""
+        view = Visibility() if visibility is None else visibility
+        check_defaults(view, ("causal", "mutual", "queries"), _ORDER)
+        return view
+
     def _far(
         self, queries: int, gates: Float[Tensor, "B 1 K"], view: Visibility
     ) -> Bool[Tensor, "#B R K"]:
         """Which keys the gates act on, of those that are seen."""
         near = replace(view, window=self.config.window)
         return ~near.dense(queries, gates.shape[2], gates.device)
-
-
-def _in_order(visibility: Visibility | None) -> Visibility:
-    """The visibility to use; raises where keys are not all earlier tokens of the sequence."""
-    view = Visibility() if visibility is None else visibility
-    for name, fits in (
-        ("causal", view.causal),
-        ("mutual", view.mutual is None),
-        ("queries", view.queries is None),
-    ):
-        if not fits:
-            raise ValueError(
-                f"visibility.{name} must be its default, got {getattr(view, name)}: gates act on "
-                "keys that are further back than a window; use gates with a window in causal "
-                "self-attention, without images, or RetentionGate(window=None)"
-            )
-    return view

@@ -17,6 +17,7 @@ from heedful.nn.layer import (
     LayerOutput,
     Maps,
     StandardForm,
+    check_defaults,
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
@@ -192,13 +193,11 @@ class _PairBlocks:
         scale: float | None,
     ) -> None:
         view = Visibility() if visibility is None else visibility
-        for name in ("causal", "mutual", "positions", "queries"):
-            if getattr(view, name) != getattr(Visibility(), name):
-                raise ValueError(
-                    f"visibility.{name} must be its default, got {getattr(view, name)}: windows of "
-                    "simplicial attention count back along the sequence; use it in causal "
-                    "self-attention, without images and without eviction"
-                )
+        reason = (
+            "windows of simplicial attention count back along the sequence; use it in causal "
+            "self-attention, without images and without eviction"
+        )
+        check_defaults(view, ("causal", "mutual", "positions", "queries"), reason)
         self.queries, self.total = q.shape[2], k.shape[2]
         view.check(q.shape[0], self.queries, self.total)
         self.scale = q.shape[3] ** -0.5 if scale is None else scale

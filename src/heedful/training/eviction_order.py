@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
 from heedful.nn.layer import NO_INPUTS
-from heedful.nn.retention import SelfPrunedAttention
 from heedful.ops import Visibility
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
@@ -288,7 +287,7 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
         ValueError: there is none, or gates act on logits.
     """
     layers = [x for x in model.modules() if isinstance(x, Layer)]
-    if any(isinstance(x, SelfPrunedAttention) for x in layers):
+    if any("gate" in x.keeps and x.reports_memory for x in layers):
         raise ValueError(
             "targets='maps' trains gates that change no output, and these have a window, beyond "
             "which they act on logits; take --mechanism retention-gate without one, or train these "

@@ -20,7 +20,6 @@ from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import Calls, calls_of
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.nn import Layer, LayerInputs
-from heedful.nn.retention import SelfPrunedAttention
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
@@ -121,7 +120,7 @@ class EvictionInTraining:
         scale: float,
         inputs: LayerInputs,
     ) -> LayerInputs:
-        """With what is added to the logits: `-F`, and far below them where a token is evicted."""
+        """With `bias` among what is added to the logits."""
         bias = self.bias(layer, q, k, view, scale, inputs).to(q.dtype)
         return inputs.with_bias(bias)
 
@@ -135,24 +134,22 @@ class EvictionInTraining:
         scale: float,
         inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
-        """`-F`, and far below every logit where the layer's cache has evicted a token."""
+        """`-F`, or what gates add; far below every logit where the cache has evicted a token."""
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         if layer.hides:
             selectors = layer.selectors(q, k, inputs)
             hiding = selection(*selectors, layer.config.protect_first, view, scale)
-            f, order = hiding.cumsum(2) - hiding, after_chunks(hiding, dense)
+            bias, order = hiding - hiding.cumsum(2), after_chunks(hiding, dense)
         else:
-            order = gates_after_chunks(layer.gates(tokens, inputs), dense)
-            f = torch.zeros_like(dense[:, None], dtype=order[0].dtype)
-            if isinstance(layer, SelfPrunedAttention):
-                f = -layer.logit_bias(layer.gates(tokens, inputs), tokens, view)
+            gates = layer.gates(tokens, inputs)
+            bias, order = layer.logit_bias(gates, tokens, view), gates_after_chunks(gates, dense)
         cached = cached_tokens(*order, *self._budget(layer))
         place = torch.arange(tokens, device=q.device)
         chunk = place // CHUNK
         before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
         attendable = before | (place >= (chunk * CHUNK)[:, None])
-        return (-f).masked_fill(~attendable[:, None], _EVICTED)
+        return bias.masked_fill(~attendable[:, None], _EVICTED)
 
     def _budget(self, layer: Layer) -> tuple[int, int, int]:
         """How many tokens are left after a chunk, and of these the first and newest that stay."""
