@@ -55,13 +55,14 @@ class Eviction:
 
     Arguments:
         tokens: how many tokens a layer may cache; one number, or one per attention layer, where
-            `None` stands for a layer that keeps everything.
+            `None` stands for a layer that keeps everything, and a tuple for one whose key heads
+            have budgets of their own, one number per key head.
         sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
         keep_prompt: never evict what the model was called with before its first step of one token.
     """
 
-    tokens: int | tuple[int | None, ...]
+    tokens: int | tuple[int | tuple[int, ...] | None, ...]
     sinks: int = 4
     recent: int = 8
     keep_prompt: bool = False
@@ -93,21 +94,22 @@ class Eviction:
             self._check_tokens()
 
     def _check_tokens(self) -> None:
-        several = isinstance(self.tokens, tuple | list)
-        if several:
-            object.__setattr__(self, "tokens", tuple(self.tokens))
+        layers = (self.tokens,)
+        if isinstance(self.tokens, tuple | list):
+            layers = tuple(tuple(x) if isinstance(x, list) else x for x in self.tokens)
+            object.__setattr__(self, "tokens", layers)
+            layers = tuple(x for x in layers if x is not None)
         least = self.sinks + self.recent + 1
-        for count in self.tokens if several else (self.tokens,):
-            if several and count is None:
-                continue
-            if not is_whole(count, least):
-                raise ValueError(
-                    f"tokens must be whole numbers of at least sinks + recent + 1 = {least}, got "
-                    f"{count!r}; give the layer more tokens, or protect fewer"
-                )
+        for layer in layers:
+            for count in layer if isinstance(layer, tuple) and layer else (layer,):
+                if not is_whole(count, least):
+                    raise ValueError(
+                        "tokens must be whole numbers of at least sinks + recent + 1 = "
+                        f"{least}, got {count!r}; give the layer more tokens, or protect fewer"
+                    )
 
-    def budgets(self, layers: int) -> tuple[int | None, ...]:
-        """The budget of every attention layer of a model."""
+    def budgets(self, layers: int) -> tuple[int | tuple[int, ...] | None, ...]:
+        """The budget of every attention layer of a model, or of each of its key heads."""
         if not isinstance(self.tokens, tuple):
             return (self.tokens,) * layers
         if len(self.tokens) != layers:

@@ -25,13 +25,13 @@ from heedful.hf.family.call import forward_pass
 class Calls(NamedTuple):
     """The calls that a whole sequence stands for, with a cache that evicts.
 
-    budgets: of the layers; less than so many tokens are cached between two calls. `None` for a
-        layer that keeps all.
+    budgets: of the layers, or of each of their key heads; less than so many tokens are cached
+        between two calls. `None` for a layer that keeps all.
     first: how many tokens come in the first call.
     later: how many in each call after it.
     """
 
-    budgets: tuple[int | None, ...]
+    budgets: tuple[int | tuple[int, ...] | None, ...]
     first: int
     later: int
 
@@ -49,8 +49,18 @@ class Calls(NamedTuple):
             begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
             before = before - count.gather(1, torch.where(begins, token, 0).cummax(1).values)
         before = before.clamp(min=0)  # a document may begin after its first token's call has
-        cached = [before if x is None else before.clamp(max=x - 1) for x in self.budgets]
-        return _strength(before, cached)
+        return _strength(before, [_cached(before, x) for x in self.budgets])
+
+
+def _cached(
+    before: Int[Tensor, "B T"], budget: int | tuple[int, ...] | None
+) -> Int[Tensor, "B T"] | Float[Tensor, "B T"]:
+    """How many of so many tokens a layer caches under a budget, on average over its key heads."""
+    if budget is None:
+        return before
+    if isinstance(budget, tuple):
+        return sum(before.clamp(max=n - 1) for n in budget) / len(budget)
+    return before.clamp(max=budget - 1)
 
 
 class AfterEviction:
@@ -135,21 +145,16 @@ def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tens
         return None
     if mask is None or mask.shape[1] < total:  # which attention refuses
         count = torch.tensor([[total]])  # on the CPU, so that a GPU gets one number, not launches
-        cached = [count if x.budget is None else torch.tensor([[x.length]]) for x in layers]
+        cached = [count if x.budget is None else x.count_cached(None) for x in layers]
         return _strength(count, cached).to(layers[0].device)
     real = mask[:, :total].bool()
     count = real.sum(1, keepdim=True)
-    cached = [
-        count
-        if x.budget is None
-        else real.gather(1, x.positions().to(real.device)).sum(1, keepdim=True)
-        for x in layers
-    ]
+    cached = [count if x.budget is None else x.count_cached(real) for x in layers]
     return _strength(count, cached)
 
 
 def _strength(
-    count: Int[Tensor, "#B n"], cached: Sequence[Int[Tensor, "#B n"]]
+    count: Int[Tensor, "#B n"], cached: Sequence[Real[Tensor, "#B n"]]
 ) -> Float[Tensor, "#B n"]:
     """Twice the share of so many tokens that layers no longer cache, at most 1."""
     share = sum((count - x) / count.clamp(min=1) for x in cached) / len(cached)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from heedful.eviction import Eviction, LowestGate, MostHidden
@@ -58,7 +58,7 @@ class EvictionInTraining:
                 f"{eviction}; search budgets with heedful budget --eviction auto"
             )
         modules = attention_modules(model)
-        self._layers: dict[Layer, int] = {}
+        self._layers: dict[Layer, int | tuple[int, ...]] = {}
         self._of_modules: list[Layer | None] = []  # of each module one, where it has a budget
         for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
             layers = [x for x in module.modules() if isinstance(x, Layer)]
@@ -106,7 +106,7 @@ class EvictionInTraining:
 
     def _calls(self) -> Calls | None:
         """The calls that a sequence stands for."""
-        tokens = [layer and self._budget(layer)[0] + 1 for layer in self._of_modules]
+        tokens = [layer and self.budget(layer) for layer in self._of_modules]
         cache = new_cache(self._model, replace(self._eviction, tokens=tuple(tokens)))
         return calls_of(cache, CHUNK, CHUNK)
 
@@ -134,7 +134,10 @@ class EvictionInTraining:
         scale: float,
         inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
-        """`-F`, or what gates add; far below every logit where the cache has evicted a token."""
+        """`-F`, or what gates add; far below every logit where the cache has evicted a token.
+
+        Of each head, where key heads have budgets of their own; else the same for all.
+        """
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         if layer.hides:
@@ -144,18 +147,44 @@ class EvictionInTraining:
         else:
             gates = layer.gates(tokens, inputs)
             bias, order = layer.logit_bias(gates, tokens, view), gates_after_chunks(gates, dense)
-        cached = cached_tokens(*order, *self._budget(layer))
-        place = torch.arange(tokens, device=q.device)
-        chunk = place // CHUNK
-        before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
-        attendable = before | (place >= (chunk * CHUNK)[:, None])
-        return bias.masked_fill(~attendable[:, None], _EVICTED)
+        budget = self.budget(layer)
+        heads = budget if isinstance(budget, tuple) else (budget,)
+        cached = self._cached(layer, *order, heads)
+        attendable = torch.stack([_attendable(cached[n], tokens) for n in heads], dim=1)
+        if len(heads) > 1:
+            attendable = attendable.repeat_interleave(q.shape[1] // len(heads), dim=1)
+        return bias.masked_fill(~attendable, _EVICTED)
 
-    def _budget(self, layer: Layer) -> tuple[int, int, int]:
-        """How many tokens are left after a chunk, and of these the first and newest that stay."""
+    def _cached(
+        self,
+        layer: Layer,
+        f: Float[Tensor, "B C T"],
+        visible: Bool[Tensor, "B C T"],
+        budgets: tuple[int, ...],
+    ) -> dict[int, Bool[Tensor, "B C T"]]:
+        """What is cached after each chunk under each budget, the more with all of the fewer."""
         sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
-        tokens = round(self._layers[layer] * self.factor)
-        return max(sinks + recent + 1, tokens) - 1, sinks, recent
+        cached, kept = {}, None
+        for tokens in sorted(set(budgets)):
+            kept = cached_tokens(f, visible, tokens - 1, sinks, recent, kept)
+            cached[tokens] = kept
+        return cached
+
+    def budget(self, layer: Layer) -> int | tuple[int, ...]:
+        """How many tokens the layer caches, or each of its key heads, with the factor of now."""
+        least = max(self._eviction.sinks, layer.keeps_first) + self._eviction.recent + 1
+        tokens = self._layers[layer]
+        if isinstance(tokens, tuple):
+            return tuple(max(least, round(n * self.factor)) for n in tokens)
+        return max(least, round(tokens * self.factor))
+
+
+def _attendable(cached: Bool[Tensor, "B C T"], tokens: int) -> Bool[Tensor, "B T T"]:
+    """The keys that each query finds: of its own chunk all, of those before what is cached."""
+    place = torch.arange(tokens, device=cached.device)
+    chunk = place // CHUNK
+    before = torch.cat([torch.ones_like(cached[:, :1]), cached], 1)[:, chunk]
+    return before | (place >= (chunk * CHUNK)[:, None])
 
 
 def _orders(layer: Layer, eviction: Eviction) -> bool:

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -151,6 +151,18 @@ class AttentionCache(CacheLayerMixin):
             return torch.empty(0, 0, dtype=torch.int64)
         total = self.counters.total
         return torch.arange(total - self.length, total, device=self.device).expand(self.batch, -1)
+
+    def count_cached(
+        self, real: Bool[Tensor, "B n"] | None
+    ) -> Int[Tensor, "#B 1"] | Float[Tensor, "#B 1"]:
+        """How many tokens it has cached of each sequence, on average over its key heads.
+
+        Arguments:
+            real: which of all tokens so far count; `None` where all do.
+        """
+        if real is None:
+            return torch.tensor([[self.length]])  # on the CPU: one number and no launch
+        return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
     def check_owner(self, layer: Layer) -> None:
         """Raise unless the cache belongs to that layer; one from a file does from now on."""

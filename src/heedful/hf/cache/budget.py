@@ -20,14 +20,19 @@ class Budget:
 
     Arguments:
         policy: chooses what is evicted.
-        tokens: less than so many are cached between two calls; `None` where the policy decides
-            how many are evicted too.
+        tokens: less than so many are cached between two calls; of each key head, where these have
+            budgets of their own; `None` where the policy decides how many are evicted too.
         logits: what no logit of the layer exceeds in size, as far as its family makes sure of it.
     """
 
     policy: Eviction
-    tokens: int | None
+    tokens: int | tuple[int, ...] | None
     logits: float | None = None
+
+    @property
+    def by_head(self) -> bool:
+        """Whether key heads have budgets of their own."""
+        return isinstance(self.tokens, tuple)
 
     def __deepcopy__(self, memo: dict) -> "Budget":
         return self  # nothing in it changes

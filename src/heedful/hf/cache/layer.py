@@ -55,7 +55,7 @@ class LayerCache(AttentionCache):
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
-        if tokens is not None and self.window is not None and self.window <= tokens:
+        if isinstance(tokens, int) and self.window is not None and self.window <= tokens:
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
@@ -96,7 +96,7 @@ class LayerCache(AttentionCache):
 
     @property
     def length(self) -> int:
-        return self._tokens.keys.length
+        return self._tokens.length
 
     @property
     def is_croppable(self) -> bool:
@@ -166,9 +166,21 @@ class LayerCache(AttentionCache):
             self._tokens.place(self.counters.total, new)
         self.counters.add(new)
         self._measure(copied=copied)
+        return self._handed_over(key_states, value_states)
+
+    def _handed_over(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What `update` returns for new keys and values, and `attend` is given."""
         if self._by_heads:
             return self._tokens.keys.codes, self._tokens.values.codes
         return self.keys, self.values
+
+    def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
+        """Raise where what attention reads is not what `update` has returned."""
+        if self._by_heads and {k.dtype, v.dtype} != {torch.int8}:
+            raise ValueError(
+                f"{type(layer).__name__}: this family changes keys or values after the cache has "
+                "returned them, which a quantized cache does not see; make it without dtype"
+            )
 
     def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
         """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
@@ -198,11 +210,7 @@ class LayerCache(AttentionCache):
             visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
-        if self._by_heads and {k.dtype, v.dtype} != {torch.int8}:
-            raise ValueError(
-                f"{type(layer).__name__}: this family changes keys or values after the cache has "
-                "returned them, which a quantized cache does not see; make it without dtype"
-            )
+        self._check_unchanged(layer, k, v)
         beside = layer.beside(inputs)
         if beside is not None:
             self._tokens.beside.append(beside.to(q.dtype), self._room)
@@ -287,7 +295,7 @@ class LayerCache(AttentionCache):
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
     ) -> LayerOutput:
         """The layer for query rows that are followed by so many later tokens."""
-        count = k.shape[2] - later
+        count = self.length - later
         inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
         if later and inputs.beside is not None:
             inputs = inputs._replace(beside=inputs.beside[:, :, :count])
@@ -330,6 +338,13 @@ class LayerCache(AttentionCache):
     def _evict_over_budget(self, call: LastCall) -> None:
         if not self._step.due(self.length):
             return
+        cached, protection = self._candidates(call)
+        moves = self._step.moves(cached, protection)
+        if moves is not None:
+            self._move(moves)
+
+    def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
+        """All cached tokens as the policy scores them, and what else decides."""
         policy, counters, visibility = self.policy, self.counters, call.visibility
         if policy.reads_keys or policy.observes != 0:
             self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
@@ -360,9 +375,10 @@ class LayerCache(AttentionCache):
         protection = gather.Protection(
             counters.total, counters.prompt, self._keeps_first, windows, visibility.padding
         )
-        moves = self._step.moves(cached, protection)
-        if moves is None:
-            return
+        return cached, protection
+
+    def _move(self, moves: gather.Moves) -> None:
+        """Fill the slots of evicted tokens."""
         before = self._nbytes + self._copied
         copied = self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
@@ -404,11 +420,11 @@ class LayerCache(AttentionCache):
         """The running state without the newest `count` recorded tokens, which are dropped."""
         remaining = undo.tokens - count
         inputs = undo.call.inputs.before(count, remaining)
-        return layer(
-            self._queries.rows[:, :, -remaining:], self.keys, self.values, scale=undo.call.scale,
-            visibility=self._visibility_of_cached(visibility, self.counters.total - remaining),
-            inputs=inputs._replace(beside=self._tokens.beside.contents),
-        ).state  # fmt: skip
+        visibility = self._visibility_of_cached(visibility, self.counters.total - remaining)
+        inputs = inputs._replace(beside=self._tokens.beside.contents)
+        call = LastCall(None, visibility, undo.call.scale, inputs)
+        rows = self._queries.rows[:, :, -remaining:]
+        return self._run(layer, rows, self.keys, self.values, call).state
 
     # Batches, devices, bytes.
 

@@ -13,7 +13,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.budget import layer_budgets
+from heedful.hf.cache.budget import Budget, layer_budgets
+from heedful.hf.cache.by_head import ByHeadCache
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.int8 import is_int8
@@ -147,7 +148,7 @@ def new_cache(
     meter = Meter()
     for (index, module), budget in zip(places.items(), budgets, strict=True):
         sliding = getattr(layers[index], "sliding_window", None)
-        layers[index] = cache_kind(module)(module.heedful, sliding, budget, meter, int8)
+        layers[index] = cache_for(module, sliding, budget, meter, int8)
     own = KVCache(layers, meter, offloading)
     if not model.config.is_encoder_decoder:
         return own
@@ -185,11 +186,30 @@ def stock_layers(model: nn.Module) -> list:
     return list(DynamicCache(config=config.get_text_config(decoder=True)).layers)
 
 
-def cache_kind(module: nn.Module) -> type[LayerCache | SummaryCache]:
-    """The kind of cache that a module's mechanism goes on from."""
+def cache_for(
+    module: nn.Module,
+    sliding: int | None = None,
+    budget: Budget | None = None,
+    meter: Meter | None = None,
+    int8: bool = False,
+) -> LayerCache | SummaryCache:
+    """The cache of one attention module, of the kind that its mechanism goes on from.
+
+    Arguments:
+        module: of a converted model.
+        sliding, budget, meter, int8: as of any layer's cache.
+
+    Raises:
+        ValueError: the policy or the dtype cannot serve it.
+    """
+    kind = LayerCache
     if module.heedful.summarises:
-        return SummaryCache
-    return BiasedLayerCache if "bias" in module.heedful.host.terms else LayerCache
+        kind = SummaryCache
+    elif "bias" in module.heedful.host.terms:
+        kind = BiasedLayerCache
+    elif budget is not None and budget.by_head:
+        kind = ByHeadCache
+    return kind(module.heedful, sliding, budget, meter, int8)
 
 
 def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Module]:
@@ -243,7 +263,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:
     if _unused(part) and layer.host.own_cache:
         if torch.compiler.is_compiling():
             return None  # a graph can fill a stock layer; what needs more refuses to go on from it
-        own = cache_kind(module)(layer, getattr(part, "sliding_window", None))
+        own = cache_for(module, getattr(part, "sliding_window", None))
         if getattr(part, "record_past", False):
             own.activate_past_recording()
         cache.layers[index] = own

@@ -21,8 +21,7 @@ from heedful.hf.after_eviction import calls_of
 from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
-from heedful.hf.cache.layer import LayerCache
-from heedful.hf.cache.new import attention_modules, cache_kind, new_cache
+from heedful.hf.cache.new import attention_modules, cache_for, new_cache
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
@@ -95,9 +94,8 @@ def evicting(
     routes = []
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None or int8:
-            layer, kind = module.heedful, cache_kind(module)
-            kind(layer, None, budget, int8=int8)  # raises if it cannot be served
-            routes.append(_Route(layer, budget, int8, Pieces(whole, step), peaks))
+            cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
+            routes.append(_Route(module, budget, int8, Pieces(whole, step), peaks))
     if any("forward" in vars(route.layer) for route in routes):
         raise ValueError("model is evicting already; leave the outer `evicting` first")
     try:
@@ -128,11 +126,11 @@ class _Route:
     """In place of a layer's forward: the sequence in pieces, through a layer's cache."""
 
     def __init__(
-        self, layer: Layer, budget: Budget | None, int8: bool, pieces: Pieces, peaks: Peaks
+        self, module: nn.Module, budget: Budget | None, int8: bool, pieces: Pieces, peaks: Peaks
     ) -> None:
-        self.layer, self.budget, self.int8 = layer, budget, int8
+        self.module, self.layer, self.budget, self.int8 = module, module.heedful, budget, int8
         self.pieces, self.peaks = pieces, peaks
-        self.needs, self.inside = layer.needs, False
+        self.needs, self.inside = self.layer.needs, False
 
     def __call__(
         self,
@@ -154,7 +152,7 @@ class _Route:
                 "a cache"
             )
         visibility = Visibility() if visibility is None else visibility
-        cache = LayerCache(self.layer, visibility.window, self.budget, int8=self.int8)
+        cache = cache_for(self.module, visibility.window, self.budget, int8=self.int8)
         outputs, start, self.inside = [], 0, True
         try:
             while start < total:
@@ -183,6 +181,7 @@ class _Route:
             return total
         whole, step = self.pieces
         policy, tokens = self.budget.policy, self.budget.tokens
+        tokens = min(tokens) if isinstance(tokens, tuple) else tokens
         by_call = window is not None or policy.keep_prompt or policy.observes not in (0, 1, None)
         if by_call or tokens is None:
             return whole

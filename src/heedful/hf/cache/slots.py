@@ -31,6 +31,10 @@ class Slots:
             return None
         return self.buffer[:, :, self.start : self.start + self.length]
 
+    def read(self, heads: slice, tokens: slice) -> Shaped[Tensor, "B h m D"]:
+        """Some tokens of some heads."""
+        return self.contents[:, heads, tokens]
+
     @property
     def tensors(self) -> list[Tensor]:
         """The buffer, once there are tokens."""

@@ -34,6 +34,11 @@ class StoredTokens:
         return [slots for slots in (self.keys, self.values, self.beside) if slots.tensors]
 
     @property
+    def length(self) -> int:
+        """How many tokens there are."""
+        return self.keys.length
+
+    @property
     def batch(self) -> int | None:
         """How many sequences there are; `None` before the first call."""
         return len(self.keys.tensors[0]) if self.keys.tensors else None
