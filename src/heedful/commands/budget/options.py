@@ -39,6 +39,8 @@ class BudgetSearch:
     """A model whose perplexity, with its whole cache, is the limit in place of --loss."""
     tokens: int | None = None
     """Give layers so many tokens on average, each as many as help most, in place of --loss."""
+    by_head: bool = False
+    """Share out the budgets that the folder has already among single key heads; the sum stays."""
     length: int = 1024
     """Tokens per sequence of data."""
     rows: int = 8
@@ -79,6 +81,11 @@ class BudgetSearch:
             raise ValueError(
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "
                 "search with another policy"
+            )
+        if self.by_head and (self.tokens is not None or self.reference is not None):
+            raise ValueError(
+                "by_head shares out the tokens that the folder's budgets.json has: leave tokens "
+                "and reference out"
             )
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)

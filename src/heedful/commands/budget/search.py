@@ -46,9 +46,9 @@ from heedful.training.checkpoints import differences
 LOG = "budgets.search.jsonl"
 FORMAT = 1
 
-_OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
-_BAR = "{desc} [{n} of at most {total} --trials, {elapsed}, at most {remaining} left]"
-_PIECES = 64  # of a sequence, while searching
+OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
+BAR = "{desc} [{n} of at most {total} --trials, {elapsed}, at most {remaining} left]"
+PIECES = 64  # of a sequence, while searching
 
 
 class SearchResult(NamedTuple):
@@ -86,8 +86,15 @@ class SearchResult(NamedTuple):
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
     """How much of what the budgets at the start hold these hold; `None` is a whole sequence."""
-    total, whole = (sum(n or length for n in those) for those in (budgets, start))
-    return total / whole
+    held, whole = (sum(mean_tokens(n, length) for n in those) for those in (budgets, start))
+    return held / whole
+
+
+def mean_tokens(budget: int | tuple[int, ...] | None, length: int) -> float:
+    """The tokens of a layer's key heads on average; `None` is a whole sequence."""
+    if isinstance(budget, tuple):
+        return sum(budget) / len(budget)
+    return budget or length
 
 
 def search(options: BudgetSearch) -> SearchResult:
@@ -114,28 +121,28 @@ def search(options: BudgetSearch) -> SearchResult:
     if options.dtype != "auto":
         model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-    _check_rows_fit(options, model, options.model)
+    check_rows_fit(options, model, options.model)
     rows = read_rows(options.data, tokenizer, options.length, options.rows)
     policy, start = _start(options, model)
-    if options.tokens is not None and options.tokens < _least(policy, model):
+    least = least_budget(policy, model)
+    if options.tokens is not None and options.tokens < least:
         raise ValueError(
-            f"tokens must be at least the {_least(policy, model)} that every budget holds, got "
+            f"tokens must be at least the {least} that every budget holds, got "
             f"{options.tokens}; give more, or protect fewer with --sinks and --recent"
         )
     reference = None if options.reference is None else _reference(options, rows)
     with only_writer(folder):
-        identity = _search_identity(options, policy, rows, model, reference)
+        identity = search_identity(options, policy, rows, model, reference)
         log = SearchLog(folder / LOG, identity, options.restart)
         most = options.trials or None
-        with tqdm(unit=" trials", total=most, bar_format=_BAR if most else _OPEN_BAR) as bar:
-            pieces = max(1, options.length // _PIECES)
-            rough = _Measure(model, rows, policy, log, bar, pieces)
+        with tqdm(unit=" trials", total=most, bar_format=BAR if most else OPEN_BAR) as bar:
+            pieces = max(1, options.length // PIECES)
+            rough = Measure(model, rows, policy, log, bar, pieces)
             # Only a limit must hold token by token.
-            exact = rough if options.tokens else _Measure(model, rows, policy, log, bar)
+            exact = rough if options.tokens else Measure(model, rows, policy, log, bar)
             whole, limit = exact(start), None
             if not math.isfinite(whole):
                 raise ValueError(f"model {options.model!r} has a perplexity of {whole} on the data")
-            least = _least(policy, model)
             if options.tokens is not None:
                 budgets, ended = _spread(start, least, options.tokens, rough, most)
             else:
@@ -157,12 +164,12 @@ def search(options: BudgetSearch) -> SearchResult:
             measured=log.measured, ended=ended,
             seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        write_budgets(result.path, eviction, model, _about(options, result))
+        write_budgets(result.path, eviction, model, about(options, result))
     return result
 
 
 def _shrunk(
-    start: Budgets, least: int, limit: float, measure: "_Measure", most: int | None
+    start: Budgets, least: int, limit: float, measure: "Measure", most: int | None
 ) -> tuple[Budgets, bool]:
     """The smallest budgets in so many trials, and whether the search came to its end.
 
@@ -170,7 +177,7 @@ def _shrunk(
     small models it sometimes ends lower.
     """
     best, ended = start, False
-    length, trials = measure.rows.ids.shape[1], _Trials(measure, most, start)
+    length, trials = measure.rows.ids.shape[1], Trials(measure, most, start)
 
     def cost(trial: Budgets) -> float:
         nonlocal best
@@ -186,7 +193,7 @@ def _shrunk(
             before = total(best)
             greedy(best, least, 1, limit, cost)
 
-    with suppress(_NoTrialsLeft):
+    with suppress(NoTrialsLeft):
         shrink(start, least, length, limit, cost)
         settle()
         ended = True
@@ -196,38 +203,38 @@ def _shrunk(
 
 
 def _spread(
-    start: Budgets, least: int, tokens: int, measure: "_Measure", most: int | None
+    start: Budgets, least: int, tokens: int, measure: "Measure", most: int | None
 ) -> tuple[Budgets, bool]:
     """The best budgets of so many tokens on average in so many trials, and whether it ended."""
-    best, trials = common_level(start, tokens), _Trials(measure, most, start)
-    with suppress(_NoTrialsLeft):
+    best, trials = common_level(start, tokens), Trials(measure, most, start)
+    with suppress(NoTrialsLeft):
         for budgets in spread(best, start, least, trials):
             best = budgets
         return best, True
     return best, False
 
 
-class _Trials:
-    """A measure that raises `_NoTrialsLeft` once so many budgets were tried, `start` included."""
+class Trials:
+    """A measure that raises `NoTrialsLeft` once so many budgets were tried, `start` included."""
 
-    def __init__(self, measure: "_Measure", most: int | None, start: Budgets) -> None:
+    def __init__(self, measure: "Measure", most: int | None, start: Budgets) -> None:
         self.measure, self.most, self.tried = measure, most, {start}
         measure.bar.update()
 
     def __call__(self, trial: Budgets) -> float:
         if trial not in self.tried and self.most is not None and len(self.tried) >= self.most:
-            raise _NoTrialsLeft
+            raise NoTrialsLeft
         value = self.measure(trial)
         self.measure.bar.update(trial not in self.tried)
         self.tried.add(trial)
         return value
 
 
-class _NoTrialsLeft(Exception):
+class NoTrialsLeft(Exception):
     """All trials were used up."""
 
 
-class _Measure:
+class Measure:
     """Perplexity of budgets, from the log where it is known.
 
     step: tokens that a cache gets at a time.
@@ -275,6 +282,7 @@ class SearchLog:
         self.path = path
         self.perplexities: dict[tuple[Budgets, int], float] = {}  # by budgets and step
         self.others: dict[str, float] = {}
+        self.savings: dict[Budgets, list[float]] = {}  # of key heads
         self.measured = 0  # now
         identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
         if restart or not path.exists():
@@ -286,8 +294,10 @@ class SearchLog:
             first, *lines = [json.loads(line) for line in whole.splitlines()]
             for line in lines:
                 if "budgets" in line:
-                    key = (tuple(line["budgets"]), int(line.get("step", 1)))
+                    key = (_budgets(line["budgets"]), int(line.get("step", 1)))
                     self.perplexities[key] = float(line["perplexity"])
+                elif "savings" in line:
+                    self.savings[_budgets(line["of"])] = [float(x) for x in line["savings"]]
                 else:
                     self.others[line["name"]] = float(line["perplexity"])
         except (ValueError, TypeError, KeyError) as error:
@@ -317,8 +327,18 @@ class SearchLog:
             self._log_trial({"name": name, "perplexity": self.others[name]})
         return self.others[name]
 
+    def add_savings(self, budgets: Budgets, savings: list[float]) -> None:
+        """Write down what each key head saves beside these budgets."""
+        self.savings[budgets] = savings
+        self._log_trial({"of": budgets, "savings": savings})
+
     def _log_trial(self, line: dict) -> None:
         append_line(self.path, json.dumps(line))
+
+
+def _budgets(items: list) -> Budgets:
+    """Budgets as JSON has them."""
+    return tuple(tuple(x) if isinstance(x, list) else x for x in items)
 
 
 def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
@@ -341,22 +361,23 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
             start.append(None)
     if all(tokens is None for tokens in start):
         raise reasons[0]
-    if all(tokens is None or tokens <= _least(policy, model) for tokens in start):
+    least = least_budget(policy, model)
+    if all(tokens is None or tokens <= least for tokens in start):
         raise ValueError(
-            f"length must be more than the {_least(policy, model)} tokens that every budget holds, "
-            f"got {options.length}; give longer sequences, or protect fewer tokens"
+            f"length must be more than the {least} tokens that every budget holds, got "
+            f"{options.length}; give longer sequences, or protect fewer tokens"
         )
-    start = [n if n is None else max(n, _least(policy, model)) for n in start]
+    start = [n if n is None else max(n, least) for n in start]
     return dataclasses.replace(policy, tokens=tuple(start)), tuple(start)
 
 
-def _least(policy: Eviction, model: PreTrainedModel) -> int:
+def least_budget(policy: Eviction, model: PreTrainedModel) -> int:
     """What every budget must hold: protected tokens, and the next one."""
     first = any(module.heedful.keeps_first for module in attention_modules(model))
     return max(policy.sinks, int(first)) + policy.recent + 1
 
 
-def _search_identity(
+def search_identity(
     options: BudgetSearch,
     policy: Eviction,
     rows: Rows,
@@ -377,7 +398,7 @@ def _search_identity(
     }
 
 
-def _about(options: BudgetSearch, result: SearchResult) -> dict:
+def about(options: BudgetSearch, result: SearchResult) -> dict:
     return {
         "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
         "limit": _limit_in_words(options),
@@ -398,7 +419,7 @@ def _limit_in_words(options: BudgetSearch) -> str:
     return f"{options.loss} % above the whole cache"
 
 
-def _check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
+def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
     most = longest(model)
     if most is not None and options.length > most:
         raise ValueError(
@@ -413,7 +434,7 @@ def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
     if options.dtype != "auto":
         model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.reference, model)
-    _check_rows_fit(options, model, options.reference)
+    check_rows_fit(options, model, options.reference)
     theirs = read_rows(options.data, tokenizer, options.length, options.rows)
     if not torch.equal(theirs.ids, rows.ids):
         raise ValueError(
@@ -438,10 +459,14 @@ def format_result(result: SearchResult) -> str:
     lines = ["layer  tokens   share"]
     for index, tokens in enumerate(budgets):
         part = share((tokens,), (result.start[index],), result.length)
-        lines.append(f"{index:5}  {'all' if tokens is None else tokens:>6}  {part:6.1%}")
+        own = "all" if tokens is None else tokens
+        if isinstance(own, tuple):
+            own = " ".join(map(str, own))
+        lines.append(f"{index:5}  {own:>6}  {part:6.1%}")
     limit = "" if result.limit is None else f", limit {result.limit:.4f}"
     lines += [
-        f"  sum  {sum(n or result.length for n in budgets):6}  {result.share_of_tokens:6.1%}",
+        f"  sum  {sum(mean_tokens(n, result.length) for n in budgets):6.0f}  "
+        f"{result.share_of_tokens:6.1%}",
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
         f"cache {result.whole:.4f}{limit} ({result.rows} sequences)",

@@ -107,30 +107,43 @@ def share_out(
     return best
 
 
-def spread(budgets: Budgets, start: Budgets, least: int, measure: Measure) -> Iterator[Budgets]:
+def spread(
+    budgets: Budgets,
+    start: Budgets,
+    least: int,
+    measure: Measure,
+    savings: Callable[[Budgets, Budgets], Sequence[float]] | None = None,
+) -> Iterator[Budgets]:
     """As many tokens in all, shared out by what each layer saves with twice its own.
 
-    Layers cost a / n as in `share_out`. A round changes no layer by more than a half or four times:
-    further away a / n says little. Where the new budgets are worse even so, half of the way to
-    them is tried, then a quarter. Rounds follow until one of them saves next to nothing.
+    A layer that has all tokens is judged by what it loses with half of them. Layers cost a / n as
+    in `share_out`. A round changes no layer by more than a half or four times: further away a / n
+    says little. Where the new budgets are worse even so, half of the way to them is tried, then a
+    quarter. Rounds follow until one of them saves next to nothing.
 
     Arguments:
         budgets: where it begins; layers with `None` take no part.
         start: budgets that hold everything.
         least: no budget goes below it.
         measure: perplexity of budgets.
+        savings: what each layer alone saves of the logarithm of perplexity with the second budgets
+            in place of the first; by default one after the other is measured.
 
     Yields:
         The result of each round, as long as it is better than the one before.
     """
     value = math.log(measure(budgets))
     while True:
-        costs = [0.0] * len(budgets)
-        for i, tokens in enumerate(budgets):
-            double = None if tokens is None else min(start[i], 2 * tokens)
-            if double != tokens:
-                saving = value - math.log(measure(replaced(budgets, i, double)))
-                costs[i] = max(saving, 0.0) / (1 / tokens - 1 / double)
+        others = _others(budgets, start, least)
+        if savings is None:
+            trials = [replaced(budgets, i, n) for i, n in enumerate(others)]
+            saved = [value - math.log(measure(x)) if x != budgets else 0.0 for x in trials]
+        else:
+            saved = savings(budgets, others)
+        costs = [
+            0.0 if n == other else max(x / (1 / n - 1 / other), 0.0)
+            for x, n, other in zip(saved, budgets, others, strict=True)
+        ]
         trial = _of_the_same_sum(budgets, start, least, costs)
         for part in _PARTS:
             nearer = _between(budgets, trial, part)
@@ -143,6 +156,14 @@ def spread(budgets: Budgets, start: Budgets, least: int, measure: Measure) -> It
         yield budgets
         if saving < _PROGRESS:
             return
+
+
+def _others(budgets: Budgets, start: Budgets, least: int) -> Budgets:
+    """Twice as many tokens, as far as there are so many; half of them where there are no more."""
+    return tuple(
+        n if n is None else min(most, 2 * n) if n < most else max(least, n // 2)
+        for n, most in zip(budgets, start, strict=True)
+    )
 
 
 def _between(budgets: Budgets, others: Budgets, part: float) -> Budgets:

@@ -1,0 +1,154 @@
+"""Share out the tokens of budgets that were found among single key heads.
+
+What each head would save with more tokens is known of all heads from one gradient; the trials, with
+real caches, only say whether the budgets that follow are better.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from heedful.commands.budget.options import BudgetSearch
+from heedful.commands.budget.rows import Rows, read_rows
+from heedful.commands.budget.search import (
+    BAR,
+    OPEN_BAR,
+    PIECES,
+    Measure,
+    NoTrialsLeft,
+    SearchLog,
+    SearchResult,
+    Trials,
+    about,
+    check_rows_fit,
+    least_budget,
+    search_identity,
+)
+from heedful.commands.budget.shrink import Budgets, spread
+from heedful.commands.models import open_model, open_tokenizer
+from heedful.eviction import Eviction
+from heedful.hf.budgets import NAME, read_budgets, write_budgets
+from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.records.files import only_writer
+from heedful.training.head_savings import head_savings
+
+LOG = "budgets.by-head.jsonl"
+
+_SMOOTH = 0.3  # of the mean cost, added to that of each head, which is known only roughly
+
+
+def search_by_head(options: BudgetSearch) -> SearchResult:
+    """Share out the tokens of each layer in the folder's `budgets.json` among its key heads.
+
+    The sum over all key heads stays; a layer may have more or fewer than before. What was tried
+    goes into a file beside it, so that a search that was stopped goes on there.
+
+    Raises:
+        ValueError: an option cannot be read or does not fit the model, there is no budgets.json,
+            or its policy or the layers cannot have budgets of key heads.
+    """
+    folder, begun = Path(options.adapter or options.model), time.perf_counter()
+    model = open_model(options.model, options.device, adapter=options.adapter, budgets=False)
+    if options.dtype != "auto":
+        model.to(torch.bfloat16)
+    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    check_rows_fit(options, model, options.model)
+    layers = _layers(folder, model)
+    rows = read_rows(options.data, tokenizer, options.length, options.rows)
+    heads = [module.heedful.shape.key_heads for module in attention_modules(model)]
+
+    def nested(flat: Budgets) -> Budgets:
+        """The budgets of the heads, layer by layer."""
+        each = iter(flat)
+        return tuple(
+            None if n is None else tuple(next(each) for _ in range(count))
+            for n, count in zip(layers.tokens, heads, strict=True)
+        )
+
+    start: Budgets = tuple(
+        tokens
+        for n, count in zip(layers.tokens, heads, strict=True)
+        if n is not None
+        for tokens in (n if isinstance(n, tuple) else (n,) * count)
+    )
+    whole = tuple(options.length for _ in start)
+    new_cache(model, dataclasses.replace(layers, tokens=nested(start)))  # raises if none can serve
+    with only_writer(folder):
+        identity = search_identity(options, layers, rows, model, None)
+        log, most = SearchLog(folder / LOG, identity, options.restart), options.trials or None
+        with tqdm(unit=" trials", total=most, bar_format=BAR if most else OPEN_BAR) as bar:
+            everything = dataclasses.replace(layers, tokens=nested(whole))
+            step = max(1, options.length // PIECES)
+            measure = Measure(model, rows, everything, log, bar, step)
+            savings = _Savings(model, rows, layers, log, nested)
+            trials = Trials(measure, most, everything.tokens)
+            best, ended = start, False
+            with suppress(NoTrialsLeft):
+                least = least_budget(layers, model)
+                for flat in spread(start, whole, least, lambda x: trials(nested(x)), savings):
+                    best = flat
+                ended = True
+        eviction = dataclasses.replace(layers, tokens=nested(best))
+        result = SearchResult(
+            path=folder / NAME, eviction=eviction, start=everything.tokens,
+            perplexity=measure(eviction.tokens), whole=measure(everything.tokens), limit=None,
+            rows=options.rows, length=options.length, trials=len(log.perplexities),
+            measured=log.measured, ended=ended, seconds=time.perf_counter() - begun,
+        )  # fmt: skip
+        write_budgets(result.path, eviction, model, about(options, result))
+    return result
+
+
+def _layers(folder: Path, model: PreTrainedModel) -> Eviction:
+    """The budgets that are there."""
+    path = folder / NAME
+    if not path.is_file():
+        raise ValueError(
+            f"by_head shares out the budgets that a folder has, and {path} is not there; search "
+            "budgets of layers first (heedful budget without --by-head)"
+        )
+    eviction = read_budgets(path, model)
+    return dataclasses.replace(eviction, tokens=eviction.budgets(len(attention_modules(model))))
+
+
+class _Savings:
+    """What each head saves, from the log where it is known."""
+
+    def __init__(self, model: PreTrainedModel, rows: Rows, layers: Eviction, log, nested) -> None:
+        self.model, self.rows, self.layers = model, rows, layers
+        self.log, self.nested = log, nested
+
+    def __call__(self, budgets: Budgets, others: Budgets) -> Sequence[float]:
+        """Of the logarithm of perplexity, for spread(); each with a share of the mean cost."""
+        saved = self.log.savings.get(self.nested(budgets))
+        if saved is None:
+            saved = self._measured(budgets, others)
+            self.log.add_savings(self.nested(budgets), saved)
+        per_cost = [1 / n - 1 / other for n, other in zip(budgets, others, strict=True)]
+        costs = [max(x / y, 0.0) if y else 0.0 for x, y in zip(saved, per_cost, strict=True)]
+        least = _SMOOTH * sum(costs) / len(costs)
+        return [(x + least) * y for x, y in zip(costs, per_cost, strict=True)]
+
+    def _measured(self, budgets: Budgets, others: Budgets) -> list[float]:
+        now, then = (
+            dataclasses.replace(self.layers, tokens=self.nested(x)) for x in (budgets, others)
+        )
+        table = head_savings(self.model, now, then, self._sequences())
+        return [
+            saving
+            for row, n in zip(table.tolist(), self.nested(budgets), strict=True)
+            if n is not None
+            for saving in row[: len(n)]
+        ]
+
+    def _sequences(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One at a time, since a gradient goes back through the whole model."""
+        for ids, labels in zip(*self.rows, strict=True):
+            yield ids[None].to(self.model.device), labels[None].to(self.model.device)
