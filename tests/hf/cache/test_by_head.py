@@ -270,3 +270,17 @@ def test_keys_that_a_family_changes_behind_the_cache_are_refused():
         cache.attend(
             layer, q, 2 * keys, values, visibility=Visibility(), scale=None, inputs=LayerInputs()
         )
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_keys_and_values_of_all_heads_are_offloaded(dtype):
+    model = model_of("selective-extra")
+    cache = cache_of(model, MostHidden, dtype=dtype)
+    in_steps(model, tokens(1, 20), [20], cache)
+    part = cache.layers[0]
+    part.device = torch.device("meta")
+    part.prefetch()
+    for group in part._tokens.groups:
+        for slots in (group.keys, group.values):
+            assert {x.device.type for x in slots.tensors} == {"meta"}
+    assert part._tokens.positions.device.type == part._state.device.type == "cpu"

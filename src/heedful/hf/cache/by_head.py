@@ -229,9 +229,8 @@ class TokensByHead(StoredTokens):
         self.keys, self.values = self.groups[0].keys, self.groups[0].values
 
     @property
-    def streams(self) -> list[Slots | Int8Slots]:
-        slots = [x for group in self.groups for x in (group.keys, group.values)]
-        return [x for x in (*slots, self.beside) if x.tensors]
+    def of_heads(self) -> list[Slots | Int8Slots]:
+        return [x for group in self.groups for x in (group.keys, group.values)]
 
     @property
     def tensors(self) -> list[Tensor | None]:

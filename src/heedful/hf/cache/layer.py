@@ -443,11 +443,11 @@ class LayerCache(AttentionCache):
 
     def offload(self) -> None:
         """Keys and values go to the CPU; what the mechanism keeps beside is small and stays."""
-        for slots in (self._tokens.keys, self._tokens.values):
+        for slots in self._tokens.of_heads:
             slots.map_batch(lambda x: x.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        for slots in (self._tokens.keys, self._tokens.values):
+        for slots in self._tokens.of_heads:
             slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
 
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:

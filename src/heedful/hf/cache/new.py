@@ -52,7 +52,7 @@ class KVCache(Cache):
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each attention layer has cached."""
+        """How many tokens each attention layer has cached; of several key heads' own, the most."""
         return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:

@@ -29,9 +29,14 @@ class StoredTokens:
         self.positions: Int[Tensor, "B 1 n"] | None = None
 
     @property
+    def of_heads(self) -> list[Slots | Int8Slots]:
+        """Keys and values."""
+        return [self.keys, self.values]
+
+    @property
     def streams(self) -> list[Slots | Int8Slots]:
         """Those that have tokens."""
-        return [slots for slots in (self.keys, self.values, self.beside) if slots.tensors]
+        return [slots for slots in (*self.of_heads, self.beside) if slots.tensors]
 
     @property
     def length(self) -> int:
