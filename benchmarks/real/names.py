@@ -19,12 +19,23 @@ MODELS = {
     "runs/hide-s1": "selectors of seed 1",
     EVICT: "trained under the budgets too",
     AT_ONCE: "the same, in full from the first eviction on",
-    "runs/after-1": "in full from the first eviction on, seed 1",
-    "runs/after-2": "in full from the first eviction on, seed 2",
+    "runs/evict-seed-1": "the same, seed 1",
+    "runs/evict-seed-2": "the same, seed 2",
+    "runs/hide-heads": "selectors trained",
+    "runs/evict-heads-0": "trained under the budgets too",
+    "runs/evict-heads-1": "the same, seed 1",
+    "runs/evict-heads-2": "the same, seed 2",
     ALWAYS: "the same, with matrices that always act",
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
 }
+BY_LAYER = {
+    "runs/hide-heads": HIDE,
+    "runs/evict-heads-0": EVICT,
+    "runs/evict-heads-1": "runs/evict-seed-1",
+    "runs/evict-heads-2": "runs/evict-seed-2",
+}
+"""The adapters whose copies have budgets of key heads."""
 FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
 """What the folder of the last adapter had until when."""
 GRADUAL = "2026-11-27T10:00"
@@ -43,6 +54,7 @@ POLICIES = {
     "lowest-gate-recent": "LowestGate, half of them the newest",
     "most-hidden": "MostHidden",
     "by-layer": "MostHidden, budgets by layer",
+    "by-head": "MostHidden, budgets by key head",
     "tova-by-layer": "TOVA, the same budgets",
 }
 

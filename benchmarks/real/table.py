@@ -6,7 +6,16 @@ import numpy
 
 from benchmarks.parts import markdown, provenance
 from benchmarks.real import evaluations
-from benchmarks.real.names import ALWAYS, AT_ONCE, EVICT, HIDE, MODELS, POLICIES, STOCK, read_study
+from benchmarks.real.names import (
+    ALWAYS,
+    BY_LAYER,
+    EVICT,
+    HIDE,
+    MODELS,
+    POLICIES,
+    STOCK,
+    read_study,
+)
 
 LABELS = {
     "below 32": "9 to 32 tokens",
@@ -237,11 +246,25 @@ def real_seeds() -> str:
     kept = [
         r
         for r in (*exact, *ten_books("1024-int8"))
-        if r["model"] in (EVICT, AT_ONCE) and (*_setting(r)[1:], r["cache_dtype"]) in settings
+        if r["model"] == EVICT and (*_setting(r)[1:], r["cache_dtype"]) in settings
     ]
     records = sorted([*kept, *others], key=lambda r: (r["cache_dtype"], r["tokens"]))
     lines = [[_bits(r), *_line(r, whole)] for r in records]
     return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(others)}"
+
+
+def real_heads() -> str:
+    """Budgets of key heads, each behind those of layers for the same adapter and tokens."""
+    records, whole = _records("heads"), _whole(ten_books("1024"))
+    layers = {
+        (*_setting(r), r["cache_dtype"]): r
+        for r in (*ten_books("1024"), *ten_books("1024-int8"), *_records("seeds"))
+    }
+    lines = []
+    for r in sorted(records, key=lambda r: (r["cache_dtype"], r["tokens"])):
+        before = (BY_LAYER[r["model"]], "by-layer", r["tokens"], r["cache_dtype"])
+        lines += [[_bits(x), *_line(x, whole)] for x in (layers[before], r)]
+    return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(records)}"
 
 
 def _bits(record: dict) -> str:
@@ -276,4 +299,5 @@ BLOCKS = {
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-seeds": real_seeds,
+    "real-heads": real_heads,
 } | evaluations.BLOCKS

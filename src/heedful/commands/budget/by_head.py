@@ -6,7 +6,7 @@ real caches, only say whether the budgets that follow are better.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -87,8 +87,8 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
             everything = dataclasses.replace(layers, tokens=nested(whole))
             step = max(1, options.length // PIECES)
             measure = Measure(model, rows, everything, log, bar, step)
-            savings = _Savings(model, rows, layers, log, nested)
             trials = Trials(measure, most, everything.tokens)
+            savings = _Savings(model, rows, layers, log, nested, trials)
             best, ended = start, False
             with suppress(NoTrialsLeft):
                 least = least_budget(layers, model)
@@ -121,14 +121,23 @@ def _layers(folder: Path, model: PreTrainedModel) -> Eviction:
 class _Savings:
     """What each head saves, from the log where it is known."""
 
-    def __init__(self, model: PreTrainedModel, rows: Rows, layers: Eviction, log, nested) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: Rows,
+        layers: Eviction,
+        log: SearchLog,
+        nested: Callable[[Budgets], Budgets],
+        trials: Trials,
+    ) -> None:
         self.model, self.rows, self.layers = model, rows, layers
-        self.log, self.nested = log, nested
+        self.log, self.nested, self.trials = log, nested, trials
 
     def __call__(self, budgets: Budgets, others: Budgets) -> Sequence[float]:
         """Of the logarithm of perplexity, for spread(); each with a share of the mean cost."""
         saved = self.log.savings.get(self.nested(budgets))
         if saved is None:
+            self.trials.check_left()
             saved = self._measured(budgets, others)
             self.log.add_savings(self.nested(budgets), saved)
         per_cost = [1 / n - 1 / other for n, other in zip(budgets, others, strict=True)]

@@ -221,9 +221,14 @@ class Trials:
         self.measure, self.most, self.tried = measure, most, {start}
         measure.bar.update()
 
-    def __call__(self, trial: Budgets) -> float:
-        if trial not in self.tried and self.most is not None and len(self.tried) >= self.most:
+    def check_left(self) -> None:
+        """Raise if all were used up."""
+        if self.most is not None and len(self.tried) >= self.most:
             raise NoTrialsLeft
+
+    def __call__(self, trial: Budgets) -> float:
+        if trial not in self.tried:
+            self.check_left()
         value = self.measure(trial)
         self.measure.bar.update(trial not in self.tried)
         self.tried.add(trial)
