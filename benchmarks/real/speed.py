@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.commands.models import open_model
+from heedful.commands.policies import cache_dtype_of
 from heedful.hf.cache.new import new_cache
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
+    parser.add_argument("--by-head", help="a copy of the adapter with budgets of key heads")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
     parser.add_argument("--chunk", type=int, default=32)
@@ -67,12 +69,17 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
     base, adapter = (open_model(x, budgets=False) for x in (options.base, options.adapter))
     tokens = length // options.share
     tova = eviction_of("tova", base, options.base, tokens, None)
-    hiding = eviction_of("by-layer", adapter, options.adapter, tokens, None)
-
-    def small(dtype: torch.dtype | None) -> Callable[[], Cache]:
-        return lambda: new_cache(adapter, hiding, dtype=dtype)
-
     base_name, name, chunk = options.base, options.adapter, options.chunk
+    hiding = {"by-layer": name} | ({"by-head": options.by_head} if options.by_head else {})
+
+    def small(policy: str, cache_dtype: str) -> Way:
+        eviction = eviction_of(policy, adapter, hiding[policy], tokens, None)
+        dtype = cache_dtype_of(cache_dtype)
+        return Way(
+            name, policy, tokens, cache_dtype, chunk, adapter,
+            lambda: new_cache(adapter, eviction, dtype=dtype),
+        )  # fmt: skip
+
     own = Way(
         base_name, "own", length, "auto", length, stock, lambda: DynamicCache(config=stock.config)
     )
@@ -81,8 +88,7 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
         Way(base_name, "whole", length, "auto", length, base, lambda: new_cache(base, False)),
         Way(base_name, "whole", length, "auto", chunk, base, lambda: new_cache(base, False)),
         Way(base_name, "tova", tokens, "auto", chunk, base, lambda: new_cache(base, tova)),
-        Way(name, "by-layer", tokens, "auto", chunk, adapter, small(None)),
-        Way(name, "by-layer", tokens, "int8", chunk, adapter, small(torch.int8)),
+        *(small(policy, dtype) for policy in hiding for dtype in ("auto", "int8")),
     ]
 
 

@@ -56,7 +56,10 @@ class KVCache(Cache):
         return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
-        """Positions of each attention layer's cached tokens in their sequences, ascending."""
+        """Positions of each attention layer's cached tokens in their sequences, ascending.
+
+        Where key heads have budgets of their own, of those with most.
+        """
         return [layer.positions() for layer in self._attention_layers]
 
     @property
