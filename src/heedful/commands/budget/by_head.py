@@ -5,6 +5,7 @@ real caches, only say whether the budgets that follow are better.
 """
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -38,9 +39,11 @@ from heedful.hf.budgets import NAME, read_budgets, write_budgets
 from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.records.files import only_writer
 from heedful.training.head_savings import head_savings
+from heedful.training.under_eviction import EvictionInTraining
 
 LOG = "budgets.by-head.jsonl"
 
+_BEFORE = "tokens before"  # in a budgets.json of this search
 _SMOOTH = 0.3  # of the mean cost, added to that of each head, which is known only roughly
 
 
@@ -60,7 +63,7 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
         model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     check_rows_fit(options, model, options.model)
-    layers = _layers(folder, model)
+    layers = _budgets_before(folder, model, options.restart)
     rows = read_rows(options.data, tokenizer, options.length, options.rows)
     heads = [module.heedful.shape.key_heads for module in attention_modules(model)]
 
@@ -79,7 +82,8 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
         for tokens in (n if isinstance(n, tuple) else (n,) * count)
     )
     whole = tuple(options.length for _ in start)
-    new_cache(model, dataclasses.replace(layers, tokens=nested(start)))  # raises if none can serve
+    first = dataclasses.replace(layers, tokens=nested(start))
+    new_cache(model, first), EvictionInTraining(model, first)  # raise for what they cannot serve
     with only_writer(folder):
         identity = search_identity(options, layers, rows, model, None)
         log, most = SearchLog(folder / LOG, identity, options.restart), options.trials or None
@@ -102,12 +106,13 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
             rows=options.rows, length=options.length, trials=len(log.perplexities),
             measured=log.measured, ended=ended, seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        write_budgets(result.path, eviction, model, about(options, result))
+        history = about(options, result) | {_BEFORE: layers.tokens}
+        write_budgets(result.path, eviction, model, history)
     return result
 
 
-def _layers(folder: Path, model: PreTrainedModel) -> Eviction:
-    """The budgets that are there."""
+def _budgets_before(folder: Path, model: PreTrainedModel, restart: bool) -> Eviction:
+    """The budgets that are there, or those that a search was begun with, to go on with it."""
     path = folder / NAME
     if not path.is_file():
         raise ValueError(
@@ -115,6 +120,9 @@ def _layers(folder: Path, model: PreTrainedModel) -> Eviction:
             "budgets of layers first (heedful budget without --by-head)"
         )
     eviction = read_budgets(path, model)
+    before = json.loads(path.read_text())["about"].get(_BEFORE)
+    if before is not None and not restart:
+        return dataclasses.replace(eviction, tokens=tuple(before))
     return dataclasses.replace(eviction, tokens=eviction.budgets(len(attention_modules(model))))
 
 

@@ -417,6 +417,8 @@ def about(options: BudgetSearch, result: SearchResult) -> dict:
 
 
 def _limit_in_words(options: BudgetSearch) -> str:
+    if options.by_head:
+        return "as many tokens as the budgets before it"
     if options.tokens is not None:
         return f"{options.tokens} tokens per layer on average"
     if options.reference is not None:
