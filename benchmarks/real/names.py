@@ -25,6 +25,9 @@ MODELS = {
     "runs/evict-heads-0": "trained under the budgets too",
     "runs/evict-heads-1": "the same, seed 1",
     "runs/evict-heads-2": "the same, seed 2",
+    "runs/evict-heads-400-0": "trained under the budgets too",
+    "runs/evict-heads-400-1": "the same, seed 1",
+    "runs/evict-heads-400-2": "the same, seed 2",
     ALWAYS: "the same, with matrices that always act",
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
@@ -34,8 +37,11 @@ BY_LAYER = {
     "runs/evict-heads-0": EVICT,
     "runs/evict-heads-1": "runs/evict-seed-1",
     "runs/evict-heads-2": "runs/evict-seed-2",
+    "runs/evict-heads-400-0": EVICT,
+    "runs/evict-heads-400-1": "runs/evict-seed-1",
+    "runs/evict-heads-400-2": "runs/evict-seed-2",
 }
-"""The adapters whose copies have budgets of key heads."""
+"""The adapters whose copies have budgets of key heads; with 400, searched for so many tokens."""
 FORMER = {"2026-11-26T12:40": "runs/evict-r4", "2026-11-26T21:03": ALWAYS}
 """What the folder of the last adapter had until when."""
 GRADUAL = "2026-11-27T10:00"

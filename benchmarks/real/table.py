@@ -254,17 +254,31 @@ def real_seeds() -> str:
 
 
 def real_heads() -> str:
-    """Budgets of key heads, each behind those of layers for the same adapter and tokens."""
+    """Budgets of key heads, behind those of layers for the same adapter and as many bytes."""
     records, whole = _records("heads"), _whole(ten_books("1024"))
-    layers = {
-        (*_setting(r), r["cache_dtype"]): r
-        for r in (*ten_books("1024"), *ten_books("1024-int8"), *_records("seeds"))
-    }
-    lines = []
-    for r in sorted(records, key=lambda r: (r["cache_dtype"], r["tokens"])):
-        before = (BY_LAYER[r["model"]], "by-layer", r["tokens"], r["cache_dtype"])
-        lines += [[_bits(x), *_line(x, whole)] for x in (layers[before], r)]
+    layers = [*ten_books("1024"), *ten_books("1024-int8"), *_records("seeds")]
+    lines, sizes = [], sorted({(_bits(r), _about(r)) for r in records}, reverse=True)
+    for bits, tokens in sizes:
+        for adapter in dict.fromkeys(BY_LAYER.values()):
+            own = [r for r in records if BY_LAYER[r["model"]] == adapter]
+            own = [r for r in own if (_bits(r), _about(r)) == (bits, tokens)]
+            setting = adapter, "by-layer", tokens
+            before = [r for r in layers if _setting(r) == setting and _bits(r) == bits]
+            for r in (*before, *own) if own else ():
+                model, policy, *others = _line(r, whole)
+                policy += ", searched for as many tokens" if _searched(r) else ""
+                lines.append([bits, model, policy, *others])
     return f"{markdown(['bits', *HEAD], lines)}\n\n{provenance(records)}"
+
+
+def _searched(record: dict) -> bool:
+    """Whether its budgets of key heads were searched for as many tokens as they are used with."""
+    return "-400" in record["model"]
+
+
+def _about(record: dict) -> int:
+    """With how many tokens per layer it is compared."""
+    return 400 if _searched(record) else record["tokens"]
 
 
 def _bits(record: dict) -> str:
