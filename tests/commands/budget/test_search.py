@@ -292,7 +292,7 @@ def test_trials_bound_the_search_and_more_of_them_go_on(folder, finished):
 
 
 def test_long_sequences_are_searched_in_pieces_and_measured_by_tokens(folder, monkeypatch):
-    monkeypatch.setattr(budget, "_PIECES", LENGTH // 4)
+    monkeypatch.setattr(budget, "PIECES", LENGTH // 4)
     result = search(options_for(folder, trials=30))
     model = heedful.load(folder / "selective", budgets=False)
     rows = read_rows((str(folder / "text.txt"),), ByteTokenizer(), LENGTH, ROWS).ids
