@@ -133,7 +133,9 @@ def test_a_batch_is_its_rows(name, policy):
     model, rows = model_of(name), [tokens(1, n) for n in (28, 19, 24)]
     ids = torch.cat([torch.nn.functional.pad(row, (28 - row.shape[1], 0)) for row in rows])
     sizes = [24, *[1] * 4]
-    together = in_steps(model, ids, sizes, cache_of(model, policy), attention_mask=ids != 0)
+    together = in_steps(
+        model, ids, sizes, cache_of(model, policy), attention_mask=(ids != 0).long()
+    )
     for actual, row in zip(together, rows, strict=True):
         count = row.shape[1]
         alone = in_steps(model, row, [count - 4, *[1] * 4], cache_of(model, policy))
