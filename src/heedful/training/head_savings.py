@@ -50,14 +50,15 @@ def head_savings(
         ValueError: as `EvictionInTraining`.
     """
     now, then = (EvictionInTraining(model, x) for x in (eviction, wider))
-    layers = [module.heedful for module in attention_modules(model)]
-    heads = max(layer.shape.key_heads for layer in layers)
-    shares = torch.zeros(len(layers), heads, requires_grad=True)
-    total, labelled = torch.zeros(len(layers), heads), 0
+    modules = attention_modules(model)
+    heads = max(module.heedful.shape.key_heads for module in modules)
+    shares = torch.zeros(len(modules), heads, requires_grad=True)
+    total, labelled = torch.zeros(len(modules), heads), 0
     with now.evicting(), _frozen(model):
-        for share, layer in zip(shares, layers, strict=True):
-            if "forward" in vars(layer):
-                layer.forward = _Between(layer, now, then, share)
+        for share, module in zip(shares, modules, strict=True):
+            for layer in module.modules():  # PEFT may have wrapped it
+                if isinstance(layer, Layer) and "forward" in vars(layer):
+                    layer.forward = _Between(layer, now, then, share)
         for ids, labels in batches:
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             nats = cross_entropy(

@@ -13,6 +13,8 @@ from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.rows import Rows, perplexity, read_rows
 from heedful.commands.budget.search import format_result, search
 from heedful.data import ByteTokenizer
+from heedful.eviction import MostHidden
+from heedful.hf.budgets import write_budgets
 from heedful.nn import Selective
 from helpers.command_line import refusal
 from helpers.small_models import small
@@ -37,7 +39,7 @@ def trained(tmp_path_factory) -> Path:
         optimizer.step()
         optimizer.zero_grad()
     model.eval().save_pretrained(root / "model")
-    search(options_for(root, tokens=20, trials=6))
+    search(options_for(root, tokens=20, trials=6, sinks=1, recent=4))
     return root
 
 
@@ -50,7 +52,7 @@ def folder(trained, tmp_path) -> Path:
 def options_for(folder: Path, **options) -> BudgetSearch:
     return BudgetSearch(
         str(folder / "model"), data=(str(folder / "text.txt"),), length=LENGTH, rows=ROWS,
-        tokenizer="bytes", sinks=1, recent=4, **options,
+        tokenizer="bytes", **options,
     )  # fmt: skip
 
 
@@ -102,17 +104,27 @@ def test_bad_input_is_refused(folder, capsys):
     (folder / "model" / "budgets.json").unlink()
     with pytest.raises(ValueError, match=r"budgets\.json is not there; search budgets of layers"):
         search_by_head(options_for(folder, by_head=True))
-    with pytest.raises(ValueError, match="leave tokens and reference out"):
-        options_for(folder, by_head=True, tokens=20)
+    with pytest.raises(ValueError, match="leave tokens and eviction and recent out"):
+        options_for(folder, by_head=True, tokens=20, recent=4, eviction="random")
     data = "--data", folder / "text.txt", "--tokenizer", "bytes", "--length", "96"
     message = refusal(capsys, "budget", folder / "model", "--by-head", *data)
     assert "is not there; search budgets of layers first" in message
     assert not (folder / "model" / LOG).exists()
 
 
+def test_budgets_of_longer_sequences_are_refused(folder):
+    """Within shorter ones the sum could not stay."""
+    model = heedful.load(folder / "model", budgets=False)
+    write_budgets(folder / "model" / "budgets.json", MostHidden(tokens=(97, 20)), model, {})
+    with pytest.raises(ValueError, match="length must be at least the 97 tokens"):
+        search_by_head(options_for(folder, by_head=True))
+    assert not (folder / "model" / LOG).exists()
+
+
 def test_other_policies_are_refused(folder):
     (folder / "model" / "budgets.json").unlink()
-    search(options_for(folder, tokens=20, trials=2, eviction="streaming-llm", restart=True))
+    layers = {"eviction": "streaming-llm", "sinks": 1, "recent": 4}
+    search(options_for(folder, tokens=20, trials=2, restart=True, **layers))
     with pytest.raises(ValueError, match="eviction must be MostHidden or LowestGate"):
         search_by_head(options_for(folder, by_head=True))
     assert not (folder / "model" / LOG).exists()

@@ -27,8 +27,8 @@ from heedful.commands.budget.search import (
     SearchLog,
     SearchResult,
     Trials,
-    about,
     check_rows_fit,
+    history,
     least_budget,
     search_identity,
 )
@@ -81,6 +81,11 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
         if n is not None
         for tokens in (n if isinstance(n, tuple) else (n,) * count)
     )
+    if start and max(start) > options.length:
+        raise ValueError(
+            f"length must be at least the {max(start)} tokens of the largest budget, got "
+            f"{options.length}: the sum of the budgets could not stay; give longer sequences"
+        )
     whole = tuple(options.length for _ in start)
     first = dataclasses.replace(layers, tokens=nested(start))
     new_cache(model, first), EvictionInTraining(model, first)  # raise for what they cannot serve
@@ -106,8 +111,8 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
             rows=options.rows, length=options.length, trials=len(log.perplexities),
             measured=log.measured, ended=ended, seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        history = about(options, result) | {_BEFORE: layers.tokens}
-        write_budgets(result.path, eviction, model, history)
+        about = history(options, result) | {_BEFORE: layers.tokens}
+        write_budgets(result.path, eviction, model, about)
     return result
 
 
@@ -120,7 +125,7 @@ def _budgets_before(folder: Path, model: PreTrainedModel, restart: bool) -> Evic
             "budgets of layers first (heedful budget without --by-head)"
         )
     eviction = read_budgets(path, model)
-    before = json.loads(path.read_text())["about"].get(_BEFORE)
+    before = (json.loads(path.read_text()).get("about") or {}).get(_BEFORE)
     if before is not None and not restart:
         return dataclasses.replace(eviction, tokens=tuple(before))
     return dataclasses.replace(eviction, tokens=eviction.budgets(len(attention_modules(model))))

@@ -1,6 +1,6 @@
 """The options of `heedful budget`; imports nothing heavy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import tyro
@@ -82,11 +82,8 @@ class BudgetSearch:
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "
                 "search with another policy"
             )
-        if self.by_head and (self.tokens is not None or self.reference is not None):
-            raise ValueError(
-                "by_head shares out the tokens that the folder's budgets.json has: leave tokens "
-                "and reference out"
-            )
+        if self.by_head:
+            self._check_by_head()
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:
@@ -95,3 +92,13 @@ class BudgetSearch:
         check_whole("trials", self.trials, 0)
         if not 0 <= self.loss < float("inf"):
             raise ValueError(f"loss must be a percentage of at least 0, got {self.loss}")
+
+    def _check_by_head(self) -> None:
+        """Raise where an option asks for other budgets than those that the folder has."""
+        names = ("tokens", "reference", "eviction", "sinks", "recent", "loss")
+        defaults = {field.name: field.default for field in fields(self)}
+        if others := [name for name in names if getattr(self, name) != defaults[name]]:
+            raise ValueError(
+                f"by_head shares out what the folder's budgets.json has, its policy and its "
+                f"protected tokens included: leave {' and '.join(others)} out"
+            )

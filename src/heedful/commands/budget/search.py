@@ -86,8 +86,8 @@ class SearchResult(NamedTuple):
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
     """How much of what the budgets at the start hold these hold; `None` is a whole sequence."""
-    held, whole = (sum(mean_tokens(n, length) for n in those) for those in (budgets, start))
-    return held / whole
+    cached, whole = (sum(mean_tokens(n, length) for n in those) for those in (budgets, start))
+    return cached / whole
 
 
 def mean_tokens(budget: int | tuple[int, ...] | None, length: int) -> float:
@@ -164,7 +164,7 @@ def search(options: BudgetSearch) -> SearchResult:
             measured=log.measured, ended=ended,
             seconds=time.perf_counter() - begun,
         )  # fmt: skip
-        write_budgets(result.path, eviction, model, about(options, result))
+        write_budgets(result.path, eviction, model, history(options, result))
     return result
 
 
@@ -403,7 +403,8 @@ def search_identity(
     }
 
 
-def about(options: BudgetSearch, result: SearchResult) -> dict:
+def history(options: BudgetSearch, result: SearchResult) -> dict:
+    """How budgets were found, for whoever reads their file."""
     return {
         "perplexity": {"whole": result.whole, "found": result.perplexity, "limit": result.limit},
         "limit": _limit_in_words(options),
@@ -427,6 +428,7 @@ def _limit_in_words(options: BudgetSearch) -> str:
 
 
 def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> None:
+    """Raise unless the model has positions for the sequences."""
     most = longest(model)
     if most is not None and options.length > most:
         raise ValueError(

@@ -55,7 +55,7 @@ class ByHeadCache(LayerCache):
     def _clear(self) -> None:
         super()._clear()
         self._tokens = TokensByHead(self.budget.tokens, self._int8)
-        self._handed: tuple[Tensor, Tensor] | None = None
+        self._newest: tuple[Tensor, Tensor] | None = None
 
     @property
     def keys(self) -> None:
@@ -82,13 +82,25 @@ class ByHeadCache(LayerCache):
             total = total + count * len(group.heads)
         return total / len(self.budget.tokens)
 
-    def _handed_over(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._handed = keys, values
-        return self._handed
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens; returns these, as no one tensor has all."""
+        heads = len(self.budget.tokens)
+        if key_states.shape[1] != heads:
+            raise ValueError(
+                f"keys must have the {heads} key heads that the layer has budgets for, got "
+                f"{key_states.shape[1]}; give the layer one number of tokens"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._newest = keys, values
+        return self._newest
 
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        handed, self._handed = self._handed, None
-        if handed is None or k is not handed[0] or v is not handed[1]:
+        newest, self._newest = self._newest, None
+        if newest is None or k is not newest[0] or v is not newest[1]:
             raise ValueError(
                 f"{type(layer).__name__}: this family changes keys or values after the cache has "
                 "returned them, which a cache with budgets of key heads does not see; give its "

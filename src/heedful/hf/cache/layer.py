@@ -166,9 +166,9 @@ class LayerCache(AttentionCache):
             self._tokens.place(self.counters.total, new)
         self.counters.add(new)
         self._measure(copied=copied)
-        return self._handed_over(key_states, value_states)
+        return self._for_attention(key_states, value_states)
 
-    def _handed_over(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What `update` returns for new keys and values, and `attend` is given."""
         if self._by_heads:
             return self._tokens.keys.codes, self._tokens.values.codes
