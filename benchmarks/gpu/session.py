@@ -116,7 +116,7 @@ def laws(tests: tuple[str, ...], left: float) -> dict:
     cuda = torch.cuda.is_available()
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-m", "not slow"]  # of the crosses everything: only the interpreter is slow there
-    command += [*tests, *(("--device", "cuda", "-n", "8") if cuda else ())]
+    command += [*tests, *(("--device", "cuda", "-n", "14") if cuda else ())]
     # Its own settings of Triton and of the workers are for it to make.
     hidden = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS")
     clean = {name: value for name, value in os.environ.items() if name not in hidden}
@@ -264,16 +264,18 @@ def parts_of_calls(sizes: Sizes) -> Iterator[SessionCase]:
     """The kernels of a call, forward and backward."""
     for tokens in sizes.profiled:
         for mechanism in FUSED:
-            config = config_of(sizes, mechanism, "fused", "forward+backward", tokens)
-            parts = partial(where_it_goes, sizes.bench, mechanism, tokens)
-            yield SessionCase(f"{mechanism} parts {tokens}", config | {"way": "profile"}, parts)
+            for impl in forms(mechanism):
+                config = config_of(sizes, mechanism, impl, "forward+backward", tokens)
+                parts = partial(where_it_goes, sizes.bench, mechanism, impl, tokens)
+                name = f"{mechanism} {impl} parts {tokens}"
+                yield SessionCase(name, config | {"way": "profile"}, parts)
 
 
-def where_it_goes(bench: Bench, mechanism: str, tokens: int, left: float) -> dict:
+def where_it_goes(bench: Bench, mechanism: str, impl: str, tokens: int, left: float) -> dict:
     """The kernels of one call with its backward, by share of its time."""
     from benchmarks.gpu.where_time_goes import SHOWN, measure
 
-    choice = {"mechanisms": (mechanism,), "impls": ("fused",), "lengths": (tokens,)}
+    choice = {"mechanisms": (mechanism,), "impls": (impl,), "lengths": (tokens,)}
     profile = measure(replace(bench, **choice))
     return profile | {"parts": profile["parts"][:SHOWN]}
 

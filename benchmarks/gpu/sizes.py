@@ -20,13 +20,13 @@ class Sizes:
     """
 
     bench: Bench
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    profiled: tuple[int, ...] = (2048, 4096)
+    lengths: tuple[int, ...] = (2048, 4096)
+    profiled: tuple[int, ...] = (2048,)
     long: tuple[int, ...] = (8192, 16384, 32768)
-    decode: tuple[int, ...] = (512, 2048, 8192, 32768)
+    decode: tuple[int, ...] = (512, 8192, 32768)
     checked: int = 150
     sdpa: tuple[str, ...] = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
-    milliseconds: float = 500.0
+    milliseconds: float = 200.0
     report: gpu_report.ReportSizes = gpu_report.FULL
     tests: tuple[str, ...] = ("tests/ops",)
     step: tuple[tuple[str, int], ...] = ()

@@ -105,13 +105,14 @@ def _fused() -> str:
     """Whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
-    from heedful.ops.impl import UNTRIED, default_impl, no_triton
+    from heedful.ops.impl import no_triton
 
-    q = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
-    reason, runs = no_triton(q), f"impl='auto' runs {default_impl(q.device)}"
+    cuda = torch.cuda.is_available()
+    reason = no_triton(torch.empty(0, device="cuda" if cuda else "cpu"))
+    runs = f"impl='auto' runs {'composed' if cuda else 'tiled'}"
     if reason is not None:
         return f"no: {reason.split(', and q')[0]}; {runs}"
-    return f"can be requested, {runs}: {UNTRIED}"
+    return "impl='auto' runs them" if cuda else f"can be requested; {runs}"
 
 
 def _conversion() -> str:

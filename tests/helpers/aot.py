@@ -137,14 +137,15 @@ def blocks(
     dtype=torch.bfloat16,
 ) -> None:  # fmt: skip
     """Forward and backward of 2 x 4 heads, 128 tokens, with everything before and after."""
-    import heedful.ops.mta.fused.blocks  # noqa: F401
+    import heedful.ops.mta.tiled  # noqa: F401
 
     q = torch.zeros(2, 4, 128, 16, dtype=dtype)
     conv, mix = torch.zeros(4, *kernel), torch.zeros(1, 4, 4)
     segments = torch.zeros(2, 128, dtype=torch.int64) if documents else None
-    call = (q, q, q, conv, conv, mix, mix, segments, None, documents, True, window, 0.1, False)
-    out = torch.ops.heedful.multi_token_attention_fused(*call)
-    torch.ops.heedful.multi_token_attention_fused_backward(out, *call)
+    call = (q, q, q, conv, conv, mix, mix, None, None, None, segments, None, None, documents, True,
+            window, 0.1, None, 0.0, False, "fused", False)  # fmt: skip
+    out = torch.ops.heedful.multi_token_attention_tiled(*call)
+    torch.ops.heedful.multi_token_attention_tiled_backward(out, *call)
 
 
 def selective(

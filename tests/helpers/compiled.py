@@ -4,23 +4,19 @@ They run, by name, in a process of their own: the shape checks that the other te
 be compiled. Each check prints one line of JSON.
 """
 
-import functools
 import json
 import sys
 import traceback
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import pad
 
 from heedful.ops import Groups, Visibility, grouped_attention, summarise
 from heedful.ops.common import softmax
 from heedful.ops.common.dropout import dropout_of
 from heedful.ops.grouped import cif_groups, fixed_groups
 from heedful.ops.grouped import tiled as grouped
-from heedful.ops.selective import hiding
 from heedful.ops.selective import tiled as selective
 from heedful.testing import assert_matches_oracle
 from helpers.mechanisms import MECHANISMS, Mechanism, Shape, ragged
@@ -80,11 +76,12 @@ def operator_mta() -> None:
     backward = torch.ops.heedful.multi_token_attention_tiled_backward.default
     for arguments in (
         (*qkv, *steps, bias(4), sinks, drop, segments, segments, None, True, True, 7, 0.5, 3.0,
-         0.2, False, False, False),
+         0.2, False, "tiled", False),
         (*qkv, None, None, *steps[2:], *[None] * 5, places(), False, True, 7, 0.5, None,
-         0.0, False, True, False),
-        (*qkv, *[None] * 10, False, False, None, 0.5, None, 0.0, False, False, True),
-        (*qkv, two_sided, None, *[None] * 8, False, False, 9, 0.5, None, 0.0, True, False, False),
+         0.0, False, "composed", False),
+        (*qkv, *[None] * 10, False, False, None, 0.5, None, 0.0, False, "tiled", True),
+        (*qkv, two_sided, None, *[None] * 8, False, False, 9, 0.5, None, 0.0, True, "tiled",
+         False),
     ):  # fmt: skip
         torch.library.opcheck(operator, arguments)
         fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
@@ -172,77 +169,6 @@ def softmax_graphs() -> None:
     softmax_steps(count)
     # Two dtypes each; forward with and without sinks, and in both a mask alone or of a batch.
     assert len(graphs) == 2 * (2 * 2 + 2), len(graphs)
-
-
-def selector_cases(dtype: torch.dtype = torch.float32) -> list[tuple]:
-    """Tiles of one chunk and of several, with a mask of one or of all, and with places."""
-    cases = []
-    for rows, columns, masked, batch in ((16, 40, 15, 1), (128, 130, 127, 3), (192, 199, 199, 1)):
-        products = 4 * torch.randn(3, 2, rows, columns, dtype=dtype)
-        products[:, :, 1, 2] = float("nan")
-        mask = torch.rand(batch, 1, rows, masked) < 0.5
-        later = torch.rand(3, 1, rows, columns) < 0.5
-        cases += [
-            hiding.SelectorTile(products, mask, x, columns - rows - 1, 0.3) for x in (None, later)
-        ]
-    return cases
-
-
-def operator_hiding() -> None:
-    """opcheck of the three steps, which have no derivative of their own."""
-    tests = ("test_schema", "test_faketensor")
-    for tile in selector_cases():
-        torch.library.opcheck(hiding._sums_of_chunks, tuple(tile), test_utils=tests)
-        carry = tile.sums()
-        for arguments in ((carry, torch.bfloat16, True), (carry, torch.float32, False)):
-            torch.library.opcheck(hiding._passed_on, (*tile, *arguments), test_utils=tests)
-        arguments = (torch.randn_like(tile.products), carry, torch.bfloat16)
-        torch.library.opcheck(hiding._gradient, (*tile, *arguments), test_utils=tests)
-
-
-def hiding_results(tile: hiding.SelectorTile, grad: Tensor, base: Tensor) -> list[Tensor]:
-    """Of every step, from the sums of chunks to the gradient."""
-    sums, later = tile.sums(), base.clone()
-    passed = [tile.passed_on(base, sums, base.dtype, bias) for bias in (False, True)]
-    return [sums, *passed, tile.gradient(grad, later, base.dtype), later]
-
-
-def hiding_steps(backend: object) -> None:
-    """What a GPU gets, by this backend: whole graphs, and what the definition gives."""
-
-    options = {"pick_loop_orders": False} if backend == "inductor" else None  # as written
-
-    @functools.cache
-    def compiled(step):
-        return torch.compile(step, dynamic=True, fullgraph=True, backend=backend, options=options)
-
-    for tile in selector_cases(torch.float64):
-        grad, base = torch.randn_like(tile.products), torch.rand_like(tile.products[:, :, 0])
-        with patch.object(hiding, "form", lambda step, x, as_written: compiled(step)):
-            results = hiding_results(tile, grad, base)
-        check_equal(results, hiding_results(tile, grad, base))
-
-        logits = tile.products * tile.scale
-        row, column = (torch.arange(n) for n in logits.shape[-2:])
-        later = column - row[:, None] > tile.diagonal if tile.later is None else tile.later
-        hidden = pad(tile.hidden, (len(column) - tile.hidden.shape[-1], 0))
-        s = logits.relu().nan_to_num(0).masked_fill(hidden | later, 0)
-        f = base[:, :, None] + s.cumsum(2) - s
-        check_equal(results[1:3], [f, (-f).masked_fill(hidden, hiding.HIDDEN)])
-        ds = base[:, :, None] - grad.sum(2, keepdim=True) + grad.cumsum(2)
-        check_equal(results[3:], [ds * ((logits >= 0) & ~hidden & ~later), base - grad.sum(2)])
-
-
-def hiding_graphs() -> None:
-    """One graph for every size, for one mask and for a batch of them, for one chunk and more."""
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    hiding_steps(count)
-    assert len(graphs) <= 4 * 2 * 3, len(graphs)
 
 
 def grouped_call(x: dict[str, Tensor], groups: Groups, asking: bool = False, **options) -> Tensor:
@@ -453,13 +379,10 @@ CHECKS = {
     "operator selective": operator_selective,
     "operator grouped": operator_grouped,
     "operator softmax": operator_softmax,
-    "operator hiding": operator_hiding,
     "whole graph grouped": grouped_graph,
     "whole graph softmax": softmax_graphs,
-    "whole graph hiding": hiding_graphs,
     "inductor": inductor,
     "inductor softmax": lambda: softmax_steps("inductor"),
-    "inductor hiding": lambda: hiding_steps("inductor"),
     "forward mode": forward_mode,
     "llama gates": gates_in_blocks,
     **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},

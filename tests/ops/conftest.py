@@ -11,7 +11,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of `impl="composed"`, so that many meet; of rows that a GPU's kernel takes whole."""
     monkeypatch.setattr(tiles, "ROWS_COMPOSED", 32)
     monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_COMPOSED", 16)
-    monkeypatch.setattr("heedful.ops.selective.hiding.CHUNK", 8)
+    monkeypatch.setattr("heedful.ops.selective.sums.CHUNK", 8)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_the_bounds_of_segments():
     assert stop.tolist() == [[3, 6, 3, 5, 5, 6, 7], [7, 7, 7, 7, 6, 6, 7]]
 
 
-FUSED = [m for m in MECHANISMS if str(m) in ("mta-pre-conv", "talking-heads", "selective")]
+FUSED = [m for m in MECHANISMS if str(m) in ("mta-pre-conv", "selective")]
 
 
 @pytest.mark.parametrize("mechanism", FUSED, ids=str)

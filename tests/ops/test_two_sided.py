@@ -88,7 +88,7 @@ def test_documents_and_padded_rows_are_rows_alone(mechanism, impl):
             torch.testing.assert_close(actual[row][:, own], expected, rtol=0, atol=1e-12)
 
 
-def test_what_two_sided_refuses(interpreted):
+def test_what_two_sided_refuses():
     q, kernel = torch.randn(1, 2, 9, 16), torch.randn(2, 3, 3)
     both = {"two_sided": True, "visibility": Visibility(causal=False)}
     with pytest.raises(ValueError, match=r"two_sided reads later queries, .* causal order forbids"):
@@ -97,8 +97,3 @@ def test_what_two_sided_refuses(interpreted):
         multi_token_attention(q, q, q, post_conv=kernel[:, 1:], **both)
     with pytest.raises(ValueError, match="two_sided must be True or False, got 1"):
         multi_token_attention(q, q, q, conv=kernel, two_sided=1)
-    with pytest.raises(ValueError, match=r"impl='fused' cannot .* look back over queries only"):
-        multi_token_attention(q, q, q, conv=kernel, impl="fused", **both)
-    window = {"visibility": Visibility(causal=False, window=3)}
-    with pytest.raises(ValueError, match=r"impl='fused' cannot .* no window to both sides"):
-        multi_token_attention(q, q, q, conv=kernel, impl="fused", **window)

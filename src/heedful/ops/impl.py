@@ -1,5 +1,6 @@
 """Which implementation of an operator runs, and why another cannot."""
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -13,11 +14,6 @@ from torch.library import CustomOpDef
 
 Impl = Literal["auto", "reference", "tiled", "composed", "fused"]
 IMPLS = ("auto", "reference", "tiled", "composed", "fused")
-UNTRIED = (
-    "the fused kernels are right in Triton's interpreter and compile for an H200, but have not "
-    "run on a GPU yet; until they have, impl='fused' asks for them"
-)
-
 _log = logging.getLogger("heedful")
 _logged: set[tuple[str, str]] = set()
 
@@ -34,7 +30,8 @@ def choose(
     Arguments:
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"`, `"composed"` or `"fused"`. `auto` takes `tiled` on
-            a CPU and `composed` elsewhere, and logs its choice once per operator.
+            a CPU, on a CUDA device `fused` where it serves, and `composed` else; it logs its choice
+            once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
         tensors: what the call may be differentiated in, first the queries.
         uncomposed: why `composed` cannot serve this operator, or `None` if it can; then `auto`
@@ -59,16 +56,15 @@ def choose(
         )
     if impl != "auto":
         return impl
-    choice = "tiled" if uncomposed is not None else default_impl(tensors[0].device)
+    kind = tensors[0].device.type
+    if kind == "cpu" or uncomposed is not None:
+        choice = "tiled"
+    else:
+        choice = "fused" if kind == "cuda" and unfused() is None else "composed"
     if not torch.compiler.is_compiling() and (operator, choice) not in _logged:
         _logged.add((operator, choice))
-        _log.info("%s: impl=auto runs %s (%s)", operator, choice, UNTRIED)
+        _log.info("%s: impl=auto runs %s", operator, choice)
     return choice
-
-
-def default_impl(device: torch.device) -> str:
-    """What `auto` takes on this device, of an operator that has both."""
-    return "tiled" if device.type == "cpu" else "composed"
 
 
 def _transformed(tensors: Iterable[Tensor | None]) -> bool:
@@ -107,11 +103,16 @@ def no_triton(x: Tensor) -> str | None:
     """Why Triton's kernels cannot run on this tensor, in one clause, or `None`."""
     if torch.compiler.is_compiling():
         return None  # checked when it was traced the first time, or by Triton at run time
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         return "Triton is not installed (pip install triton)"
     if x.device.type in ("cuda", "meta") or _interpreted():
         return None
     return f"its kernels need a GPU, and q is on {x.device}"
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _interpreted() -> bool:

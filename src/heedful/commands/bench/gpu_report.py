@@ -299,17 +299,17 @@ def launchable() -> bool:
 
 
 def launch(calls: int) -> Callable[[], object]:
-    """Launches of a small kernel of heedful's."""
+    """Launches of heedful's convolution of a small tile."""
     from heedful.ops.common.tiles import Scope, Sight
-    from heedful.ops.mta.fused.blocks import TritonSteps
+    from heedful.ops.mta.fused.steps import FusedSteps
 
-    x = draw(1, 1, 16, 16)
+    x, kernel = draw(1, 1, 16, 16), draw(1, 1, 1)
     scope = Scope(Sight(None, False, True, None), 16, 16, x.device, composed=True)
-    steps = TritonSteps(scope, x.dtype)
+    steps = FusedSteps(scope)
 
     def run() -> None:
         for _ in range(calls):
-            steps.blank(x, range(16), range(16))
+            steps.convolve(x, kernel, 0, 0, range(16))
 
     return run
 

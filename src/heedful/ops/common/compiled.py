@@ -18,21 +18,15 @@ from torch import Tensor
 _log = logging.getLogger("heedful")
 
 
-def form(step: Callable, x: Tensor, *, as_written: bool = False) -> Callable:
-    """The step for this tensor's device: compiled, or as it is.
-
-    With loops in the order in which dimensions are written, if `as_written`. Else the compiler
-    orders those around single numbers by strides, and what follows a sum over rows, whose loops
-    keep their order, becomes a launch of its own.
-    """
-    return _compiled(step, as_written) if _compiles(x.device.type) else step
+def form(step: Callable, x: Tensor) -> Callable:
+    """The step for this tensor's device: compiled, or as it is."""
+    return _compiled(step) if _compiles(x.device.type) else step
 
 
 @functools.cache
-def _compiled(step: Callable, as_written: bool) -> Callable:
+def _compiled(step: Callable) -> Callable:
     """One kernel for tiles of every size; a batch, a head or a row alone gets its own."""
-    options = {"pick_loop_orders": False} if as_written else None
-    return torch.compile(step, dynamic=True, options=options)
+    return torch.compile(step, dynamic=True)
 
 
 @functools.cache

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.few import few_outputs, few_queries, few_scores, few_weights, hidden_from
+from heedful.ops.common.precision import widen
+from heedful.ops.common.standard import standard_attention
 from heedful.ops.common.tiles import cap_
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility
@@ -31,13 +33,17 @@ def differential_attention_tiled(
     """
     if dropout is None and few_queries(q, k, (q, k, v, lam, bias, sinks)):
         return _few(q, k, v, lam, visibility, scale, bias, softcap, sinks)
+    impl = "composed" if composed else "tiled"
     if bias is not None and bias.shape[1] > 1:
-        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks, dropout, composed)
+        return _map_by_map(q, k, v, lam, visibility, scale, bias, softcap, sinks, dropout, impl)
+    if composed and bias is softcap is sinks is dropout is None and _plain(q, k, v, visibility):
+        return _by_sdpa(q, k, v, lam, visibility.causal, scale)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
-    # Heads in the order (map, pair), so that every map's heads stand beside their key heads.
-    q = q.unflatten(1, (pairs, 2)).transpose(1, 2).flatten(1, 2)
-    k = k.unflatten(1, (key_pairs, 2)).repeat_interleave(group, dim=1).transpose(1, 2).flatten(1, 2)
+    q, k = (
+        _by_map(q),
+        _by_map(k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)),
+    )
     v = v.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1)
     sinks = None if sinks is None else torch.cat([sinks[0::2], sinks[1::2]])
     if dropout is not None:
@@ -47,23 +53,48 @@ def differential_attention_tiled(
     both = multi_token_attention_tiled(
         q, k, v, conv=None, post_conv=None, mix=None, post_mix=None,
         visibility=visibility, scale=scale, bias=bias, softcap=softcap, sinks=sinks,
-        dropout=dropout, composed=composed, wide=True,
+        dropout=dropout, impl=impl, wide=True,
     )  # fmt: skip
     first, second = both.chunk(2, dim=1)
     return (first - lam.to(both.dtype)[:, None, None] * second).to(q.dtype)
 
 
+def _plain(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> bool:
+    """Whether torch's own attention serves these maps without a mask in memory."""
+    dim = q.shape[3]
+    aligned = dim * q.element_size() % 16 == 0 and v.shape[3] % dim == 0
+    return visibility.plain and aligned and (q.shape[2] == k.shape[2] or not visibility.causal)
+
+
+def _by_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, lam: Tensor, causal: bool, scale: float
+) -> Float[Tensor, "B P Tq Dv"]:
+    """The same by torch's own attention, whose fast kernels want values as wide as keys."""
+    q, k, v = _by_map(q), _by_map(k), v.repeat(1, 2, 1, 1)
+    parts = [
+        standard_attention(q, k, part, causal=causal, scale=scale)
+        for part in v.split(q.shape[3], dim=3)
+    ]
+    first, second = widen(torch.cat(parts, dim=3)).chunk(2, dim=1)
+    return (first - lam.to(first.dtype)[:, None, None] * second).to(q.dtype)
+
+
+def _by_map(x: Float[Tensor, "B H T D"]) -> Float[Tensor, "B H T D"]:
+    """Heads in the order (map, pair), so that every map's heads stand beside their key heads."""
+    return x.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 def _map_by_map(
     q: Tensor, k: Tensor, v: Tensor, lam: Tensor, visibility: Visibility, scale: float,
     bias: Tensor, softcap: float | None, sinks: Tensor | None, dropout: Dropout | None,
-    composed: bool,
+    impl: str,
 ) -> Tensor:  # fmt: skip
     """The same in a call for each map: a bias per head, as large as all maps, is never copied."""
     first, second = (
         multi_token_attention_tiled(
             q[:, i::2], k[:, i::2], v, conv=None, post_conv=None, mix=None, post_mix=None,
             visibility=visibility, scale=scale, bias=bias[:, i::2], softcap=softcap,
-            sinks=None if sinks is None else sinks[i::2], composed=composed, wide=True,
+            sinks=None if sinks is None else sinks[i::2], impl=impl, wide=True,
             dropout=None if dropout is None else dropout.of_heads(slice(i, None, 2)),
         )
         for i in (0, 1)

@@ -15,7 +15,6 @@ from heedful.ops.common.checks import (
     shown,
 )
 from heedful.ops.common.dropout import dropout_of
-from heedful.ops.common.limits import altered, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
 from heedful.ops.mta.fused.plan import multi_token_attention_limit
@@ -125,26 +124,14 @@ def multi_token_attention(
     implementation = choose(
         "multi_token_attention",
         impl,
-        lambda: (
-            no_triton(q)
-            or unseen(visibility)
-            or altered(bias, softcap, sinks, dropout)
-            or ("its kernels look back over queries only (two_sided)" if two_sided else None)
-            or multi_token_attention_limit(q, v, conv, post_conv)
-        ),
+        lambda: no_triton(q) or multi_token_attention_limit(q, conv, post_conv),
         (q, k, v, *parameters, bias, sinks),
     )
     options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
     options["dropout"] = dropout
-    if implementation == "fused":
-        options = {}  # the call has none of them
-    if implementation == "fused":
-        from heedful.ops.mta.fused.blocks import multi_token_attention_fused as run
-    elif implementation == "reference":
-        run = multi_token_attention_reference
-    else:
-        run = multi_token_attention_tiled
-        options["composed"] = implementation == "composed"
+    run = multi_token_attention_reference
+    if implementation != "reference":
+        run, options["impl"] = multi_token_attention_tiled, implementation
     return without_autocast(run)(
         q,
         k,

@@ -154,7 +154,15 @@ class TileSteps:
         elif last and self.scope.composed:
             grad = self.narrowed(grad)
         patches = (self._narrow or x.dtype) if self.scope.composed else None
-        return convolve_backward(grad, x, kernel, above, below, documents, before, patches)
+        dkernel = kernel_gradient(grad, x, kernel, above, below, documents, before, patches)
+        return self.input_gradient(grad, x.shape[2], kernel, above, below, rows), dkernel
+
+    def input_gradient(
+        self, grad: Tensor, inputs: int, kernel: Tensor, above: int, below: int, rows: range
+    ) -> Tensor:
+        """Of `convolve`, for so many rows of `inputs`."""
+        documents, before = self._documents(kernel, rows), self.reach(kernel).before
+        return input_gradient(grad, inputs, kernel, above, below, documents, before)
 
     def mix(self, x: Tensor, weights: Tensor, *, last: bool = False) -> Tensor:
         """It stands, as does the gradient in `x`, until the next one of the same `last`."""
@@ -247,7 +255,7 @@ def _conv2d(
         cudnn.allow_tf32 = allowed
 
 
-def convolve_backward(
+def kernel_gradient(
     grad: Float[Tensor, "B H N C"],
     x: Float[Tensor, "B H M C"],
     kernel: Float[Tensor, "H cq ck"],
@@ -256,32 +264,48 @@ def convolve_backward(
     documents: Int[Tensor, "#B around"] | None,
     before: int,
     patches: torch.dtype | None = None,
-) -> tuple[Float[Tensor, "B H M C"], Float[Tensor, "H cq ck"]]:
-    """Gradients of `convolve` in `x` and `kernel`; the second in few launches if `patches`.
+) -> Float[Tensor, "H cq ck"]:
+    """Gradient of `convolve` in `kernel`; in few launches if `patches`.
 
     Then it is made of products in this dtype, without documents of patches.
     """
-    heads, rows, columns = kernel.shape
     if documents is None and patches is not None:
-        dkernel = _kernel_gradient_in_patches(grad, x, kernel, above, patches)
-    else:
-        at_once = _HEADS if patches is None else heads
-        dkernel = _kernel_gradient(grad, x, kernel, above, below, documents, before, at_once)
-    inside = slice(above, above + x.shape[2])
+        return _kernel_gradient_in_patches(grad, x, kernel, above, patches)
+    at_once = _HEADS if patches is None else len(kernel)
+    return _kernel_gradient(grad, x, kernel, above, below, documents, before, at_once)
+
+
+def input_gradient(
+    grad: Float[Tensor, "B H N C"],
+    inputs: int,
+    kernel: Float[Tensor, "H cq ck"],
+    above: int,
+    below: int,
+    documents: Int[Tensor, "#B around"] | None,
+    before: int,
+) -> Float[Tensor, "B H {inputs} C"]:
+    """Gradient of `convolve` in `x`, which has so many rows."""
+    heads, rows, columns = kernel.shape
+    inside = slice(above, above + inputs)
     if documents is None:
-        turned, known = kernel.to(grad.dtype).flip(1, 2)[:, None], min(above, below)
+        flipped, known = turned(kernel.to(grad.dtype))[:, None], min(above, below)
         padding = (rows - 1 - known, columns // 2)
-        dx = _conv2d(grad, turned, padding)
-        return dx[:, :, above - known : above - known + x.shape[2]].contiguous(), dkernel
+        dx = _conv2d(grad, flipped, padding)
+        return dx[:, :, above - known : above - known + inputs].contiguous()
     # One row of the kernel at a time, as channels.
-    turned = kernel.flip(2).reshape(heads * rows, 1, 1, columns)
-    parts = _conv2d(grad, turned, (0, columns // 2))
+    flipped = kernel.flip(2).reshape(heads * rows, 1, 1, columns)
+    parts = _conv2d(grad, flipped, (0, columns // 2))
     parts = parts.unflatten(1, (heads, rows))
     outputs = grad.shape[2]
-    dx = x.new_zeros(*x.shape[:2], above + x.shape[2] + below, x.shape[3])
+    dx = grad.new_zeros(*grad.shape[:2], above + inputs + below, grad.shape[3])
     for r in range(rows):
         dx[:, :, r : r + outputs].add_(parts[:, :, r] * _same(documents, r, outputs, before))
-    return dx[:, :, inside], dkernel
+    return dx[:, :, inside]
+
+
+def turned(kernel: Float[Tensor, "H cq ck"]) -> Float[Tensor, "H cq ck"]:
+    """The kernel that takes a gradient back from outputs to inputs."""
+    return kernel.flip(1, 2)
 
 
 def _kernel_gradient(

@@ -52,13 +52,13 @@ def multi_token_attention_tiled(
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
     dropout: Dropout | None = None,
-    composed: bool = False,
+    impl: str = "tiled",
     wide: bool = False,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, in blocks of query rows; dense where these are few.
 
-    The blocks are a GPU's if `composed`, see `Scope`, else a CPU's. The output is in q's dtype, or
-    in the precision of the sums if `wide`.
+    The blocks are a CPU's if `impl` is `"tiled"`, see `Scope`, else a GPU's. The output is in q's
+    dtype, or in the precision of the sums if `wide`.
     """
     parameters = Parameters(conv, post_conv, mix, post_mix)
     if dropout is None and few_queries(q, k, (q, k, v, *parameters, bias, sinks)):
@@ -72,7 +72,7 @@ def multi_token_attention_tiled(
     return _tiled(
         q, k, v, conv, post_conv, mix, post_mix, bias, sinks, drop, *sight,
         visibility.documents is not None, visibility.causal, visibility.window, scale,
-        softcap, p, two_sided, composed, wide,
+        softcap, p, two_sided, impl, wide,
     )  # fmt: skip
 
 
@@ -331,21 +331,30 @@ def _tiled(
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, softcap: float | None,
-    dropout_p: float, two_sided: bool, composed: bool, wide: bool,
+    dropout_p: float, two_sided: bool, impl: str, wide: bool,
 ) -> Tensor:  # fmt: skip
     parameters = Parameters(conv, post_conv, mix, post_mix)
     sight = Sight(segments, documents, causal, window, mutual, places)
     qkv = [widen(x) if wide else x for x in (q, k, v)]
     out = None
-    if not composed and softcap is None and sinks is None and drop is None:
+    if impl == "tiled" and softcap is None and sinks is None and drop is None:
         out = identity_attention(*qkv, parameters, sight, scale, bias, two_sided)
     if out is None:
-        scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=composed)
-        steps = TileSteps(scope, two_sided)
+        steps = steps_of(impl, sight, q, k, two_sided)
         dropout = None if drop is None else Dropout(dropout_p, drop)
         parts = (parameters, scale, steps, bias, sinks, softcap, dropout)
         out = _by_blocks(operands(q, k, v, *parts), steps)
     return out.to(output_dtype(q, wide))
+
+
+def steps_of(impl: str, sight: Sight, q: Tensor, k: Tensor, two_sided: bool) -> TileSteps:
+    """The arithmetic of this implementation's tiles."""
+    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=impl != "tiled")
+    if impl != "fused":
+        return TileSteps(scope, two_sided)
+    from heedful.ops.mta.fused.steps import FusedSteps  # needs Triton
+
+    return FusedSteps(scope, two_sided)
 
 
 def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
@@ -381,11 +390,10 @@ def _tiled_backward(
     mix: Tensor | None, post_mix: Tensor | None, bias: Tensor | None, sinks: Tensor | None,
     drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None, places: Tensor | None,
     documents: bool, causal: bool, window: int | None, scale: float, softcap: float | None,
-    dropout_p: float, two_sided: bool, composed: bool, wide: bool,
+    dropout_p: float, two_sided: bool, impl: str, wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sight = Sight(segments, documents, causal, window, mutual, places)
-    scope = Scope(sight, q.shape[2], k.shape[2], q.device, composed=composed)
-    steps = TileSteps(scope, two_sided)
+    steps = steps_of(impl, sight, q, k, two_sided)
     inputs = (q, k, v, conv, post_conv, mix, post_mix, bias, sinks)
     dropout = None if drop is None else Dropout(dropout_p, drop)
     return gradients(grad, inputs, scale, steps, softcap, dropout)

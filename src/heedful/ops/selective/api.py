@@ -18,6 +18,7 @@ from heedful.ops.common.checks import (
     shown,
 )
 from heedful.ops.common.dropout import dropout_of
+from heedful.ops.common.few import few_queries
 from heedful.ops.common.limits import altered, unseen
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
@@ -138,18 +139,18 @@ def selective_attention(
         ),
         (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
-    options = (
-        {} if implementation == "fused" else {"bias": bias, "softcap": softcap, "sinks": sinks}
-    )
-    if implementation != "fused":
-        options["dropout"] = dropout
+    options = {"bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    few = few_queries(q, k, (q, k, v, selector_q, selector_k, state))
+    if impl == "auto" and implementation == "fused" and few:
+        implementation = "composed"  # dense there: few rows would not fill the kernels
     if implementation == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run
+
+        options = {}  # the call has none of them
     elif implementation == "reference":
         run = selective_attention_reference
     else:
-        run = selective_attention_tiled
-        options["composed"] = implementation == "composed"
+        run, options["composed"] = selective_attention_tiled, implementation == "composed"
     return SelectiveOutput(
         *without_autocast(run)(
             q,

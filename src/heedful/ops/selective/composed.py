@@ -13,8 +13,8 @@ from torch import Tensor
 
 from heedful.ops.common.precision import product, scores
 from heedful.ops.common.tiles import Hidden
-from heedful.ops.selective.hiding import HIDDEN
 
+HIDDEN = -1e30  # finite, as a row of -inf is NaN; to its power e is zero beside any logit
 ALIGNMENT = 32  # rows to which the kernel fills up its sums, with infinity
 _BIAS_COLUMNS = 16  # to a multiple of which the kernel needs a row of the bias in memory
 
@@ -43,25 +43,15 @@ def bias_of(
         torch.mul(f, -1.0, out=values)
     else:
         torch.sub(bias, f, out=values)
-    return _spread(hidden.fill(values, HIDDEN), hidden, q.shape[1])
-
-
-def bias_as_made(values: Float[Tensor, "B Hs R C"], hidden: Hidden, heads: int) -> Bias:
-    """Of values that are one already."""
-    if values.shape[3] % _BIAS_COLUMNS:
-        values = _room(values.shape, values).copy_(values)
-    return _spread(values, hidden, heads)
+    hidden.fill(values, HIDDEN)
+    blind = None if hidden.clear else hidden.mask.all(-1, keepdim=True)
+    return Bias(values.expand(-1, q.shape[1], -1, -1), blind)
 
 
 def _room(size: tuple[int, ...], like: Tensor) -> Tensor:
     columns = size[3]
     rows = like.new_empty(*size[:3], -(-columns // _BIAS_COLUMNS) * _BIAS_COLUMNS)
     return rows[..., :columns]
-
-
-def _spread(values: Float[Tensor, "B Hs R C"], hidden: Hidden, heads: int) -> Bias:
-    blind = None if hidden.clear else hidden.mask.all(-1, keepdim=True)
-    return Bias(values.expand(-1, heads, -1, -1), blind)
 
 
 def biased_attention(

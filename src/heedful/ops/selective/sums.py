@@ -3,6 +3,9 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
+
+CHUNK = 64  # rows
 
 
 class RunningTotal:
@@ -29,20 +32,31 @@ class RunningTotal:
 
 
 def above(s: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
-    """For each row the sum of those above it; by a product, which is fast on a CPU."""
-    return _earlier(s) @ s
+    """For each row the sum of those above it."""
+    inside, sums = _in_chunks(s, turned=False)
+    # Without a chunk's own sum, not less it: its rounding would tell rows of later ones.
+    before = pad(sums[:, :, :-1], (0, 0, 1, 0)).cumsum(2)
+    return inside.add_(before[:, :, :, None]).flatten(2, 3)
 
 
 def below(
     s: Float[Tensor, "B Hs R C"], later: Float[Tensor, "B Hs C"]
 ) -> Float[Tensor, "B Hs R C"]:
     """For each row the sum of those below it and of `later`, to which all rows are added."""
-    sums = (_earlier(s).mT @ s).add_(later[:, :, None])
-    later.add_(s.sum(2))
-    return sums
+    inside, sums = _in_chunks(s, turned=True)
+    after = pad(sums[:, :, 1:].flip(2), (0, 0, 1, 0)).cumsum(2).flip(2) + later[:, :, None]
+    later.copy_(after[:, :, 0] + sums[:, :, 0])
+    return inside.add_(after[:, :, :, None]).flatten(2, 3)
 
 
-def _earlier(like: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "R R"]:
-    """Strictly lower triangle of ones: row i sums what stands above it."""
-    rows = like.shape[2]
-    return torch.ones(rows, rows, dtype=like.dtype, device=like.device).tril(-1)
+def _in_chunks(
+    s: Float[Tensor, "B Hs R C"], *, turned: bool
+) -> tuple[Float[Tensor, "B Hs chunks rows C"], Float[Tensor, "B Hs chunks C"]]:
+    """Inside each chunk, for each row the sum of those above it, or below if `turned`; and of all.
+
+    By a product, which is faster than a running sum; of few rows, as its cost is their square.
+    """
+    rows = CHUNK if s.shape[2] % CHUNK == 0 else s.shape[2]
+    chunks = s.unflatten(2, (-1, rows))
+    earlier = torch.ones(rows, rows, dtype=s.dtype, device=s.device).tril(-1)
+    return (earlier.mT if turned else earlier) @ chunks, chunks.sum(3)

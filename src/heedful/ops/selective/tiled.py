@@ -41,14 +41,12 @@ from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.composed import (
     ALIGNMENT,
     Bias,
-    bias_as_made,
     bias_of,
     biased_attention,
     biased_attention_backward,
     sums_shape,
 )
 from heedful.ops.selective.decode import selective_attention_few
-from heedful.ops.selective.hiding import SelectorTile
 from heedful.ops.selective.sums import RunningTotal, above, below
 from heedful.ops.visibility import Visibility
 
@@ -124,14 +122,8 @@ class Operands(NamedTuple):
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.rows, block.cut)
 
-    def passes_bias(self, tau: float | None) -> bool:
-        """Whether of F nothing is needed but a bias, which is then made with it."""
-        return self.by_sdpa and self.bias is None and tau is None
-
-    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"], tau: float | None) -> Bias:
+    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"]) -> Bias:
         """What blocks that go through torch's attention add to their logits."""
-        if self.passes_bias(tau):
-            return bias_as_made(f, block.hidden, self.q.shape[1])
         bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
         return bias_of(f, block.hidden, bias, self.q[:, :, block.rows])
 
@@ -186,10 +178,10 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
         room = out.pair.new_empty(batch * heads * min(ROWS, queries) * keys)
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
-        f = _hiding(x, block, total, tau)
+        f = _hiding(x, block, total)
         if x.by_sdpa:
             parts = (x.q[:, :, block.rows], x.k[:, :, block.cut], x.v[:, :, block.cut])
-            output, sums = biased_attention(*parts, x.bias_of(block, f, tau), x.scale)
+            output, sums = biased_attention(*parts, x.bias_of(block, f), x.scale)
             out.sums[:, :, start:stop] = sums
         else:
             p = _maps(x, block, f, room=room).p
@@ -214,11 +206,7 @@ class RowBlock(NamedTuple):
     hidden: Hidden
     diagonal: int  # of the tile: an entry above it is not earlier than its query
     later: Tensor | None  # which entries are not, for tokens with places: no diagonal parts them
-    logits: Tensor  # of the selector, if composed before their scale
-
-    def tile(self, scale: float) -> SelectorTile:
-        """As the steps of hiding.py take it."""
-        return SelectorTile(self.logits, self.hidden.mask, self.later, self.diagonal, scale)
+    logits: Tensor  # of the selector
 
     def only_active(self, x: Float[Tensor, "B Hs R C"]) -> Float[Tensor, "B Hs R C"]:
         """Zero where nothing can be hidden, in place: whatever stood there, NaN included.
@@ -238,27 +226,21 @@ def _row_block(x: Operands, start: int, stop: int) -> RowBlock:
     columns = x.scope.columns(owned)
     rows, cut = slice(start, stop), slice(columns.start, columns.stop)
     hidden = x.scope.hidden(owned, columns)
-    scale = 1.0 if x.scope.composed else x.scale
-    logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], scale)
+    logits = scores(x.selector_q[:, :, rows], x.selector_k[:, :, cut], x.scale)
     later = None if x.scope.sight.places is None else ~x.scope.earlier(owned, columns)
     diagonal = owned.start - columns.start - 1
     return RowBlock(rows, cut, hidden, diagonal, later, logits)
 
 
 def _hiding(
-    x: Operands, block: RowBlock, total: RunningTotal, tau: float | None, *, back: bool = False
+    x: Operands, block: RowBlock, total: RunningTotal, *, back: bool = False
 ) -> Float[Tensor, "B Hs R C"]:
-    """F of a block, or the bias made of it.
+    """F of a block.
 
     Into `total`, which is of the blocks before it, goes what it hides; or with `back` out of it.
     """
-    tile = block.tile(x.scale)
-    if x.scope.composed:
-        s = tile.sums()
-        sums = s.sum(2)
-    else:
-        s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
-        sums = block.only_active(s).sum(2)
+    s = torch.fmax(block.logits, block.logits.new_zeros(()))  # of NaN and zero this is zero
+    sums = block.only_active(s).sum(2)
     if back:
         total.add(-sums, block.cut)
     base = total.rounded(block.cut)
@@ -266,10 +248,7 @@ def _hiding(
         total.add(sums, block.cut)
     if x.state is not None:
         base += x.state[..., block.cut]  # last, as it may be infinite: such a key stays hidden
-    if not x.scope.composed:
-        return base[:, :, None] + above(s)
-    bias = x.passes_bias(tau)
-    return tile.passed_on(base, s, x.q.dtype if bias else base.dtype, bias)
+    return above(s).add_(base[:, :, None])
 
 
 class _Maps(NamedTuple):
@@ -332,12 +311,12 @@ def attend_backward(
     for start, stop in row_blocks(x.q.shape[2], x.rows):
         block = _row_block(x, start, stop)
         rows, cut = block.rows, block.cut
-        f = _hiding(x, block, total, tau, back=True)
+        f = _hiding(x, block, total, back=True)
         out_grad, slope = grad[:, :, rows], None
         if x.by_sdpa:
             filled = slice(start, start - (start - stop) // ALIGNMENT * ALIGNMENT)
             dq[:, :, rows], dk_block, dv_block, dlogits = biased_attention_backward(
-                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f, tau),
+                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f),
                 out[:, :, rows], sums[:, :, filled], x.scale,
             )  # fmt: skip
             dk[:, :, cut].add_(dk_block)
@@ -360,16 +339,16 @@ def attend_backward(
             part.copy_(dlogits.sum_to_size(part.shape))
 
         # Of -F, not of F.
-        g = dlogits.sum(1, keepdim=True, dtype=pair.dtype) if selectors == 1 else dlogits
+        if selectors == 1:
+            g = dlogits.sum(1, keepdim=True, dtype=pair.dtype)
+        else:
+            g = dlogits.to(pair.dtype)
         if tau is not None:
             unclipped = block.hidden.fill(f <= tau, False)
             g = g - unclipped * (grad_memory[:, None, rows, None] / selectors)
-        if x.scope.composed:
-            ds = block.tile(x.scale).gradient(g, later[:, :, cut], x.selector_q.dtype)
-        else:
-            # At zero the slope of the ReLU is one, as in reference.py.
-            ds = below(-g, later[:, :, cut]).mul_(block.logits >= 0)
-            block.only_active(ds)
+        # At zero the slope of the ReLU is one, as in reference.py.
+        ds = below(-g, later[:, :, cut]).mul_(block.logits >= 0)
+        block.only_active(ds)
         dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
         dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 

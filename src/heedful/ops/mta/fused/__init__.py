@@ -1,1 +1,1 @@
-"""Multi-token attention as Triton kernels; only `plan` can be imported without Triton."""
+"""The convolution of multi-token attention in Triton; only `plan` can be imported without it."""

@@ -11,7 +11,7 @@ MAX_ROWS, MAX_COLUMNS = 8, 15
 
 
 def multi_token_attention_limit(
-    q: Tensor, v: Tensor, conv: Tensor | None = None, post_conv: Tensor | None = None
+    q: Tensor, conv: Tensor | None = None, post_conv: Tensor | None = None
 ) -> str | None:
     """The limit that a call exceeds, as one clause, or `None`."""
     for kernel in (conv, post_conv):
@@ -21,7 +21,4 @@ def multi_token_attention_limit(
         for name, size, most in (("c_q", rows, MAX_ROWS), ("c_k", columns, MAX_COLUMNS)):
             if size > most:
                 return f"{name} {size} is above {most}"
-    # Row blocks take all heads of all rows at once.
-    return over_grid(batch_times_heads=q.shape[0] * q.shape[1]) or over_limit(
-        q, q=q.shape[3], v=v.shape[3]
-    )
+    return over_grid(batch_times_heads=q.shape[0] * q.shape[1]) or over_limit(q)

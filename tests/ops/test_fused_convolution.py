@@ -1,4 +1,6 @@
-"""The fused form of multi-token attention, under Triton's interpreter."""
+"""The convolution of multi-token attention in Triton, under its interpreter."""
+
+import functools
 
 import pytest
 import torch
@@ -6,19 +8,16 @@ from torch import Tensor
 
 from heedful.ops import Visibility
 from heedful.ops.common.tiles import Scope, Sight
-from heedful.ops.mta import tiled
-from heedful.ops.mta.convolution import Parameters
-from heedful.ops.mta.fused import blocks
+from heedful.ops.mta.convolution import TileSteps
 from heedful.ops.mta.fused.plan import multi_token_attention_limit
-from heedful.ops.mta.reference import multi_token_attention_map
+from heedful.ops.mta.fused.steps import FusedSteps
 from heedful.ops.mta.reference import multi_token_attention_reference as reference
+from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.testing import assert_causal
 from helpers.crosses import exhausting
 from helpers.mechanisms import MECHANISMS, Shape, ragged
 from helpers.oracle import against_oracle, with_grads
 
-# The interpreter's time goes by operations, whatever their size: larger blocks than on a GPU.
-LARGE = blocks.BlockLaunch(64, 128, 4, 64)
 NONE, PRE, POST = {}, {"conv": (4, 3, 5)}, {"post_conv": (4, 3, 5)}
 FULL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (2, 2, 2), "post_mix": (1, 4, 4)}
 TALKING = {"mix": (1, 4, 4), "post_mix": (2, 2, 2)}
@@ -27,8 +26,11 @@ pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.device]
 
 
 @pytest.fixture(autouse=True)
-def large_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "block_launch", lambda: LARGE)
+def several_blocks(small_blocks):
+    """Of rows."""
+
+
+by_kernel = functools.partial(multi_token_attention_tiled, impl="fused")
 
 
 def draw(parameters: dict, queries: int, keys: int, dim: int = 16, batch: int = 2) -> dict:
@@ -47,7 +49,7 @@ def run(function, tensors: dict, visibility: Visibility) -> Tensor:
 
 
 def fused(visibility: Visibility):
-    return lambda x: run(blocks.multi_token_attention_fused, x, visibility)
+    return lambda x: run(by_kernel, x, visibility)
 
 
 def hold(parameters, queries, keys, dtype, visibility, dim=16, batch=1) -> None:
@@ -103,10 +105,6 @@ def test_the_smallest_and_the_largest_kernel(kernel):
     hold({"conv": (4, *kernel)}, 20, 20, torch.float32, Visibility())
 
 
-def test_the_widest_heads():
-    hold(PRE, 20, 20, torch.float16, Visibility(), 256)
-
-
 @pytest.mark.slow
 def test_published_kernel_size():
     full = FULL | {"conv": (4, 6, 11), "post_conv": (4, 6, 11)}
@@ -121,9 +119,7 @@ def test_no_token_changes_an_earlier_output_by_a_bit():
 
     def function(tokens):
         q, k, v = tokens.transpose(1, 2).split([4, 2, 2], dim=1)
-        out = blocks.multi_token_attention_fused(
-            q, k, v, **rest, visibility=Visibility(), scale=0.25
-        )
+        out = by_kernel(q, k, v, **rest, visibility=Visibility(), scale=0.25)
         return out.transpose(1, 2)
 
     assert_causal(function, joined, dim=1)
@@ -138,14 +134,12 @@ def test_padding_gives_zero_and_no_gradient():
 
 
 def test_the_message_names_the_limit():
-    def limit(*kernels, dtype=torch.float16, dims=(64, 64), batch=1):
-        q, v = (torch.empty(batch, 2, 1, dim, dtype=dtype, device="meta") for dim in dims)
-        return multi_token_attention_limit(q, v, *(torch.empty(2, *size) for size in kernels))
+    def limit(*kernels, dtype=torch.float16, batch=1):
+        q = torch.empty(batch, 2, 1, 64, dtype=dtype, device="meta")
+        return multi_token_attention_limit(q, *(torch.empty(2, *size) for size in kernels))
 
     assert limit((8, 15), (6, 11)) is None
     assert limit(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
-    assert limit(dims=(300, 64)) == "q has head dim 300, above 256"
-    assert limit(dims=(64, 300)) == "v has head dim 300, above 256"
     assert limit((9, 5)) == "c_q 9 is above 8"
     assert limit((2, 3), (2, 17)) == "c_k 17 is above 15"
     assert limit(batch=40_000) == "batch times heads is 80000, above 65535; split the batch"
@@ -155,38 +149,60 @@ def test_the_message_names_the_limit():
 def test_registered_operators():
     tensors = {name: x.float().requires_grad_() for name, x in draw(FULL, 20, 20).items()}
     parameters = [tensors[name] for name in FULL]
-    inputs = (None, None, False, True, None, 0.25, False)
+    inputs = (*[None] * 6, False, True, None, 0.25, None, 0.0, False, "fused", False)
     args = (*(tensors[name] for name in "qkv"), *parameters, *inputs)
-    torch.library.opcheck(torch.ops.heedful.multi_token_attention_fused.default, args)
+    torch.library.opcheck(torch.ops.heedful.multi_token_attention_tiled.default, args)
 
 
-def steps_of(queries: int, dtype: torch.dtype) -> blocks.TritonSteps:
-    sight, device = Sight(None, False, True, None), torch.ones(()).device
-    scope = Scope(sight, queries, queries, device, composed=True)
-    return blocks.TritonSteps(scope, dtype)
+# Rows above the tile and below it, its own, columns, and whether its kernel looks both ways.
+TILES = [(0, 0, 70, 16, False), (5, 0, 9, 130, False), (2, 3, 64, 33, True)]
 
 
-def test_logits_are_not_rounded_before_the_softmax():
-    """With large logits a rounding to bf16 would move the probabilities far more than their own."""
-    tensors = {n: x.bfloat16() for n, x in draw(POST, 40, 40).items()}
-    q, k, v = 20 * tensors["q"], tensors["k"], tensors["v"]
-    steps = steps_of(40, torch.bfloat16)
-    x = tiled.operands(q, k, v, Parameters(None, None, None, None), 0.25, steps)
-    (block,) = tiled._row_blocks(x, steps)
-    exact = multi_token_attention_map(q.double(), k.double(), scale=0.25)
-    actual = tiled._probabilities(x, steps, block).soft.p
-    assert actual.dtype == torch.bfloat16
-    assert (actual - exact).abs().max() <= 2.0**-8  # the interpreter cuts off, a GPU rounds
-
-    x = torch.randn(2, 4, 10, 40).bfloat16()
-    kernel, weights = torch.randn(4, 3, 5), torch.randn(1, 4, 4)
-    assert steps.convolve(x, kernel, 0, 0, range(2, 10), last=True).dtype == torch.float32
-    assert steps.mix(x, weights, last=True).dtype == torch.float32
+def tile_steps(kind: type[TileSteps], tokens: int, two_sided: bool, documents) -> TileSteps:
+    """Those of a tile's first token after `tokens`."""
+    sight = Sight(documents, documents is not None, not two_sided, None)
+    keys = 400
+    scope = Scope(sight, keys, keys, torch.ones(()).device, composed=True)
+    return kind(scope, two_sided)
 
 
-def test_gradients_of_mixing_are_not_rounded_block_by_block():
-    steps = steps_of(16, torch.bfloat16)
-    x, grad = (torch.randn(2, 4, 8, 16).bfloat16() for _ in range(2))
-    exact = torch.einsum("boqk,biqk->oi", grad.double(), x.double())[None]
-    actual = steps.mix_backward(grad, x, torch.randn(1, 4, 4))[1]
-    torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("ragged_documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16], ids=str)
+def test_the_convolution_of_a_tile_and_its_gradient(tile, ragged_documents, narrow):
+    """Beside torch's in fp64: as exact as fp32, or where an fp32 tile is split, to 16 bits."""
+    above, below, rows, columns, two_sided = tile
+    documents = torch.arange(400)[None].repeat(2, 1) // 7 if ragged_documents else None
+    x = torch.randn(2, 4, rows, columns, dtype=torch.float64)
+    kernel = torch.randn(4, 5 if two_sided else 6, 11, dtype=torch.float64)
+    outputs = above + rows + below - kernel.shape[1] + 1
+    grad, place = torch.randn(2, 4, outputs, columns, dtype=torch.float64), (above, below)
+    tokens = range(100, 100 + outputs)
+    plain, fused_steps = (
+        tile_steps(kind, 100, two_sided, documents) for kind in (TileSteps, FusedSteps)
+    )
+    fused_steps._narrow = narrow
+    expected = (
+        plain.convolve(x, kernel, *place, tokens),
+        plain.input_gradient(grad, rows, kernel, *place, tokens),
+    )
+    x, grad, kernel = x.float(), grad.float(), kernel.float()
+    actual = (
+        fused_steps.convolve(x, kernel, *place, tokens),
+        fused_steps.input_gradient(grad, rows, kernel, *place, tokens),
+    )
+    # The interpreter cuts numbers off where a GPU rounds them.
+    limit = 2.0**-14 if narrow == torch.bfloat16 else 2.0**-22
+    for y, exact in zip(actual, expected, strict=True):
+        assert y.dtype == torch.float32 and y.shape == exact.shape
+        assert (y - exact).norm() <= limit * exact.norm()
+
+
+def test_a_tile_in_half_precision_keeps_it():
+    steps = tile_steps(FusedSteps, 0, False, None)
+    steps._narrow = torch.bfloat16
+    x, kernel = torch.randn(2, 4, 20, 40).bfloat16(), torch.randn(4, 3, 5)
+    y = steps.convolve(x, kernel, 0, 0, range(2, 20))
+    exact = TileSteps.convolve(steps, x.double(), kernel.double(), 0, 0, range(2, 20))
+    assert y.dtype == torch.bfloat16
+    assert (y - exact).norm() <= 2.0**-7 * exact.norm()
