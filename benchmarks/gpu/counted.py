@@ -72,11 +72,6 @@ class Counter(TorchDispatchMode):
         self.nbytes += sum(map(_nbytes, [*tensors, *results]))
         if "mm" in func.__name__:
             self.flops += 2 * results[0].numel() * args["add" in func.__name__].shape[-1]
-        if "efficient_attention" in func.__name__:
-            backward = "backward" in func.__name__
-            (q, k, v), products = args[backward : backward + 3], (3, 2) if backward else (1, 1)
-            width = products[0] * q.shape[3] + products[1] * v.shape[3]
-            self.flops += 2 * q.shape[:3].numel() * k.shape[2] * width
         return out
 
 
@@ -112,9 +107,8 @@ def calls(shape: Shape) -> dict[str, Callable[[], object]]:
             dim**-0.5, None, 0.0, True,
         )  # fmt: skip
         memory, out = pair.new_empty(batch, 0), torch.empty_like(q)
-        sums = pair.new_empty(selective.sums_shape(q, True))
-        selective.attend(x, None, selective.Outputs(out, memory, pair, sums))
-        selective.attend_backward(grad, pair[0], memory, x, pair, None, out, sums)
+        selective.attend(x, None, selective.Outputs(out, memory, pair))
+        selective.attend_backward(grad, pair[0], memory, x, pair, None)
 
     kernel = draw(heads, 6, 11, dtype=torch.float32)
     mixing = draw(1, heads, heads, dtype=torch.float32)

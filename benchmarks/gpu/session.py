@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -54,12 +54,12 @@ def stages(out: Path) -> dict[int, Callable[[Sizes], Iterator[SessionCase]]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run a stage in a worker process that may die, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stage", type=int, choices=range(1, 7), required=True)
+    parser.add_argument("--stage", type=int, nargs="+", choices=range(1, 7), required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-session.jsonl"),
                         help="JSON lines, appended to; default %(default)s")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     parser.add_argument("--small", action="store_true", help="sizes for a try on any machine")
-    parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of the stage")
+    parser.add_argument("--seconds", type=float, default=STAGE_SECONDS, help="of these stages")
     parser.add_argument("--commit", help="the commit, where the sources are not in a repository")
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # tells a worker that it is
     options = parser.parse_args(arguments)
@@ -87,14 +87,19 @@ def use(device: str | None) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read by Triton when it is imported
 
 
-def worker(stage: int, sizes: Sizes, out: Path, until: float, commit: str | None = None) -> int:
-    """Measure the cases of a stage in this process."""
+def worker(
+    these: Sequence[int], sizes: Sizes, out: Path, until: float, commit: str | None = None
+) -> int:
+    """Measure the cases of stages in this process."""
     from heedful.records.environment import environment
 
-    command = f"python -m benchmarks.gpu.session --stage {stage}{' --small' * (sizes is SMALL)}"
-    about = environment(command.split())
-    about["commit"] = about["commit"] or commit
-    return 0 if work(stage, stages(out)[stage](sizes), out, until, about) else BROKEN
+    for stage in these:
+        command = f"python -m benchmarks.gpu.session --stage {stage}{' --small' * (sizes is SMALL)}"
+        about = environment(command.split())
+        about["commit"] = about["commit"] or commit
+        if not work(stage, stages(out)[stage](sizes), out, until, about):
+            return BROKEN
+    return 0
 
 
 # Stage 1
@@ -156,16 +161,12 @@ def forms(mechanism: str) -> tuple[str, ...]:
 
 
 def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
-    """Every operator by its kernels and by plain torch, shortest sequences first.
-
-    At the shortest also by the blocks for a CPU, which a GPU's should beat.
-    """
+    """Every operator by its kernels and by plain torch, shortest sequences first."""
     for tokens in sizes.lengths:
-        also = ("tiled",) if tokens == min(sizes.lengths) else ()
         for passed in ("forward", "forward+backward"):
             yield from sdpa_cases(sizes, passed, tokens)
             for mechanism in MECHANISMS:
-                for impl in (*forms(mechanism), *also):
+                for impl in forms(mechanism):
                     yield operator_case(sizes, mechanism, impl, passed, tokens)
 
 
@@ -219,16 +220,22 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
     """One of our operators, compared with fp64 first."""
 
     def measure(left: float) -> dict:
-        from heedful.commands.bench.clock import steady
         from heedful.commands.bench.measure import Case, runner
 
         case = Case(mechanism, impl, passed)
         checked(sizes, case)
-        run = runner(sizes.bench, case, tokens)
-        return steady(run, budget_ms=sizes.milliseconds)
+        return timed(runner(sizes.bench, case, tokens), sizes)
 
     name = f"{mechanism} {impl} {passed} {tokens}"
     return SessionCase(name, config_of(sizes, mechanism, impl, passed, tokens), measure)
+
+
+def timed(run: Callable[[], object], sizes: Sizes) -> dict:
+    """The spread of its calls, and as `replay_ms` what the device alone takes for one."""
+    from heedful.commands.bench.clock import replayed, steady
+
+    numbers = steady(run, budget_ms=sizes.milliseconds)
+    return numbers | {"replay_ms": replayed(run, numbers["rounds"])}
 
 
 @cache
@@ -245,12 +252,10 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
     def measure(backend: str, left: float) -> dict:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        from heedful.commands.bench.clock import steady
         from heedful.commands.bench.measure import Case, runner
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            run = runner(sizes.bench, Case("sdpa", "torch", passed), tokens)
-            return steady(run, budget_ms=sizes.milliseconds)
+            return timed(runner(sizes.bench, Case("sdpa", "torch", passed), tokens), sizes)
 
     for backend in sizes.sdpa:
         config = config_of(sizes, "sdpa", backend, passed, tokens)
@@ -289,9 +294,8 @@ def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
     from heedful.commands.bench.cases import device
 
     step = Step(**dict(sizes.step))
-    impls = {"unconverted": sizes.sdpa}
     for mechanism in STEPPED:
-        for impl in impls.get(mechanism, ("fused", "composed")):
+        for impl in sizes.sdpa if mechanism == "unconverted" else ("fused",):
             config = asdict(step) | {"mechanism": mechanism, "impl": impl, "device": device()}
             measure = partial(one_training, step, mechanism, impl)
             yield SessionCase(f"{mechanism} {impl}", config, measure)

@@ -22,7 +22,7 @@ class Sizes:
     bench: Bench
     lengths: tuple[int, ...] = (2048, 4096)
     profiled: tuple[int, ...] = (2048,)
-    long: tuple[int, ...] = (8192, 16384, 32768)
+    long: tuple[int, ...] = (16384,)
     decode: tuple[int, ...] = (512, 8192, 32768)
     checked: int = 150
     sdpa: tuple[str, ...] = ("FLASH_ATTENTION", "CUDNN_ATTENTION")

@@ -20,7 +20,13 @@ SHARED_LIMITS = {
     "sm_80": 166_912, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
     "gfx942": 65_536,
 }  # fmt: skip
-KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int8: "*i8"}
+KINDS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.bool: "*i1",
+}
 # Of each operator, cases by name: options of the functions below.
 CASES = {
     "blocks": {

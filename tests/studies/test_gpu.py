@@ -23,7 +23,7 @@ gpu_session.use("cpu")
 out = Path(sys.argv[1])
 for stage in (1, 2, 3, 5, 6, 2):
     before = len(gpu_session.read(out))
-    assert gpu_session.worker(stage, SMALL, out, time.time() + 540) == 0
+    assert gpu_session.worker([stage], SMALL, out, time.time() + 540) == 0
 assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 was there"
 """
 
@@ -66,9 +66,9 @@ def check_numbers(records: list[dict]) -> None:
         assert all(r["numbers"]["low_ms"] <= r["numbers"]["ms"] for r in these)
         assert {r["config"]["bench"]["layout"] for r in these} == {"transposed"}
     impls = {r["config"]["impl"] for r in records if r["stage"] == 4}
-    assert {"FLASH_ATTENTION"} < impls <= {"FLASH_ATTENTION", "tiled", "composed"}, "not fused here"
+    assert {"FLASH_ATTENTION"} < impls <= {"FLASH_ATTENTION", "composed", "fused"}
     steps = [r["numbers"] for r in records if r["stage"] == 5]
-    assert len(steps) == 5 and all(step["tokens_per_second"] > 0 for step in steps)
+    assert len(steps) == 3 and all(step["tokens_per_second"] > 0 for step in steps)
 
 
 def test_laws_that_cannot_run_are_no_result():

@@ -69,3 +69,22 @@ def peak_mib(run: Callable[[], object]) -> float | None:
     run()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def replayed(run: Callable[[], object], rounds: int) -> float | None:
+    """The median time of a call that a CUDA graph replays, without the host's work for it.
+
+    `None` on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # what a first call makes does not belong to the graph
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    (times,) = milliseconds([graph.replay], rounds)
+    return statistics.median(times)

@@ -185,7 +185,7 @@ class TileSteps:
         logits, hidden = logits.contiguous(), self.scope.hidden(rows, columns)
         if not self.scope.composed:
             return Softmax(*sunk_softmax_(logits, hidden, sinks))
-        p, log_sum = tile_softmax(logits, hidden.mask, sinks, self._operand_dtype(logits))
+        p, log_sum = self._map(logits, hidden.mask, sinks, self._operand_dtype(logits))
         sunk = None if sinks is None else (sinks - log_sum).exp()
         return Softmax(p, sunk, (logits, log_sum, hidden.mask))
 
@@ -205,9 +205,11 @@ class TileSteps:
                 grad, soft.p, -1, grad.dtype, grad_input=grad
             ), total
         last = last and not self.scope.sight.documents  # a convolution there is in fp32
-        return tile_softmax_backward(
+        return self._map_backward(
             grad, *soft.origin, self._operand_dtype(grad) if last else grad.dtype
         )
+
+    _map, _map_backward = staticmethod(tile_softmax), staticmethod(tile_softmax_backward)
 
     def _documents(self, kernel: Tensor, rows: range) -> Tensor | None:
         before, after = self.reach(kernel)

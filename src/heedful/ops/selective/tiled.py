@@ -5,9 +5,6 @@ block the missing part is a product with a strictly triangular matrix of ones. T
 from the last block to the first and takes from the total what the forward added to it, so nothing
 is kept of the blocks between. For that the total is held exactly enough: see sums.py.
 
-If composed, as on a GPU, a block goes through torch's own attention, with -F as its bias
-(composed.py), unless a soft cap, sinks or dropout change the map. All other tiles are made here.
-
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it.
 """
@@ -38,14 +35,6 @@ from heedful.ops.common.tiles import (
     sunk_softmax_,
 )
 from heedful.ops.impl import refuse_second_derivative
-from heedful.ops.selective.composed import (
-    ALIGNMENT,
-    Bias,
-    bias_of,
-    biased_attention,
-    biased_attention_backward,
-    sums_shape,
-)
 from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.selective.sums import RunningTotal, above, below
 from heedful.ops.visibility import Visibility
@@ -81,7 +70,7 @@ def selective_attention_tiled(
     first = visibility.first_tokens(k.shape[2], k.device) if protect_first else None
     sight = visibility.tensors(q.shape[2], k.shape[2], q.device)
     p, drop = dropout or (0.0, None)
-    output, last, memory, *_ = _tiled(
+    output, last, memory, _ = _tiled(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, *sight, first,
         visibility.window, tau, scale, softcap, p, composed,
     )  # fmt: skip
@@ -106,26 +95,17 @@ class Operands(NamedTuple):
     dropout: Dropout | None
 
     @property
-    def by_sdpa(self) -> bool:
-        return by_sdpa(self.scope.composed, self.softcap, self.sinks, self.dropout)
-
-    @property
     def rows(self) -> int:
-        """Of a block: twice as many as where several heads have a tile each between products."""
+        """Of a block."""
         if not self.scope.composed:
             return ROWS
-        return self.scope.most_rows(self.q.shape[1], 2 * ROWS_COMPOSED)
+        return self.scope.most_rows(self.q.shape[1], ROWS_COMPOSED)
 
     def dropout_factor(self, block: "RowBlock") -> Float[Tensor, "B H R C"] | None:
         """What dropout multiplies the block's probabilities with; `None` without dropout."""
         if self.dropout is None:
             return None
         return self.dropout.of_block(self.q, self.k.shape[2], block.rows, block.cut)
-
-    def bias_of(self, block: "RowBlock", f: Float[Tensor, "B Hs R C"]) -> Bias:
-        """What blocks that go through torch's attention add to their logits."""
-        bias = None if self.bias is None else self.bias[:, :, block.rows, block.cut]
-        return bias_of(f, block.hidden, bias, self.q[:, :, block.rows])
 
 
 def operands(
@@ -150,22 +130,12 @@ def operands(
     )  # fmt: skip
 
 
-def by_sdpa(composed: bool, *terms: object) -> bool:
-    """Whether blocks go through torch's attention: without soft cap, sinks and dropout, `terms`."""
-    return composed and all(x is None for x in terms)
-
-
 class Outputs(NamedTuple):
-    """What the loop over the blocks fills: the output, the memory, and the running total's pair.
-
-    And, if blocks go through torch's attention, the logarithm of each row's sum of exponentials,
-    which its backward starts from, as it does from the output.
-    """
+    """What the loop over the blocks fills: the output, the memory, and the running total's pair."""
 
     output: Float[Tensor, "B H Tq Dv"]
     memory: Float[Tensor, "B Tq"]
     pair: Float[Tensor, "2 B Hs Tk"]
-    sums: Float[Tensor, "B H rows"]
 
 
 def attend(x: Operands, tau: float | None, out: Outputs) -> None:
@@ -179,17 +149,12 @@ def attend(x: Operands, tau: float | None, out: Outputs) -> None:
     for start, stop in row_blocks(queries, x.rows, ascending=True):
         block = _row_block(x, start, stop)
         f = _hiding(x, block, total)
-        if x.by_sdpa:
-            parts = (x.q[:, :, block.rows], x.k[:, :, block.cut], x.v[:, :, block.cut])
-            output, sums = biased_attention(*parts, x.bias_of(block, f), x.scale)
-            out.sums[:, :, start:stop] = sums
-        else:
-            p = _maps(x, block, f, room=room).p
-            if (factor := x.dropout_factor(block)) is not None:
-                p.mul_(factor)
-                del factor
-            output = product(p, x.v[:, :, block.cut])
-            del p
+        p = _maps(x, block, f, room=room).p
+        if (factor := x.dropout_factor(block)) is not None:
+            p.mul_(factor)
+            del factor
+        output = product(p, x.v[:, :, block.cut])
+        del p
         out.output[:, :, start:stop] = output
         if tau is not None:
             terms = block.hidden.fill(f.clamp(max=tau), 0.0)
@@ -286,22 +251,17 @@ def _maps(
 
 def attend_backward(
     grad: Tensor, grad_state: Tensor, grad_memory: Tensor, x: Operands, pair: Tensor,
-    tau: float | None, out: Tensor | None = None, sums: Tensor | None = None,
+    tau: float | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of the operands and of the incoming state, from the last block to the first.
-
-    `out` and `sums` are those of the forward, if blocks go through torch's attention.
-    """
+    """Gradients of the operands and of the incoming state, from the last block to the first."""
     selectors, total = x.selector_q.shape[1], RunningTotal(pair.clone())
     # Contiguous, whatever the inputs' strides: the layout that the fake below promises.
     # Every block has rows of its own.
-    dq = torch.empty_like(x.q, dtype=x.q.dtype if x.by_sdpa else pair.dtype)
+    dq = torch.empty_like(x.q, dtype=pair.dtype)
     dsq = torch.empty_like(x.selector_q, dtype=pair.dtype)
     # Those of keys are transposed: a product is a quarter faster when its long side comes last.
     dsk = torch.zeros(x.selector_k.mT.shape, dtype=pair.dtype, device=x.k.device)
-    dk, dv = (
-        pair.new_zeros(t.shape) if x.by_sdpa else pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v)
-    )
+    dk, dv = (pair.new_zeros(t.mT.shape).mT for t in (x.k, x.v))
     dbias = pair.new_zeros(0)
     if x.bias is not None:
         dbias = torch.zeros(x.bias.shape, dtype=x.bias.dtype, device=pair.device)
@@ -312,37 +272,24 @@ def attend_backward(
         block = _row_block(x, start, stop)
         rows, cut = block.rows, block.cut
         f = _hiding(x, block, total, back=True)
-        out_grad, slope = grad[:, :, rows], None
-        if x.by_sdpa:
-            filled = slice(start, start - (start - stop) // ALIGNMENT * ALIGNMENT)
-            dq[:, :, rows], dk_block, dv_block, dlogits = biased_attention_backward(
-                out_grad, x.q[:, :, rows], x.k[:, :, cut], x.v[:, :, cut], x.bias_of(block, f),
-                out[:, :, rows], sums[:, :, filled], x.scale,
-            )  # fmt: skip
-            dk[:, :, cut].add_(dk_block)
-            dv[:, :, cut].add_(dv_block)
-            del dk_block, dv_block
-        else:
-            p, slope, sunk = _maps(x, block, f, slopes=True)
-            factor = x.dropout_factor(block)
-            dv[:, :, cut].add_(product(out_grad.mT, p if factor is None else p * factor).mT)
-            dp = product(out_grad, x.v[:, :, cut].mT)
-            if factor is not None:
-                dp.mul_(factor)
-                del factor
-            if sunk is not None:
-                dsinks += sink_gradient(dp, p, sunk)
-            dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
-            del dp, p  # tiles are what the peak is made of
+        out_grad = grad[:, :, rows]
+        p, slope, sunk = _maps(x, block, f, slopes=True)
+        factor = x.dropout_factor(block)
+        dv[:, :, cut].add_(product(out_grad.mT, p if factor is None else p * factor).mT)
+        dp = product(out_grad, x.v[:, :, cut].mT)
+        if factor is not None:
+            dp.mul_(factor)
+            del factor
+        if sunk is not None:
+            dsinks += sink_gradient(dp, p, sunk)
+        dlogits = torch._softmax_backward_data(dp, p, -1, dp.dtype)
+        del dp, p  # tiles are what the peak is made of
         if x.bias is not None:
             part = dbias[:, :, rows, cut]
             part.copy_(dlogits.sum_to_size(part.shape))
 
         # Of -F, not of F.
-        if selectors == 1:
-            g = dlogits.sum(1, keepdim=True, dtype=pair.dtype)
-        else:
-            g = dlogits.to(pair.dtype)
+        g = dlogits.sum(1, keepdim=True) if selectors == 1 else dlogits
         if tau is not None:
             unclipped = block.hidden.fill(f <= tau, False)
             g = g - unclipped * (grad_memory[:, None, rows, None] / selectors)
@@ -352,12 +299,11 @@ def attend_backward(
         dsq[:, :, rows] = product(ds, x.selector_k[:, :, cut]).mul_(x.scale)
         dsk[..., cut].add_(product(x.selector_q[:, :, rows].mT, ds), alpha=x.scale)
 
-        if not x.by_sdpa:
-            if slope is not None:
-                dlogits.mul_(slope)
-            dlogits.mul_(x.scale)
-            dq[:, :, rows] = product(dlogits, x.k[:, :, cut])
-            dk[:, :, cut].add_(product(x.q[:, :, rows].mT, dlogits).mT)
+        if slope is not None:
+            dlogits.mul_(slope)
+        dlogits.mul_(x.scale)
+        dq[:, :, rows] = product(dlogits, x.k[:, :, cut])
+        dk[:, :, cut].add_(product(x.q[:, :, rows].mT, dlogits).mT)
         del block, f, slope, dlogits, g, ds
     dsk = dsk.mT
     if x.first is not None:
@@ -371,25 +317,24 @@ def _tiled(
     bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None, segments: Tensor | None,
     mutual: Tensor | None, places: Tensor | None, first: Tensor | None, window: int | None,
     tau: float | None, scale: float, softcap: float | None, dropout_p: float, composed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, selectors, queries, _ = selector_q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     pair = torch.zeros(2, batch, selectors, k.shape[2], dtype=wide, device=q.device)
     memory = pair.new_zeros(batch, queries if tau is not None else 0)
-    sums = pair.new_full(sums_shape(q, by_sdpa(composed, softcap, sinks, drop)), float("inf"))
     whole = segments is mutual is places is None and (window is None or window >= k.shape[2])
     if not composed and whole and state is tau is softcap is sinks is drop is None:
         out = _nothing_selected(q, k, v, selector_q, selector_k, scale, bias)
         if out is not None:
-            return out, torch.zeros_like(pair[0]), memory, pair, sums
+            return out, torch.zeros_like(pair[0]), memory, pair
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
         first, window, scale, softcap, dropout_p, composed,
     )  # fmt: skip
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    attend(x, tau, Outputs(out, memory, pair, sums))
+    attend(x, tau, Outputs(out, memory, pair))
     last = RunningTotal(pair).rounded()
-    return out, last if state is None else last + state, memory, pair, sums
+    return out, last if state is None else last + state, memory, pair
 
 
 def _nothing_selected(q, k, v, selector_q, selector_k, scale: float, bias=None) -> Tensor | None:
@@ -417,26 +362,23 @@ def _(
         q.new_empty(batch, selectors, k.shape[2], dtype=wide),
         q.new_empty(batch, queries if tau is not None else 0, dtype=wide),
         q.new_empty(2, batch, selectors, k.shape[2], dtype=wide),
-        q.new_empty(sums_shape(q, by_sdpa(composed, softcap, sinks, drop)), dtype=wide),
     )
 
 
 @torch.library.custom_op("heedful::selective_attention_tiled_backward", mutates_args=())
 def _tiled_backward(
-    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, out: Tensor | None,
-    sums: Tensor | None, q: Tensor, k: Tensor, v: Tensor, selector_q: Tensor, selector_k: Tensor,
-    state: Tensor | None, bias: Tensor | None, sinks: Tensor | None, drop: Tensor | None,
-    segments: Tensor | None, mutual: Tensor | None, places: Tensor | None, first: Tensor | None,
-    window: int | None, tau: float | None, scale: float, softcap: float | None, dropout_p: float,
-    composed: bool,
+    grad: Tensor, grad_state: Tensor, grad_memory: Tensor, pair: Tensor, q: Tensor, k: Tensor,
+    v: Tensor, selector_q: Tensor, selector_k: Tensor, state: Tensor | None, bias: Tensor | None,
+    sinks: Tensor | None, drop: Tensor | None, segments: Tensor | None, mutual: Tensor | None,
+    places: Tensor | None, first: Tensor | None, window: int | None, tau: float | None,
+    scale: float, softcap: float | None, dropout_p: float, composed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     x = operands(
         q, k, v, selector_q, selector_k, state, bias, sinks, drop, segments, mutual, places,
         first, window, scale, softcap, dropout_p, composed,
     )  # fmt: skip
-    out = None if out is None else operand(out)
     *grads, dbias, dsinks, later = attend_backward(
-        operand(grad), grad_state, grad_memory, x, pair, tau, out, sums
+        operand(grad), grad_state, grad_memory, x, pair, tau
     )
     dsinks = dsinks if sinks is None else dsinks.to(sinks.dtype)
     return *(finished(grads, t) for t in (q, k, v, selector_q, selector_k)), dbias, dsinks, later
@@ -444,8 +386,7 @@ def _tiled_backward(
 
 @_tiled_backward.register_fake
 def _(
-    grad, grad_state, grad_memory, pair, out, sums, q, k, v, selector_q, selector_k, state, bias,
-    sinks, *_,
+    grad, grad_state, grad_memory, pair, q, k, v, selector_q, selector_k, state, bias, sinks, *_
 ):  # fmt: skip
     optional = (pair.new_empty(0) if x is None else x for x in (bias, sinks))
     inputs = (q, k, v, selector_q, selector_k, *optional, grad_state)
@@ -457,10 +398,9 @@ refuse_second_derivative(_tiled_backward, "selective_attention")
 
 def _save(ctx, inputs, output) -> None:
     *tensors, window, tau, scale, softcap, dropout_p, composed = inputs
-    out, _, _, pair, sums = output
-    ctx.mark_non_differentiable(pair, sums)
-    results = (out, sums) if by_sdpa(composed, softcap, *tensors[7:9]) else (None, None)
-    ctx.save_for_backward(pair, *results, *tensors)
+    pair = output[3]
+    ctx.mark_non_differentiable(pair)
+    ctx.save_for_backward(pair, *tensors)
     ctx.options = (window, tau, scale, softcap, dropout_p, composed)
     ctx.present = tuple(x is not None for x in tensors[5:8])
 

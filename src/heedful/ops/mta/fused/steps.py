@@ -1,4 +1,4 @@
-"""The steps on a tile of multi-token attention with its convolution in Triton."""
+"""The steps on a tile of multi-token attention, with its convolution and softmax in Triton."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from heedful.ops.common.tiles import Scope
 from heedful.ops.mta.convolution import TileSteps, turned
-from heedful.ops.mta.fused.kernel import ASIDE, REST, WIDTH, convolve_kernel
+from heedful.ops.mta.fused.convolve_kernel import ASIDE, REST, WIDTH, convolve_kernel
+from heedful.ops.mta.fused.softmax_kernels import softmax_backward_kernel, softmax_kernel
 
 
 class ConvolutionLaunch(NamedTuple):
@@ -32,7 +33,11 @@ class Band(NamedTuple):
 
 
 class FusedSteps(TileSteps):
-    """As composed; torch's convolution of maps comes to 3 % of what a GPU can compute."""
+    """As composed, but for what torch does slowly on a GPU.
+
+    Its convolution of maps reaches 6 % of the peak in fp32 there (results/h100.jsonl in
+    benchmarks/gpu), and a compiled softmax waits for the host.
+    """
 
     def __init__(self, scope: Scope, two_sided: bool = False) -> None:
         super().__init__(scope, two_sided)
@@ -53,6 +58,29 @@ class FusedSteps(TileSteps):
         before, last = self.reach(kernel).before, kernel.shape[1] - 1
         first = rows.start + above - before
         return self._launch(grad, kernel, inputs, last - above, last - before, first, turn=True)
+
+    def _map(
+        self, logits: Tensor, mask: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `tile_softmax`."""
+        p = torch.empty_like(logits, dtype=dtype)
+        log_sums = logits.new_empty(*logits.shape[:3], 1)
+        grid, sizes = _rows_of(logits, mask)
+        with torch.cuda.device_of(logits):
+            softmax_kernel[grid](
+                logits, mask, sinks, p, log_sums, *sizes, SINKS=sinks is not None
+            )  # fmt: skip
+        return p, log_sums
+
+    def _map_backward(
+        self, grad: Tensor, logits: Tensor, log_sums: Tensor, mask: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """As `tile_softmax_backward`."""
+        out, totals = torch.empty_like(grad, dtype=dtype), torch.empty_like(log_sums)
+        grid, sizes = _rows_of(logits, mask)
+        with torch.cuda.device_of(grad):
+            softmax_backward_kernel[grid](grad, logits, log_sums, mask, out, totals, *sizes)
+        return out, totals
 
     def _launch(
         self, x: Tensor, kernel: Tensor, outputs: int, above: int, before: int, first: int, *,
@@ -88,3 +116,10 @@ class FusedSteps(TileSteps):
             parts = [high, (whole - high).to(narrow)] if narrow != dtype else [high]
             self._bands[key] = Band(kernel, torch.stack(parts), high.numel())
         return self._bands[key]
+
+
+def _rows_of(logits: Tensor, mask: Tensor) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """A program per row, and the sizes that the kernels of the softmax take."""
+    batch, heads, rows, columns = logits.shape
+    stride = mask[0].numel() if len(mask) > 1 else 0
+    return (rows, batch * heads), (heads, rows, columns, columns - mask.shape[3], stride)

@@ -20,6 +20,7 @@ from heedful.ops.selective.fused.forward import (
     attend_kernel,
     remember_kernel,
     survey_kernel,
+    visits_kernel,
 )
 from heedful.ops.selective.fused.plan import TileLaunch, plan
 from heedful.ops.visibility import Visibility
@@ -94,12 +95,17 @@ class SelectorCall:
         return self._tiles[rows, columns]
 
 
-def visits(tiles: Int[Tensor, "*lead n"]) -> tuple[Int[Tensor, "*lead n"], Int[Tensor, "*lead"]]:
-    """For every row of tiles, which to visit, last first, and how many; see `fused_tile.visit`."""
-    place = torch.arange(tiles.shape[-1], dtype=torch.int32, device=tiles.device)
-    order = torch.where(tiles > 0, 2 * place + (tiles == 2), -1)
-    order = order.sort(-1, descending=True).values
-    return order.contiguous(), (tiles > 0).sum(-1, dtype=torch.int32).contiguous()
+def visits(
+    tiles: Int[Tensor, "B Hs blocks n"],
+) -> tuple[Int[Tensor, "B Hs blocks n"], Int[Tensor, "B Hs blocks"]]:
+    """For every row of tiles, which to visit, last first, and how many; see `tile.visit`."""
+    batch, selectors, rows, size = tiles.shape
+    order = tiles.new_empty(tiles.shape, dtype=torch.int32)
+    count = order.new_empty(tiles.shape[:3])
+    visits_kernel[rows, selectors, batch](
+        tiles, order, count, size, *tiles.stride(), WIDTH=padded(size)
+    )
+    return order, count
 
 
 def weight_limit(

@@ -2,7 +2,7 @@
 
 `accumulate_kernel` finds F at the first query of every block, one number per key. From there each
 tile of `attend_kernel` and `remember_kernel` finds its own F, by adding what the earlier queries of
-its block hide. Which tiles a program visits, and in which order, is listed by the host from what
+its block hide. Which tiles a program visits, and in which order, `visits_kernel` lists from what
 `survey_kernel` saw.
 """
 
@@ -44,6 +44,26 @@ def survey_kernel(
     every = tl.min(tl.min(allowed.to(tl.int32), 1), 0)
     at = (batch * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
     tl.store(tiles + at, (some + every).to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["size", "by_batch", "by_selector", "by_row", "by_tile"])
+def visits_kernel(
+    tiles, order, count, size, by_batch, by_selector, by_row, by_tile, WIDTH: tl.constexpr
+):
+    """Of a row of tiles those that hold something, the last first, as 2 n, or 2 n + 1 if clear.
+
+    Programs (row, selector, batch); `by_...` are the strides of `tiles`, `size` are in a row.
+    """
+    row, selector, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.arange(0, WIDTH)
+    tiles += batch.to(tl.int64) * by_batch + selector * by_selector + row * by_row
+    holds = tl.load(tiles + n * by_tile, mask=n < size, other=0).to(tl.int32)
+    some = (holds > 0).to(tl.int32)
+    number = tl.sum(some, 0)
+    place = ((batch * tl.num_programs(1) + selector) * tl.num_programs(0) + row).to(tl.int64)
+    at = order + place * size + number - tl.cumsum(some, 0)
+    tl.store(at, 2 * n + (holds == 2).to(tl.int32), mask=holds > 0)
+    tl.store(count + place, number)
 
 
 @triton.jit
