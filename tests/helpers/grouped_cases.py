@@ -156,12 +156,12 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 each_impl = pytest.mark.parametrize("impl", ["reference", "tiled"])
 
 
-def tensors(tokens: int = TOKENS, queries: int | None = None) -> dict[str, Tensor]:
+def tensors(tokens: int = TOKENS, queries: int | None = None, dim: int = 6) -> dict[str, Tensor]:
     """q, k, v of two rows, weights of the members, and a factor on the sizes per head."""
     return {
-        "q": draw(2, 4, queries or tokens, 6),
-        "k": draw(2, 2, tokens, 6),
-        "v": draw(2, 2, tokens, 6),
+        "q": draw(2, 4, queries or tokens, dim),
+        "k": draw(2, 2, tokens, dim),
+        "v": draw(2, 2, tokens, dim),
         "logits": draw(2, 2, tokens),
         "beta": torch.rand(4, dtype=torch.float64) + 0.5,
     }

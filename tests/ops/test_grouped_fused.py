@@ -60,7 +60,8 @@ def test_fused_errs_at_most_twice_as_much_as_the_definition(case, asking):
     def run(impl):
         return lambda x: attend(x, groups, impl, asking=asking, window=40)
 
-    against_oracle(run("fused"), run("reference"), tensors(300), torch.float32, f"{case}")
+    x = tensors(300, dim=16)  # fewer, a GPU's FlexAttention does not take
+    against_oracle(run("fused"), run("reference"), x, torch.float32, f"{case}")
 
 
 @each_case

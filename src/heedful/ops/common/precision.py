@@ -99,7 +99,9 @@ def _product(a: Float[Tensor, "*lead n k"], b: Float[Tensor, "*lead k m"]) -> Te
     """`a @ b`, widened; on a GPU never rounded to the operands' precision on the way."""
     if a.dtype != torch.bfloat16 or not _on_gpu(a):
         return widen(a @ b)
-    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lead = a.shape[:-2]
+    if b.shape[:-2] != lead:  # a look at the shapes costs the host more than the launch
+        lead = torch.broadcast_shapes(lead, b.shape[:-2])
     flat = (x.expand(*lead, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
     return torch.bmm(*flat, out_dtype=torch.float32).unflatten(0, lead)
 

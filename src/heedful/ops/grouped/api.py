@@ -145,7 +145,7 @@ def grouped_attention(
     run = choose(
         "grouped_attention",
         impl,
-        lambda: unserved(q, bias, groups),
+        lambda: unserved(q, v, bias, groups),
         (q, k, v, *summaries, groups.weight, beta if isinstance(beta, Tensor) else None, bias),
         uncomposed="its tiled form has one shape for all devices",
     )

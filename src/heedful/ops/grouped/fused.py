@@ -20,6 +20,7 @@ from heedful.ops.impl import no_triton
 from heedful.ops.visibility import Visibility
 
 _BLOCK = 128
+_NARROWEST = 16  # heads of a GPU
 
 
 def grouped_attention_fused(
@@ -95,12 +96,14 @@ def grouped_attention_fused(
     )
 
 
-def unserved(q: Tensor, bias: Tensor | None, groups: Groups) -> str | None:
+def unserved(q: Tensor, v: Tensor, bias: Tensor | None, groups: Groups) -> str | None:
     """Why FlexAttention cannot serve a call, in one clause, or `None`."""
     if bias is not None:
         return "a position bias is one number per token, and its columns are summaries too"
     if not groups.count or not q.shape[2]:
         return "there is nothing to attend to"
+    if q.is_cuda and (narrow := min(q.shape[3], v.shape[3])) < _NARROWEST:
+        return f"FlexAttention on a GPU takes heads of {_NARROWEST} at least, not of {narrow}"
     if torch.compiler.is_compiling() and q.device.type == "cpu":
         return "its kernels need a GPU, and q is on cpu"
     return no_triton(q)
