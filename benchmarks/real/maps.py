@@ -1,7 +1,6 @@
 """Averaged attention maps of multi-token attention, before and after its convolutions.
 
-In every layer with kernels the maps on the way to the weights are averaged, per head, over the last
-`--queries` queries of every book:
+In every layer with kernels these maps are averaged, per head, over a book's last `--queries` queries:
 
     before              softmax of the raw logits
     pre-convolution     softmax of the convolved logits
@@ -13,9 +12,8 @@ In every layer with kernels the maps on the way to the weights are averaged, per
         --books books-test --out runs/maps.jsonl
 
 Of each: the weight on the first token, the entropy in nats (of absolute weights scaled to one, as
-entries may be negative after the softmax), and the total variation, half the sum of absolute
-differences, from the map before and from the former stage. Of three maps also the weight by
-distance of the key from the query, all keys but the first.
+some may be negative), and the total variation, half the sum of absolute differences, from the map
+before and from the former stage. Of three also the weight by distance of all keys but the first.
 """
 
 import argparse
