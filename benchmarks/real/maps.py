@@ -1,6 +1,6 @@
 """Averaged attention maps of multi-token attention, before and after its convolutions.
 
-In every layer with kernels these maps are averaged, per head, over a book's last `--queries` queries:
+In every layer with kernels maps are averaged per head over the last `--queries` queries of a book:
 
     before              softmax of the raw logits
     pre-convolution     softmax of the convolved logits

@@ -87,6 +87,15 @@ def test_a_kernel_that_shifts_by_one_key_moves_the_weight_by_one(model, books):
         assert moved == pytest.approx(after["from_before"], rel=0.01) and min(moved) > 0.05
 
 
+def test_half_of_a_map_differs_from_none(model, books):
+    with torch.no_grad():
+        for layer in layers_of(model):
+            layer.post_mix.zero_()
+    for record in maps.averages(model, books, QUERIES):
+        assert record["maps"]["weights"]["from_former"] == [0.5] * 4
+        assert record["maps"]["post-convolution"]["from_former"] == pytest.approx([0] * 4, abs=1e-6)
+
+
 def test_larger_logits_make_a_sharper_map(model, books):
     with torch.no_grad():
         for layer in layers_of(model):
