@@ -46,6 +46,7 @@ def main(folder: Path) -> None:
         ("learned", result_pictures.learned),
         ("pretrained", result_pictures.pretrained),
         ("equal-bytes", result_pictures.equal_bytes),
+        ("averaged-maps", result_pictures.averaged_maps),
     ):
         (folder / f"{name}.svg").write_bytes(svg(draw()))
 

@@ -3,14 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from benchmarks.real.maps import starts
 from benchmarks.real.names import EVICT, HIDE, STOCK
 from benchmarks.real.table import ten_books
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
+LONGEST = 512  # tokens of a text whose maps are averaged
 NAMES = {"standard": "standard", "mta": "multi-token", "selective": "selective"}
 
 
@@ -211,6 +214,59 @@ def _at_equal_bytes(axes, file: str, scale: float) -> None:
     axes.set_xlabel("peak bytes of the cache, of the standard model's", fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def averaged_maps() -> Figure:
+    """Attention maps before and after the convolutions: all heads, two of them, and what moves."""
+    of_layer: dict[int, list[dict]] = {}
+    for record in _results("maps-cpu.jsonl"):
+        of_layer.setdefault(record["layer"], []).append(record["maps"])
+    layers = sorted(of_layer)
+    moved = [_over(of_layer[x], "weights", "from_before").tolist() for x in layers]
+    most = sorted(((max(x), n, x.index(max(x))) for n, x in enumerate(moved)), reverse=True)[:2]
+    figure = Figure(figsize=(12.6, 3.1), layout="constrained", facecolor="white")
+    parts = figure.subplots(1, 4, width_ratios=[1, 1, 1, 1.15])
+    looks = {
+        "before": ("softmax of the raw logits", "#8a8a8a", "-"),
+        "probabilities": ("probabilities, of convolved and mixed logits", "#56b4e9", "--"),
+        "weights": ("weights: these convolved and mixed", "#0072b2", "-"),
+    }
+    for stage, (label, colour, dash) in looks.items():
+        spread = [_over(of_layer[x], stage, "by_distance") for x in layers]
+        curves = [sum(spread).mean(0) / len(layers), *(spread[n][head] for _, n, head in most)]
+        for axes, curve in zip(parts, curves, strict=False):
+            least = numpy.array(starts(LONGEST))
+            width = numpy.diff([*least, LONGEST])
+            middle = least + (width - 1) / 2
+            style = {"color": colour, "linestyle": dash, "linewidth": 1.5, "label": label}
+            axes.plot(1 + middle, 100 * curve / width, **style)
+    titles = [f"layer {layers[n]}, head {head}" for _, n, head in most]
+    for axes, title in zip(parts, ["mean of all heads", *titles], strict=False):
+        axes.set_xscale("log")
+        axes.set_xticks([1, 2, 4, 11, 33, 129], ["0", "1", "3", "10", "32", "128"], fontsize=8)
+        axes.minorticks_off()
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+        axes.set_xlabel("distance of the key, tokens", fontsize=9)
+        axes.set_title(title, fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    parts[0].set_ylabel("weight of one key, %", fontsize=9)
+    image = parts[3].imshow(100 * numpy.array(moved), cmap="Blues", vmin=0, aspect="auto")
+    parts[3].set_title("weight that moves, %", fontsize=9)
+    parts[3].set_xticks(range(len(moved[0])))
+    parts[3].set_yticks(range(len(layers)), layers)
+    parts[3].set_xlabel("head", fontsize=9)
+    parts[3].set_ylabel("layer", fontsize=9)
+    figure.colorbar(image, ax=parts[3]).ax.tick_params(labelsize=8)
+    for axes in parts:
+        axes.tick_params(labelsize=8)
+    figure.legend(*parts[0].get_legend_handles_labels(), fontsize=8.5, frameon=False, ncols=3,
+                  loc="outside lower center")  # fmt: skip
+    return figure
+
+
+def _over(maps: list[dict], stage: str, measure: str) -> numpy.ndarray:
+    """A measure of every head, mean of the seeds."""
+    return numpy.mean([x[stage][measure] for x in maps], axis=0)
 
 
 def _signed(axes, values: list[list[float]], title: str) -> None:

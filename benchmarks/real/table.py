@@ -37,6 +37,13 @@ SHORT = (
     (EVICT, "by-layer", 120),
 )
 TOVA_INT8, LAST_INT8 = (STOCK, "tova", 448), (EVICT, "by-layer")
+KERNELS = ("conv", "post_conv")
+STEPS = {
+    "pre-convolution": "kernels before the softmax",
+    "probabilities": "mixing before",
+    "post-convolution": "kernels after",
+    "weights": "mixing after",
+}
 COMPARED = (
     (STOCK, "whole", 1024),
     (STOCK, "tova", 128),
@@ -227,6 +234,32 @@ def kept_kinds() -> str:
     return f"{markdown(head, lines)}\n\n{provenance(records[:1])}"
 
 
+def averaged_maps() -> str:
+    """How far multi-token attention moves the weight of a map, step by step; mean of the seeds."""
+    records, lines = read_study("maps"), []
+    layers = [[n] for n in sorted({r["layer"] for r in records})]
+    for part in (*layers, [n for (n,) in layers]):
+        own = [r for r in records if r["layer"] in part]
+
+        def mean(stage: str, measure: str, own: list[dict] = own) -> float:
+            return statistics.mean(x for r in own for x in r["maps"][stage][measure])
+
+        heads = numpy.array([r["maps"]["weights"]["from_before"] for r in own])
+        heads = heads.reshape(-1, len(part), heads.shape[1]).mean(0)  # over the seeds
+        largest = max(x for r in own for name in KERNELS for x in r["learned"][name])
+        lines.append([
+            str(*part) if len(part) == 1 else "all of these",
+            f"{largest:.4f}",
+            *(f"{mean(stage, 'from_former'):.1%}" for stage in STEPS),
+            f"{mean('weights', 'from_before'):.1%} ({heads.min():.1%} to {heads.max():.1%})",
+            f"{mean('before', 'first'):.1%}, {mean('weights', 'first'):.1%}",
+            f"{mean('before', 'entropy'):.2f}, {mean('weights', 'entropy'):.2f}",
+        ])  # fmt: skip
+    head = ["layer", "largest change of a kernel", *STEPS.values(), "all (heads)",
+            "first token, before and after", "entropy, before and after"]  # fmt: skip
+    return f"{markdown(head, lines)}\n\n{provenance(records)}"
+
+
 def real_int8() -> str:
     """Caches in eight bits, each behind the same one in float32 where there is one."""
     exact, records = ten_books("1024"), ten_books("1024-int8")
@@ -314,4 +347,5 @@ BLOCKS = {
     "real-int8": real_int8,
     "real-seeds": real_seeds,
     "real-heads": real_heads,
+    "real-maps": averaged_maps,
 } | evaluations.BLOCKS
