@@ -33,11 +33,8 @@ class Band(NamedTuple):
 
 
 class FusedSteps(TileSteps):
-    """As composed, but for what torch does slowly on a GPU.
-
-    Its convolution of maps reaches 6 % of the peak in fp32 there (results/h100.jsonl in
-    benchmarks/gpu), and a compiled softmax waits for the host.
-    """
+    """As composed, but for what torch does slowly on a GPU: the convolution of maps, and a compiled
+    softmax, whose call costs the host more than the step."""
 
     def __init__(self, scope: Scope, two_sided: bool = False) -> None:
         super().__init__(scope, two_sided)
