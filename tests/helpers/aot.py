@@ -174,6 +174,9 @@ def selective(
 def main(operator: str, case: str, target: str) -> None:
     from triton.runtime.jit import JITFunction
 
+    from heedful.ops.selective.fused import plan
+
+    plan.on_hopper = lambda device: target == "sm_90"
     compiler = Compiler(target)
     JITFunction.run = lambda kernel, *args, **rest: compiler.run(kernel, *args, **rest)
     {"blocks": blocks, "selective": selective}[operator](**CASES[operator][case])

@@ -277,6 +277,24 @@ def dynamic(mechanism: Mechanism) -> None:
     assert len(graphs) == 1, f"{len(graphs)} graphs for six lengths"
 
 
+def dynamic_fused(mechanism: Mechanism) -> None:
+    """The same of the kernels that a GPU runs, in the interpreter."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def function(x):
+        return mechanism.run(x, "fused")[0]
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for tokens in (7, 17, 65):
+        x = leaves(mechanism.draw(SHAPE.long(tokens)))
+        torch.testing.assert_close(compiled(x), function(x), rtol=0, atol=0)
+    assert len(graphs) == 1, f"{len(graphs)} graphs for three lengths"
+
+
 def export(mechanism: Mechanism) -> None:
     """One exported program for every length, with padding, from a short and from a long example."""
 
@@ -389,6 +407,10 @@ CHECKS = {
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])
         for kind, check in (("dropout", dropout), ("dynamic", dynamic), ("export", export))
         for name in LENGTHS
+    },
+    **{
+        f"fused {name}": lambda name=name: dynamic_fused(BY_NAME[name])
+        for name in ("mta-full", "selective-own")
     },
     **{
         f"llama {name}": lambda name=name: llama(name)

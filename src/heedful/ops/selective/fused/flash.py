@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heedful.ops.common.limits import padded
+from heedful.ops.common.precision import without_autocast
 from heedful.ops.common.tiles import in_blocks
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.selective.fused.backward import (
@@ -289,7 +290,8 @@ def _fused(
 
 
 def _states(x: Inputs, keep: bool) -> Float[Tensor, "pieces B Hs Tk"]:
-    count = len(range(PIECE, x.q.shape[2], PIECE)) if keep else 0
+    # By arithmetic: a range would fix the length of a compiled graph.
+    count = (x.q.shape[2] + PIECE - 1) // PIECE - 1 if keep else 0
     return x.q.new_empty(count, *x.selector_k.shape[:3], dtype=torch.float32)
 
 
@@ -434,7 +436,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, grad_state, grad_memory, *_):
-    *grads, dstate = _fused_backward(
+    *grads, dstate = without_autocast(_fused_backward)(
         grad, grad_state, grad_memory, *ctx.saved_tensors, *ctx.options
     )
     return *grads, dstate if ctx.from_state else None, *(None,) * 8
