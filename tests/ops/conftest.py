@@ -8,7 +8,7 @@ from heedful.ops.common import tiles
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `impl="composed"`, so that many meet; of rows that a GPU's kernel takes whole."""
+    """Those of `impl="composed"`, so that many meet."""
     monkeypatch.setattr(tiles, "ROWS_COMPOSED", 32)
     monkeypatch.setattr("heedful.ops.selective.tiled.ROWS_COMPOSED", 32)
     monkeypatch.setattr("heedful.ops.selective.sums.CHUNK", 8)

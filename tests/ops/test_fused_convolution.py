@@ -111,6 +111,13 @@ def test_odd_sizes(tokens, dim):
     hold(FULL, tokens, tokens, torch.float32, Visibility(), dim)
 
 
+def test_tokens_with_positions_have_no_segments():
+    """As evicted keys and packed documents have them; there is nothing to convolve then."""
+    documents = torch.arange(70)[None] // 20
+    positions = torch.arange(70)[None] * 2
+    hold(TALKING, 70, 70, torch.float32, Visibility(documents=documents, positions=positions))
+
+
 @pytest.mark.parametrize("kernel", [(1, 1), (8, 15)], ids=str)
 def test_the_smallest_and_the_largest_kernel(kernel):
     hold({"conv": (4, *kernel)}, 20, 20, torch.float32, Visibility())

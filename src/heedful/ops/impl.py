@@ -14,6 +14,7 @@ from torch.library import CustomOpDef
 
 Impl = Literal["auto", "reference", "tiled", "composed", "fused"]
 IMPLS = ("auto", "reference", "tiled", "composed", "fused")
+
 _log = logging.getLogger("heedful")
 _logged: set[tuple[str, str]] = set()
 

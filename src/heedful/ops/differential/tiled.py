@@ -29,7 +29,8 @@ def differential_attention_tiled(
 ) -> Float[Tensor, "B P Tq Dv"]:
     """The operator of `differential_attention`; the difference is taken after the values.
 
-    The blocks are a GPU's if `composed`, else a CPU's.
+    If `composed` by torch's own attention where that serves, else in a GPU's blocks; if not, in a
+    CPU's.
     """
     if dropout is None and few_queries(q, k, (q, k, v, lam, bias, sinks)):
         return _few(q, k, v, lam, visibility, scale, bias, softcap, sinks)
@@ -40,10 +41,8 @@ def differential_attention_tiled(
         return _by_sdpa(q, k, v, lam, visibility.causal, scale)
     pairs, key_pairs = q.shape[1] // 2, k.shape[1] // 2
     group = pairs // key_pairs
-    q, k = (
-        _by_map(q),
-        _by_map(k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2)),
-    )
+    q = _by_map(q)
+    k = _by_map(k.unflatten(1, (-1, 2)).repeat_interleave(group, dim=1).flatten(1, 2))
     v = v.repeat_interleave(group, dim=1).repeat(1, 2, 1, 1)
     sinks = None if sinks is None else torch.cat([sinks[0::2], sinks[1::2]])
     if dropout is not None:

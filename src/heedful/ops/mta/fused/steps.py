@@ -39,8 +39,9 @@ class FusedSteps(TileSteps):
     def __init__(self, scope: Scope, two_sided: bool = False) -> None:
         super().__init__(scope, two_sided)
         self._bands: dict[tuple[int, bool, torch.dtype], Band] = {}
-        sight = scope.sight
-        self._segments = sight.segments.to(torch.int32).contiguous() if sight.documents else None
+        # Tokens with positions have no segments, and no convolution either.
+        cut = scope.sight.segments if scope.sight.documents else None
+        self._segments = None if cut is None else cut.to(torch.int32).contiguous()
 
     def convolve(
         self, x: Tensor, kernel: Tensor, above: int, below: int, rows: range, *, last: bool = False
