@@ -1,11 +1,12 @@
-"""What one session on a GPU is to find out, in six stages of at most ten minutes each.
+"""What one session on a GPU is to find out, in seven stages of at most ten minutes each.
 
 1. versions, ceilings, primitives, and the laws of the operators on the real kernels;
 2. the operators beside SDPA, as models call them: bf16, batch 4, 16 heads of 128, transposed views;
 3. where the time of a call goes;
 4. the fastest of stage 2 at 8k to 32k tokens, with peak memory;
 5. training steps of the 880M model of the multi-token paper;
-6. one new token with up to 32k keys.
+6. one new token with up to 32k keys;
+7. a model that decodes with the whole cache and with small ones.
 
     python -m benchmarks.gpu.session --stage 2 --out runs/gpu.jsonl
 
@@ -48,13 +49,14 @@ def stages(out: Path) -> dict[int, Callable[[Sizes], Iterator[SessionCase]]]:
         4: partial(winners, out),
         5: training_steps,
         6: decoding,
+        7: serving,
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a stage in a worker process that may die, and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stage", type=int, nargs="+", choices=range(1, 7), required=True)
+    parser.add_argument("--stage", type=int, nargs="+", choices=range(1, 8), required=True)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-session.jsonl"),
                         help="JSON lines, appended to; default %(default)s")  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
@@ -168,6 +170,25 @@ def beside_sdpa(sizes: Sizes) -> Iterator[SessionCase]:
             for mechanism in MECHANISMS:
                 for impl in forms(mechanism):
                     yield operator_case(sizes, mechanism, impl, passed, tokens)
+            yield unhidden_case(sizes, passed, tokens)
+
+
+def unhidden_case(sizes: Sizes, passed: str, tokens: int) -> SessionCase:
+    """Selective attention by its kernels where nothing is hidden, so that no tile is left out."""
+
+    def measure(left: float) -> dict:
+        from heedful.commands.bench.cases import call
+        from heedful.commands.bench.measure import Case, runner
+
+        def function(mechanism: str, impl: str, leaves: dict) -> object:
+            selectors = {f"selector_{x}": leaves[x][:, :1] * 0 for x in ("q", "k")}
+            return call(mechanism, impl, leaves | selectors)
+
+        case = Case("selective", "fused", passed)
+        return timed(runner(sizes.bench, case, tokens, function), sizes)
+
+    config = config_of(sizes, "selective, nothing hidden", "fused", passed, tokens)
+    return SessionCase(f"selective, nothing hidden, {passed} {tokens}", config, measure)
 
 
 def winners(out: Path, sizes: Sizes) -> Iterator[SessionCase]:
@@ -187,7 +208,7 @@ def fastest(records: list[dict], bench: dict) -> dict[str, tuple[str]]:
     for record in records:
         config = record["config"]
         of_stage = record["stage"] == 2 and record["status"] == "measured"
-        if not of_stage or config["mechanism"] == "sdpa" or config["pass"] == "forward":
+        if not of_stage or config["mechanism"] not in MECHANISMS or config["pass"] == "forward":
             continue
         if config["bench"] == plain(bench):
             rank = (-config["tokens"], record["numbers"]["ms"], config["impl"])
@@ -311,6 +332,30 @@ def one_training(step, mechanism: str, impl: str, left: float) -> dict:
     pinned = mechanism == "unconverted"
     with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():
         return measure(step, mechanism, impl, device())
+
+
+# Stage 7
+
+
+def serving(sizes: Sizes) -> Iterator[SessionCase]:
+    """Larger and larger batches, as long as memory lasts."""
+    from benchmarks.gpu import serving
+    from heedful.commands.bench.cases import device
+
+    size = serving.Serving(**dict(sizes.serving))
+    for batch in size.batches:
+        for way in serving.WAYS:
+            config = serving.config_of(size, way, batch) | {"device": device()}
+            run = partial(one_serving, size, way, batch)
+            yield SessionCase(f"{way} batch {batch}", config, run)
+
+
+def one_serving(size, way: str, batch: int, left: float) -> dict:
+    """A prompt and decoded tokens of one batch."""
+    from benchmarks.gpu.serving import measure
+    from heedful.commands.bench.cases import device
+
+    return measure(size, way, batch, device())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Sizes:
     milliseconds: what the calls of one case may take together, about.
     report: of stage 1, with the arguments of pytest, `tests`.
     step: of the model of stage 5, where it is not the 880M model.
+    serving: of the model of stage 7, where it is not as `serving.Serving` has it.
     """
 
     bench: Bench
@@ -30,6 +31,7 @@ class Sizes:
     report: gpu_report.ReportSizes = gpu_report.FULL
     tests: tuple[str, ...] = ("tests/ops",)
     step: tuple[tuple[str, int], ...] = ()
+    serving: tuple[tuple[str, object], ...] = ()
 
 
 FULL = Sizes(Bench(batch=4, heads=16, dim=128, dtype="bfloat16", layout="transposed"))
@@ -46,4 +48,7 @@ SMALL = Sizes(
     tests=("tests/ops/test_visibility.py", "-k", "window"),
     step=(("layers", 1), ("hidden", 32), ("heads", 2), ("feed_forward", 48), ("vocabulary", 50),
           ("batch", 1), ("tokens", 20), ("steps", 1), ("autocast", False)),
+    serving=(("layers", 1), ("hidden", 32), ("heads", 4), ("key_heads", 2), ("feed_forward", 48),
+             ("vocabulary", 50), ("context", 40), ("budget", 16), ("chunk", 8), ("decoded", 2),
+             ("batches", (1, 2))),
 )  # fmt: skip

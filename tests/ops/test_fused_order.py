@@ -35,7 +35,8 @@ def test_the_order_of_programs_changes_no_bit(name, interpreted, monkeypatch):
             width, height, depth = self.grid_dim
             usual = (x * height + y) * depth + z
             number = order(width * height * depth)[usual]
-            moved.append(number != usual)
+            if width * height * depth > 2:  # of fewer, half may stay where they are
+                moved.append(number != usual)
             self.grid_idx = (*divmod(number // depth, height), number % depth)
 
         with monkeypatch.context() as patch:

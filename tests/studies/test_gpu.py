@@ -21,7 +21,7 @@ from benchmarks.gpu import session as gpu_session
 from benchmarks.gpu.sizes import SMALL
 gpu_session.use("cpu")
 out = Path(sys.argv[1])
-for stage in (1, 2, 3, 5, 6, 2):
+for stage in (1, 2, 3, 5, 6, 7, 2):
     before = len(gpu_session.read(out))
     assert gpu_session.worker([stage], SMALL, out, time.time() + 540) == 0
 assert len(gpu_session.read(out)) == before, "the second time, all of stage 2 was there"
@@ -42,7 +42,7 @@ def test_all_stages_measure_their_cases_at_small_sizes(tmp_path):
         )
         assert process.returncode == 0, process.stderr[-3000:]
     records = read(out)
-    for stage in range(1, 7):
+    for stage in range(1, 8):
         check_stage([record for record in records if record["stage"] == stage], stage)
     check_numbers(records)
 
@@ -62,13 +62,18 @@ def check_numbers(records: list[dict]) -> None:
     for stage, passes in ((2, 2), (4, 2), (6, 1)):
         these = [r for r in records if r["stage"] == stage]
         timed = {(r["config"]["mechanism"], r["config"]["pass"]) for r in these}
-        assert len(timed) == 6 * passes and {"sdpa", "mta", "selective"} <= {x for x, _ in timed}
+        assert len(timed) == (6 + (stage == 2)) * passes and {"sdpa", "mta", "selective"} <= {
+            x for x, _ in timed
+        }
         assert all(r["numbers"]["low_ms"] <= r["numbers"]["ms"] for r in these)
         assert {r["config"]["bench"]["layout"] for r in these} == {"transposed"}
     impls = {r["config"]["impl"] for r in records if r["stage"] == 4}
     assert {"FLASH_ATTENTION"} < impls <= {"FLASH_ATTENTION", "composed", "fused"}
-    steps = [r["numbers"] for r in records if r["stage"] == 5]
-    assert len(steps) == 3 and all(step["tokens_per_second"] > 0 for step in steps)
+    steps, served = ([r["numbers"] for r in records if r["stage"] == n] for n in (5, 7))
+    assert len(steps) == 3 and len(served) == 6
+    assert all(x["tokens_per_second"] > 0 for x in (*steps, *served))
+    stock, *small = [x["cache_nbytes"] for x in served[:3]]
+    assert max(small) < stock, "half of the tokens"
 
 
 def test_laws_that_cannot_run_are_no_result():
