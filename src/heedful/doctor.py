@@ -105,14 +105,13 @@ def _fused() -> str:
     """Whether the Triton kernels can be requested here, and what runs otherwise."""
     import torch
 
-    from heedful.ops.impl import no_triton
+    from heedful.ops.impl import no_triton, runs_kernels
 
-    cuda = torch.cuda.is_available()
-    reason = no_triton(torch.empty(0, device="cuda" if cuda else "cpu"))
-    runs = f"impl='auto' runs {'composed' if cuda else 'tiled'}"
+    x = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")
+    reason, runs = no_triton(x), f"impl='auto' runs {'composed' if x.is_cuda else 'tiled'}"
     if reason is not None:
         return f"no: {reason.split(', and q')[0]}; {runs}"
-    return "impl='auto' runs them" if cuda else f"can be requested; {runs}"
+    return "impl='auto' runs them" if runs_kernels(x.device) else f"can be requested; {runs}"
 
 
 def _conversion() -> str:

@@ -1,6 +1,7 @@
 """A wrong argument is answered by its name, by what it was, and by a way out."""
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -255,6 +256,26 @@ def test_auto_says_once_what_it_runs(caplog, monkeypatch):
     runs = ("multi_token_attention", "tiled"), ("multi_token_attention", "composed")
     runs += (("grouped_attention", "tiled"),)
     assert caplog.messages == [f"{name}: impl=auto runs {x}" for name, x in runs]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "hip", "limit", "runs"),
+    [
+        ("cpu", None, None, None, "tiled"),
+        ("meta", None, None, None, "composed"),
+        ("cuda", (9, 0), None, None, "fused"),
+        ("cuda", (8, 0), None, None, "fused"),
+        ("cuda", (9, 0), None, "it is too wide", "composed"),
+        ("cuda", (7, 5), None, None, "composed"),
+        ("cuda", (9, 4), "6.4", None, "composed"),
+    ],
+)
+def test_what_auto_takes(monkeypatch, device, capability, hip, limit, runs):
+    """A GPU that the kernels are not known to fit is not tried."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    q = SimpleNamespace(device=torch.device(device))
+    assert impl.choose("attention", "auto", lambda: limit, (q,)) == runs
 
 
 def test_grouped_attention_has_one_shape_for_all_devices():

@@ -31,8 +31,8 @@ def choose(
     Arguments:
         operator: name of the operator, for the message.
         impl: `"auto"`, `"reference"`, `"tiled"`, `"composed"` or `"fused"`. `auto` takes `tiled` on
-            a CPU, on a CUDA device `fused` where it serves, and `composed` else; it logs its choice
-            once per operator.
+            a CPU, `fused` where it serves on a GPU of NVIDIA's from Ampere on, and `composed` else;
+            it logs its choice once per operator.
         unfused: why `fused` cannot serve this call, or `None` if it can; called if it matters.
         tensors: what the call may be differentiated in, first the queries.
         uncomposed: why `composed` cannot serve this operator, or `None` if it can; then `auto`
@@ -57,15 +57,21 @@ def choose(
         )
     if impl != "auto":
         return impl
-    kind = tensors[0].device.type
-    if kind == "cpu" or uncomposed is not None:
+    device = tensors[0].device
+    if device.type == "cpu" or uncomposed is not None:
         choice = "tiled"
     else:
-        choice = "fused" if kind == "cuda" and unfused() is None else "composed"
+        choice = "fused" if runs_kernels(device) and unfused() is None else "composed"
     if not torch.compiler.is_compiling() and (operator, choice) not in _logged:
         _logged.add((operator, choice))
         _log.info("%s: impl=auto runs %s", operator, choice)
     return choice
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether the kernels are known to fit this device; on others they run if asked for."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _transformed(tensors: Iterable[Tensor | None]) -> bool:
