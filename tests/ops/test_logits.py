@@ -251,7 +251,24 @@ def test_few_rows_err_no_more_than_their_definition(mechanism, addition, queries
         assert_matches_oracle(f"output {i}", x, y, z, 61)
 
 
-@pytest.mark.parametrize("mechanism", [x for x in FUSED if x.name.startswith("selective")], ids=str)
+KERNELS = [x for x in FUSED if not x.name.startswith("selective")]
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [pytest.param(x, marks=() if x.name == "mta-pre-conv" else pytest.mark.slow) for x in KERNELS],
+    ids=str,
+)
+@pytest.mark.parametrize("addition", [*ADDITIONS, *VARIANTS[-1:]], ids=str)
+def test_fused_multi_token_attention_takes_all_of_them(
+    mechanism, addition, interpreted, small_blocks
+):
+    functions = (addition.run(mechanism, impl) for impl in ("fused", "reference"))
+    tensors = addition.tensors(mechanism, Shape(dim=16).long(40))
+    against_oracle(*functions, tensors, torch.float32)
+
+
+@pytest.mark.parametrize("mechanism", [x for x in FUSED if x not in KERNELS], ids=str)
 @pytest.mark.parametrize(
     ("addition", "reason"),
     [(BIAS, "kernels add no bias"), (SINKS, "have no sinks"),

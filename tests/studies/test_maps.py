@@ -44,9 +44,10 @@ def test_identity_kernels_leave_the_map_as_it_is(model, books):
         before = record["maps"]["before"]
         for stage in record["maps"].values():
             assert max(stage["from_before"] + stage["from_former"]) < 1e-6
-            for measure in ("entropy", "first", "by_distance"):
-                got, expected = (torch.tensor(x.get(measure, [])) for x in (stage, before))
-                torch.testing.assert_close(got, expected if len(got) else got, rtol=0.01, atol=0)
+            for measure in {"entropy", "first", "by_distance"} & stage.keys():
+                got, expected = (torch.tensor(x[measure]) for x in (stage, before))
+                torch.testing.assert_close(got, expected, rtol=0.01, atol=0)
+        assert all("by_distance" in record["maps"][stage] for stage in maps.SPREAD)
         for shares, first in zip(before["by_distance"], before["first"], strict=True):
             assert sum(shares) + first == pytest.approx(1, abs=0.01)
 

@@ -69,7 +69,7 @@ def choose(
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether the kernels are known to fit this device; on others they run if asked for."""
+    """Whether the kernels are known to fit this device; on others they run on request."""
     nvidia = device.type == "cuda" and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -15,12 +15,14 @@ from heedful.ops.common.checks import (
     shown,
 )
 from heedful.ops.common.dropout import dropout_of
+from heedful.ops.common.limits import over_grid, over_limit
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
-from heedful.ops.mta.fused.plan import multi_token_attention_limit
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility, check_visibility
+
+_MOST_ROWS, _MOST_COLUMNS = 8, 15  # of kernels that Triton's form takes
 
 
 def multi_token_attention(
@@ -124,7 +126,7 @@ def multi_token_attention(
     implementation = choose(
         "multi_token_attention",
         impl,
-        lambda: no_triton(q) or multi_token_attention_limit(q, conv, post_conv),
+        lambda: no_triton(q) or unfused(q, conv, post_conv),
         (q, k, v, *parameters, bias, sinks),
     )
     options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
@@ -144,6 +146,18 @@ def multi_token_attention(
         scale=scale,
         **options,
     )
+
+
+def unfused(q: Tensor, conv: Tensor | None = None, post_conv: Tensor | None = None) -> str | None:
+    """The limit of the Triton kernels that a call exceeds, as one clause, or `None`."""
+    for kernel in (conv, post_conv):
+        if kernel is None:
+            continue
+        _, rows, columns = kernel.shape
+        for name, size, most in (("c_q", rows, _MOST_ROWS), ("c_k", columns, _MOST_COLUMNS)):
+            if size > most:
+                return f"{name} {size} is above {most}"
+    return over_grid(batch_times_heads=q.shape[0] * q.shape[1]) or over_limit(q)
 
 
 def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:

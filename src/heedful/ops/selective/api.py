@@ -140,8 +140,8 @@ def selective_attention(
         (q, k, v, selector_q, selector_k, state, bias, sinks),
     )
     options = {"bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    few = few_queries(q, k, (q, k, v, selector_q, selector_k, state))
-    if impl == "auto" and implementation == "fused" and few:
+    tensors = (q, k, v, selector_q, selector_k, state)
+    if impl == "auto" and implementation == "fused" and few_queries(q, k, tensors):
         implementation = "composed"  # dense there: few rows would not fill the kernels
     if implementation == "fused":
         from heedful.ops.selective.fused.flash import selective_attention_fused as run

@@ -96,7 +96,7 @@ class Operands(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a block."""
+        """Of a block of queries."""
         if not self.scope.composed:
             return ROWS
         return self.scope.most_rows(self.q.shape[1], ROWS_COMPOSED)

@@ -1,1 +1,1 @@
-"""The convolution of multi-token attention in Triton; only `plan` can be imported without it."""
+"""The convolution and the softmax of multi-token attention in Triton; imported with it only."""

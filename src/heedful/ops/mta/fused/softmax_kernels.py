@@ -1,6 +1,6 @@
 """The softmax of a tile and its backward in Triton: a program per row, two passes over it.
 
-As in common/softmax.py.
+What they compute is written in common/softmax.py.
 """
 
 import triton

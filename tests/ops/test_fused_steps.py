@@ -1,4 +1,4 @@
-"""The convolution of multi-token attention in Triton, under its interpreter."""
+"""Multi-token attention with its convolution and softmax in Triton, under its interpreter."""
 
 import functools
 
@@ -8,27 +8,22 @@ from torch import Tensor
 
 from heedful.ops import Visibility
 from heedful.ops.common.tiles import Scope, Sight
+from heedful.ops.mta.api import unfused
 from heedful.ops.mta.convolution import TileSteps
-from heedful.ops.mta.fused.plan import multi_token_attention_limit
 from heedful.ops.mta.fused.steps import FusedSteps
 from heedful.ops.mta.reference import multi_token_attention_reference as reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
-from heedful.testing import assert_causal
+from heedful.testing import assert_causal, assert_matches_oracle
 from helpers.crosses import exhausting
-from helpers.mechanisms import MECHANISMS, Shape, ragged
+from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape, ragged, run_by
 from helpers.oracle import against_oracle, with_grads
 
 NONE, PRE, POST = {}, {"conv": (4, 3, 5)}, {"post_conv": (4, 3, 5)}
 FULL = {"conv": (4, 3, 5), "post_conv": (4, 2, 3), "mix": (2, 2, 2), "post_mix": (1, 4, 4)}
 TALKING = {"mix": (1, 4, 4), "post_mix": (2, 2, 2)}
 
-pytestmark = [pytest.mark.usefixtures("bfloat16"), pytest.mark.device]
-
-
-@pytest.fixture(autouse=True)
-def several_blocks(small_blocks):
-    """Of rows."""
-
+# Small blocks, so that a sequence has several.
+pytestmark = [pytest.mark.usefixtures("bfloat16", "small_blocks"), pytest.mark.device]
 
 by_kernel = functools.partial(multi_token_attention_tiled, impl="fused")
 
@@ -81,6 +76,8 @@ VISIBLE = {
     "documents in a window": lambda: Visibility(documents=ragged(70)[1][:1], window=20),
     "causal": Visibility,
     "both ways": lambda: Visibility(causal=False),
+    "window both ways": lambda: Visibility(causal=False, window=9),
+    "mutual": lambda: VISIBILITIES["mutual"](70),
     "none": lambda: Visibility(padding=torch.zeros(2, 70, dtype=torch.bool)),
 }
 
@@ -94,13 +91,15 @@ VISIBLE = {
         (41, "documents in a window"),
         exhausting(1, "causal"),
         pytest.param(40, "both ways", marks=slow),
+        pytest.param(70, "window both ways", marks=slow),
+        (70, "mutual"),
         exhausting(70, "none"),
     ],
 )
 def test_visibilities_and_cross_lengths(queries, visible):
     visibility = VISIBLE[visible]()  # made here, on the device of the test
-    rows = [x for x in (visibility.documents, visibility.padding) if x is not None]
-    batch = max(map(len, rows), default=1)
+    parts = (visibility.documents, visibility.padding, visibility.mutual)
+    batch = max((len(x) for x in parts if x is not None), default=1)
     hold(FULL, queries, 70, torch.float32, visibility, batch=batch)
 
 
@@ -116,6 +115,12 @@ def test_tokens_with_positions_have_no_segments():
     documents = torch.arange(70)[None] // 20
     positions = torch.arange(70)[None] * 2
     hold(TALKING, 70, 70, torch.float32, Visibility(documents=documents, positions=positions))
+
+
+@pytest.mark.parametrize("mechanism", TWO_SIDED, ids=str)
+def test_kernels_that_look_to_both_sides(mechanism, interpreted):
+    functions = (run_by(mechanism, impl) for impl in ("fused", "reference"))
+    against_oracle(*functions, mechanism.draw(Shape(dim=16).long(40)), torch.float32)
 
 
 @pytest.mark.parametrize("kernel", [(1, 1), (8, 15)], ids=str)
@@ -154,7 +159,7 @@ def test_padding_gives_zero_and_no_gradient():
 def test_the_message_names_the_limit():
     def limit(*kernels, dtype=torch.float16, batch=1):
         q = torch.empty(batch, 2, 1, 64, dtype=dtype, device="meta")
-        return multi_token_attention_limit(q, *(torch.empty(2, *size) for size in kernels))
+        return unfused(q, *(torch.empty(2, *size) for size in kernels))
 
     assert limit((8, 15), (6, 11)) is None
     assert limit(dtype=torch.float64) == "torch.float64 is not float32, float16 or bfloat16"
@@ -176,12 +181,10 @@ def test_registered_operators():
 TILES = [(0, 0, 70, 16, False), (5, 0, 9, 130, False), (2, 3, 64, 33, True)]
 
 
-def tile_steps(kind: type[TileSteps], tokens: int, two_sided: bool, documents) -> TileSteps:
-    """Those of a tile's first token after `tokens`."""
+def tile_steps(kind: type[TileSteps], two_sided: bool = False, documents=None) -> TileSteps:
+    """Those of 400 tokens."""
     sight = Sight(documents, documents is not None, not two_sided, None)
-    keys = 400
-    scope = Scope(sight, keys, keys, torch.ones(()).device, composed=True)
-    return kind(scope, two_sided)
+    return kind(Scope(sight, 400, 400, torch.ones(()).device, composed=True), two_sided)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -197,7 +200,7 @@ def test_the_convolution_of_a_tile_and_its_gradient(tile, ragged_documents, narr
     grad, place = torch.randn(2, 4, outputs, columns, dtype=torch.float64), (above, below)
     tokens = range(100, 100 + outputs)
     plain, fused_steps = (
-        tile_steps(kind, 100, two_sided, documents) for kind in (TileSteps, FusedSteps)
+        tile_steps(kind, two_sided, documents) for kind in (TileSteps, FusedSteps)
     )
     fused_steps._narrow = narrow
     expected = (
@@ -217,10 +220,54 @@ def test_the_convolution_of_a_tile_and_its_gradient(tile, ragged_documents, narr
 
 
 def test_a_tile_in_half_precision_keeps_it():
-    steps = tile_steps(FusedSteps, 0, False, None)
+    steps = tile_steps(FusedSteps)
     steps._narrow = torch.bfloat16
     x, kernel = torch.randn(2, 4, 20, 40).bfloat16(), torch.randn(4, 3, 5)
     y = steps.convolve(x, kernel, 0, 0, range(2, 20))
     exact = TileSteps.convolve(steps, x.double(), kernel.double(), 0, 0, range(2, 20))
     assert y.dtype == torch.bfloat16
     assert (y - exact).norm() <= 2.0**-7 * exact.norm()
+
+
+# Columns and, of these, the last that have a mask; how many masks. The third row sees nothing where
+# all columns have one; 1,024 columns are read at a time.
+SOFTMAXES = [(40, 15, 1), (33, 33, 2), (1100, 1100, 2), (2100, 60, 1)]
+
+
+@pytest.mark.parametrize("case", SOFTMAXES, ids=str)
+@pytest.mark.parametrize("sunk", [False, True], ids=["plain", "sinks"])
+def test_the_softmax_of_a_tile_and_its_gradient(case, sunk):
+    """Beside the written one in fp64."""
+    columns, masked, masks = case
+    logits, grad = 4 * torch.randn(2, 2, 3, 3, columns, dtype=torch.float64)
+    sinks = torch.randn(3, 1, 1, dtype=torch.float64) if sunk else None
+    mask = torch.rand(masks, 1, 3, masked) < 0.5
+    mask[:, :, 2] = True
+    plain, steps = (tile_steps(kind) for kind in (TileSteps, FusedSteps))
+    p, log_sum = plain._map(logits, mask, sinks, torch.float64)
+    d, total = plain._map_backward(grad, logits, log_sum, mask, torch.float64)
+    narrow = [None if x is None else x.float() for x in (logits, sinks, grad)]
+    actual_p, actual_sum = steps._map(narrow[0], mask, narrow[1], torch.float32)
+    actual_d, actual_total = steps._map_backward(
+        narrow[2], narrow[0], actual_sum, mask, torch.float32
+    )
+    written = plain._map(narrow[0], mask, narrow[1], torch.float32)
+    written += plain._map_backward(narrow[2], narrow[0], written[1], mask, torch.float32)
+    actual = (actual_p, actual_sum, actual_d, actual_total)
+    for name, y, x, exact in zip(
+        ("p", "log sum", "gradient", "total"), actual, written, (p, log_sum, d, total), strict=True
+    ):
+        assert y.dtype == torch.float32
+        some = exact.abs() < 1e30  # of a row that sees nothing the sum is far below all logits
+        assert_matches_oracle(name, y[some], x[some], exact[some], terms=columns)
+    if masked == columns:
+        assert not actual_p[:, :, 2].any() and not actual_d[:, :, 2].any()
+
+
+def test_the_softmax_of_a_tile_is_rounded_once():
+    steps = tile_steps(FusedSteps)
+    logits, mask = torch.randn(1, 2, 3, 40), torch.zeros(1, 1, 3, 1, dtype=torch.bool)
+    p, _ = steps._map(logits, mask, None, torch.bfloat16)
+    assert p.dtype == torch.bfloat16
+    exact = logits.double().softmax(-1)
+    assert ((p - exact).abs() <= 2.0**-7 * exact).all()  # the interpreter cuts numbers off
