@@ -51,7 +51,6 @@ class Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches = self.nbytes = self.flops = 0
-        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -68,7 +67,6 @@ class Counter(TorchDispatchMode):
         tensors = [x for x in tree_leaves(read) if isinstance(x, Tensor)]
         results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.launches += 1
-        self.names.add(func.__name__)
         self.nbytes += sum(map(_nbytes, [*tensors, *results]))
         if "mm" in func.__name__:
             self.flops += 2 * results[0].numel() * args["add" in func.__name__].shape[-1]

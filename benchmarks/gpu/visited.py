@@ -47,6 +47,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"{options.out} is there already")
+    wrong = [n for n in options.lengths if n < ROWS or n % ROWS]
+    if wrong:
+        parser.error(f"--lengths must be multiples of {ROWS}, got {wrong[0]}")
     for tokens in options.lengths:
         line = {"tokens": tokens, "share": share(tokens), "environment": environment()}
         append_line(options.out, json.dumps(line))

@@ -17,7 +17,6 @@ before and from the former stage. Of three also the weight by distance of all ke
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from benchmarks.real.run import rows
 from heedful.commands.models import open_model, open_tokenizer
 from heedful.hf.look import LayerLook, look_into
 from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful.records.files import write_lines
 
 STAGES = {
     "logits": "before",
@@ -54,13 +53,33 @@ def main() -> None:
     options = parser.parse_args()
     if options.out.exists():
         parser.error(f"{options.out} is there already")
+    if not 0 < options.queries < options.length:
+        parser.error(f"--queries must be 1 to {options.length - 1}, got {options.queries}")
+    lines = []
     for name in options.models:
-        model = open_model(name, budgets=False)
-        books = list(rows(open_tokenizer(None, name, model), options))
-        about = {"model": name, "length": options.length, "queries": options.queries}
-        for line in averages(model, tqdm(books, desc=name), options.queries):
-            line = about | line | {"books": len(books), "environment": environment()}
-            append_line(options.out, json.dumps(line))
+        try:
+            lines += records(name, options)
+        except ValueError as error:
+            parser.error(str(error))
+    write_lines(options.out, lines)
+
+
+def records(name: str, options: argparse.Namespace) -> list[dict]:
+    """Those of one model.
+
+    Raises:
+        ValueError: it cannot be opened or has no kernels, or the books are none or too short.
+    """
+    model = open_model(name, budgets=False)
+    books = list(rows(open_tokenizer(None, name, model), options))
+    if not books or min(x.shape[1] for x in books) < options.length:
+        raise ValueError(f"--books {options.books}: no books of {options.length} tokens")
+    about = {"model": name, "length": options.length, "queries": options.queries}
+    about |= {"books": len(books), "environment": environment()}
+    lines = list(averages(model, tqdm(books, desc=name), options.queries))
+    if not lines:
+        raise ValueError(f"{name} has no layer with kernels; name a model with --mechanism mta")
+    return [about | line for line in lines]
 
 
 def averages(

@@ -120,6 +120,20 @@ def test_the_command_writes_one_record_per_layer_and_nothing_over(model, monkeyp
     lines = [json.loads(line) for line in Path("maps.jsonl").read_text().splitlines()]
     assert [(x["layer"], x["books"], x["length"]) for x in lines] == [(0, 2, 64), (1, 2, 64)]
     assert all(max(x["maps"]["weights"]["from_before"]) < 1e-6 for x in lines)
+    for more, message in {
+        "": "maps.jsonl is there already",
+        " --out new.jsonl --queries 64": "--queries must be 1 to 63, got 64",
+        " --out new.jsonl --length 9000": "--books books: no books of 9000 tokens",
+        " --out new.jsonl --books base": "--books base: no books of 64 tokens",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["benchmarks.real.maps", *(options + more).split()])
+        with pytest.raises(SystemExit):
+            maps.main()
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(
+        sys, "argv", ["maps", *options.replace("adapter", "base").replace("maps.", "new.").split()]
+    )
     with pytest.raises(SystemExit):
         maps.main()
-    assert "maps.jsonl is there already" in capsys.readouterr().err
+    assert "base has no layer with kernels" in capsys.readouterr().err
+    assert not Path("new.jsonl").exists()

@@ -124,7 +124,7 @@ class Scope:
                 if len(self._masks) == _MASKS:  # without an end, they would become the whole map
                     self._masks.clear()
                 self._masks[key] = ~self._visible(sight, rows, rest)[:, None]
-            return Hidden(clear, self._masks[key], blind=False)
+            return Hidden(clear, self._masks[key])
         return Hidden(clear, ~self._visible(sight, rows, rest)[:, None])
 
     def _visible(self, sight: Sight, rows: range, columns: range) -> Bool[Tensor, "B R C"]:
@@ -214,14 +214,10 @@ def segment_bounds(segments: Int[Tensor, "B T"]) -> tuple[Int[Tensor, "B T"], In
 
 
 class Hidden(NamedTuple):
-    """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others.
-
-    Rows may be `blind`, that is see nothing. Where distances alone decide all see themselves.
-    """
+    """Invisible entries of a tile: none in the first `clear` columns, `mask` in the others."""
 
     clear: int
     mask: Bool[Tensor, "B 1 R C"]
-    blind: bool = True
 
     def fill(self, x: Shaped[Tensor, "B H R columns"], value: float | bool) -> Tensor:
         """Write `value` to the invisible entries of `x`, in place."""
