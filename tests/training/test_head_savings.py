@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from heedful.eviction import LowestGate, MostHidden
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.new import attention_modules, cache_for
+from heedful.hf.intercept import intercept
 from heedful.nn import LayerOutput, RetentionGate, Selective
 from heedful.ops import Visibility
 from heedful.training.head_savings import head_savings
@@ -30,11 +31,9 @@ class Mixed:
     def __init__(self, module, now, then, head: int | None, share: float) -> None:
         self.module, self.policies, self.head, self.share = module, (now, then), head, share
 
-    def __call__(self, q, k, v, *, visibility=None, scale=None, inputs) -> LayerOutput:
-        layer = self.module.heedful
-        own = vars(layer).pop("forward")  # the caches call the layer
+    def __call__(self, call) -> LayerOutput:
+        q, k, v, _, scale, inputs = call
         now, then = (self.by_chunks(policy, q, k, v, scale, inputs) for policy in self.policies)
-        layer.forward = own
         if self.head is not None:
             size = q.shape[1] // k.shape[1]
             of = slice(self.head * size, (self.head + 1) * size)
@@ -60,13 +59,12 @@ class Mixed:
 
 @torch.no_grad()
 def loss(model, ids, labels, now, then, place: tuple[int, int], share: float) -> float:
-    modules = attention_modules(model)
-    for i, module in enumerate(modules):
+    mixed = {}
+    for i, module in enumerate(attention_modules(model)):
         head = place[1] if i == place[0] else None
-        module.heedful.forward = Mixed(module, now, then, head, share)
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    for module in modules:
-        del module.heedful.forward
+        mixed[module.heedful] = Mixed(module, now, then, head, share)
+    with intercept(model, lambda layer, call, compute: mixed[layer](call)):
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).item()
 
 

@@ -14,6 +14,7 @@ from heedful.commands.policies import policy_named
 from heedful.commands.train.options import Training
 from heedful.commands.train.run import train_text
 from heedful.eviction import LowestGate
+from heedful.hf.intercept import intercept, interceptors
 from heedful.nn import RetentionGate, Selective
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_shares
@@ -60,22 +61,17 @@ def test_the_loss_is_its_formula(family, monkeypatch):
     ids, cache = tokens(2, LENGTH), 20
     heads = {}
 
-    def collect(layer, args, kwargs):
-        heads[layer] = args, kwargs
+    def collect(layer, call, compute):
+        heads[layer] = call
+        return compute(call)
 
-    handles = [
-        layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in layers_of(model)
-    ]
     order = EvictionOrderLoss(model)
-    with order.observing():
+    with order.observing(), intercept(model, collect):
         order.draw(ids, 5)
         model.train()(input_ids=ids, use_cache=False)
         loss = order(cache)
-    for handle in handles:
-        handle.remove()
     queries, total = order._queries, 0.0
-    for layer, ((q, k, v), kwargs) in heads.items():
-        visibility, scale, inputs = (kwargs[x] for x in ("visibility", "scale", "inputs"))
+    for layer, (q, k, v, visibility, scale, inputs) in heads.items():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         standard = heedful.Standard().build(layer.shape)
         maps = standard.maps(q, k, visibility=visibility, scale=scale, inputs=inputs).weights
@@ -155,7 +151,7 @@ def losses_around_training(model, folder: Path) -> tuple[torch.Tensor, float, fl
     trainer.train()
     assert all(torch.equal(before[n], p) for n, p in model.named_parameters() if n in before)
     last = loss_of(model, ids, ids, 24).item()
-    assert not any("forward" in vars(layer) for layer in layers_of(model))
+    assert not interceptors()
     return ids, first, last
 
 

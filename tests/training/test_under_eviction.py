@@ -16,6 +16,7 @@ from heedful.commands.train.run import train_text
 from heedful.eviction import LowestGate, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
+from heedful.hf.intercept import run_layer
 from heedful.nn import RetentionGate, Selective
 from heedful.training.run import RunTrainer, Stopped
 from heedful.training.trainer import LayerTrainer
@@ -123,9 +124,10 @@ def test_what_is_evicted_matters_no_more(short_chunks):
         bias = owner.bias(layer, q, k, heedful.Visibility(), 0.3, inputs)
         evicted = (bias[0, 0, -1] < -1e8).nonzero()[:, 0]
         assert len(evicted) == 51 - 51 % CHUNK - 14
-        before = layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
+        before = run_layer(layer, q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
         v[:, :, evicted] = 100.0
-        assert torch.equal(layer(q, k, v, scale=0.3, inputs=inputs).output[:, :, -1], before)
+        after = run_layer(layer, q, k, v, scale=0.3, inputs=inputs).output[:, :, -1]
+        assert torch.equal(after, before)
 
 
 def test_evaluations_in_training_have_the_budgets_themselves(short_chunks, tmp_path):

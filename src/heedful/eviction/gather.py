@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heedful.eviction.policy import Eviction
+from heedful.eviction.policy import CachedTokens, Eviction
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 
@@ -46,7 +46,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
             f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
             f"{type(layer).__name__}; take another policy"
         )
-    if policy.reads_keys:
+    if getattr(policy, "calibration", None) is not None:
         _check_calibration(policy, layer)
     if isinstance(tokens, tuple):
         _check_heads(policy, layer, tokens)
@@ -137,6 +137,20 @@ class Protection(NamedTuple):
     first: bool
     windows: tuple[int, ...]
     padding: Bool[Tensor, "#B total"] | None
+
+
+def scores(
+    policy: Eviction, cached: CachedTokens, padding: Bool[Tensor, "#B total"] | None
+) -> Float[Tensor, "B n"]:
+    """The policy's scores, with positions counted from each sequence's first real token.
+
+    So padding on the left decides nothing; its own tokens count as at position 0, and are evicted
+    first whatever their scores.
+    """
+    if padding is not None:
+        start = padding.int().argmax(1, keepdim=True)
+        cached = cached._replace(positions=(cached.positions - start).clamp(min=0))
+    return policy.score(cached)
 
 
 def slots_to_evict(

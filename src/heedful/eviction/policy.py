@@ -12,8 +12,9 @@ from heedful.checks import is_whole
 class CachedTokens(NamedTuple):
     """What a policy scores: the `n` tokens of each sequence that one layer has cached.
 
-    positions: the position of every token in its sequence, from 0, `[B, n]`; in any order.
-    total: how many tokens of each sequence have been read, evicted ones included.
+    positions: the position of every token in its sequence, from 0 for the first one that is no
+        padding, `[B, n]`; in any order.
+    total: how many tokens of each sequence have been read, padding and evicted ones included.
     hidden: F of the next query, how strongly each token is masked (the least of several selectors),
         `[B, n]`; `None` where the mechanism masks nothing.
     gate: the retention gate of each token, `[B, n]`; `None` where the mechanism has none.

@@ -8,6 +8,7 @@ budget is read nearly so. The idea is that of activated LoRA (Greenewald et al.,
 whose matrices act after a phrase; here it is the state of the cache that counts.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,7 +20,16 @@ from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.family.call import forward_pass
+from heedful.hf.family.call import Strength, forward_pass
+
+_thread = threading.local()
+
+
+def _standing() -> dict[int, "Calls"]:
+    """The calls that sequences without a cache stand for in this thread, by whose matrices act."""
+    if not hasattr(_thread, "calls"):
+        _thread.calls = {}
+    return _thread.calls
 
 
 class Calls(NamedTuple):
@@ -71,16 +81,15 @@ class AfterEviction:
     which is evicted first, does not count. In a call without a cache the strength is 0, except
     within `standing_for`.
 
+    The strength belongs to the forward pass. A layer that is computed again in a backward pass,
+    when no forward pass is under way, takes that of the newest pass that recorded gradients.
+
     Arguments:
         model: converted, with layers of PEFT's LoRA inside.
-
-    Attributes:
-        calls: what a sequence without a cache stands for; `None` where nothing is evicted.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.calls: Calls | None = None
-        self._strength: Float[Tensor, "B n"] | None = None  # of sequences, or each of their tokens
+        self._newest: Strength | None = None
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
@@ -94,6 +103,18 @@ class AfterEviction:
         finally:
             self.calls = outer
 
+    @property
+    def calls(self) -> Calls | None:
+        """What a sequence without a cache stands for in this thread; `None`: nothing is evicted."""
+        return _standing().get(id(self))
+
+    @calls.setter
+    def calls(self, calls: Calls | None) -> None:
+        if calls is None:
+            _standing().pop(id(self), None)
+        else:
+            _standing()[id(self)] = calls
+
     def remove(self, model: PreTrainedModel) -> None:
         """Take the matrices out of the model."""
         for handle in self._handles:
@@ -105,28 +126,32 @@ class AfterEviction:
         """Before a call of the model, after its cache and its documents have been read."""
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
+        factor = None
         if cache is not None:
-            self._strength = strength_after(cache, None if call.unpadded else mask)
-        elif self.calls is None:
-            self._strength = None
-        else:
+            factor = strength_after(cache, None if call.unpadded else mask)
+        elif self.calls is not None:
             tokens = call.positions if call.token_ids is None else call.token_ids
             real = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
-            self._strength = self.calls.strengths(real, call.documents)
+            factor = self.calls.strengths(real, call.documents)
+        call.strength = Strength(factor)
+        if torch.is_grad_enabled():
+            self._newest = call.strength
 
     def _apply(
         self, module: nn.Module, args: tuple, output: Float[Tensor, "B T n"]
     ) -> Float[Tensor, "B T n"]:
         """What the matrices add to a layer's output, as far as they act on each token."""
-        if self._strength is None:
+        strength = forward_pass().strength or self._newest
+        if strength is None or strength.factor is None:
             return torch.zeros_like(output)
-        if output.ndim != 3 or self._strength.shape[1] not in (1, output.shape[1]):
+        factor = strength.factor
+        if output.ndim != 3 or factor.shape[1] not in (1, output.shape[1]):
             raise ValueError(
                 f"matrices get tokens of shape {tuple(output.shape[:-1])}, and how far they act is "
-                f"known for {tuple(self._strength.shape)}: layers that see a choice of the tokens, "
+                f"known for {tuple(factor.shape)}: layers that see a choice of the tokens, "
                 "such as experts, cannot tell sequences apart; leave them out of target_modules"
             )
-        return output * self._strength[..., None].to(output)
+        return output * factor[..., None].to(output)
 
 
 def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:

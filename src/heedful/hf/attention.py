@@ -1,5 +1,7 @@
 """The attention function that transformers calls in a converted model, and the hooks around it."""
 
+from contextlib import nullcontext
+
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -9,6 +11,7 @@ from heedful.hf.cache.new import layer_cache
 from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
 from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, end_call
+from heedful.hf.intercept import interceptors, needs_of, run_layer, using
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
@@ -54,11 +57,16 @@ def attention(
     layer, context = _layer_in(module), _context(attention_mask)
     _check_passed(module, layer, passed)
     _check_shape(module, layer, query, key)
-    inputs = _layer_inputs(module, layer, context, passed, heedful_cache)
-    attend = {"decoder": _attend_causally, "encoder": _attend_both_ways, "cross": _attend_to_source}
-    output = attend[layer.shape.role](
-        module, (query, key, value), context, heedful_cache, is_causal, scale=scaling, inputs=inputs
-    )
+    around = interceptors() if attention_mask is None else context.interceptors
+    with nullcontext() if around is interceptors() else using(around):
+        inputs = _layer_inputs(module, layer, context, passed, heedful_cache)
+        attend = {
+            "decoder": _attend_causally,
+            "encoder": _attend_both_ways,
+            "cross": _attend_to_source,
+        }[layer.shape.role]
+        options = {"scale": scaling, "inputs": inputs}
+        output = attend(module, (query, key, value), context, heedful_cache, is_causal, **options)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -84,7 +92,7 @@ def _attend_causally(
     if own is not None:
         return own.attend(layer, *qkv, visibility=visibility or Visibility(), **options)
     visibility = None if visibility is None else visibility.last(key.shape[2])
-    return layer(*qkv, visibility=visibility, **options).output
+    return run_layer(layer, *qkv, visibility=visibility, **options).output
 
 
 def _attend_to_source(
@@ -96,7 +104,7 @@ def _attend_to_source(
     if isinstance(cache, CrossLayerCache):
         return cache.attend(layer, *qkv, visibility=visibility, target=context.target, **options)
     visibility = of_source(visibility, context.target, qkv[0].shape[2])
-    return layer(*qkv, visibility=visibility, **options).output
+    return run_layer(layer, *qkv, visibility=visibility, **options).output
 
 
 def _attend_both_ways(
@@ -105,7 +113,7 @@ def _attend_both_ways(
 ) -> Tensor:  # fmt: skip
     """Attention of an encoder's tokens to each other."""
     visibility = _two_sided(module, context, qkv[1])
-    return getattr(module, NAME)(*qkv, visibility=visibility, **options).output
+    return run_layer(getattr(module, NAME), *qkv, visibility=visibility, **options).output
 
 
 def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Visibility:
@@ -240,7 +248,7 @@ def _positions(
 
 
 def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Tensor | None:
-    if name not in layer.needs:
+    if name not in needs_of(layer):
         return None
     if x is None:
         raise ValueError(

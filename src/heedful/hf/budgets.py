@@ -27,7 +27,7 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
     Raises:
         ValueError: the policy is calibrated.
     """
-    if eviction.reads_keys:
+    if getattr(eviction, "calibration", None) is not None:
         raise ValueError(
             f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
             "hold; write budgets of another policy"

@@ -1,7 +1,7 @@
 """The calibration that `TriAttention` scores keys with: measured on text, kept in a file."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from heedful.eviction.triattention import Bands, Calibration, QueryStatistics
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.family.rotation import FamilyRotation, rotation_of
 from heedful.hf.fingerprints import fingerprint, is_of
+from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerOutput
 from heedful.records.files import write_whole
 
@@ -42,42 +43,36 @@ def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "_B _T"]])
         raise ValueError(
             "model must be a converted decoder; heedful.convert(model, 'standard') is enough"
         )
-    observers = [_Observer(x.heedful, _bands(model, x)) for x in modules]
-    if any("forward" in vars(x.layer) for x in observers):
-        raise ValueError("model is evicting or observed already; calibrate it outside of that")
-    try:
-        for observer in observers:
-            observer.layer.forward = observer
+    observers = {x.heedful: _Observer(_bands(model, x)) for x in modules}
+
+    def around(
+        layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
+    ) -> LayerOutput:
+        observers[layer].add(call.q)
+        return compute(call)
+
+    with intercept(model, around):
         for ids in sequences:
             model(input_ids=ids.to(model.device), use_cache=False)
-    finally:
-        for observer in observers:
-            vars(observer.layer).pop("forward", None)
-    if not all(observer.count for observer in observers):
+    if not all(observer.count for observer in observers.values()):
         raise ValueError("sequences must hold at least one token")
-    return Calibration(tuple(x.statistics() for x in observers), fingerprint(model))
+    return Calibration(tuple(x.statistics() for x in observers.values()), fingerprint(model))
 
 
 class _Observer:
-    """In place of a layer's forward: adds up what its queries are before the rotation.
+    """Adds up what a layer's queries are before the rotation.
 
     Arguments:
-        layer: whose queries these are.
         bands: of its rotary embedding.
     """
 
-    def __init__(self, layer: Layer, bands: Bands) -> None:
-        self.layer, self.bands, self.count = layer, bands, 0
+    def __init__(self, bands: Bands) -> None:
+        self.bands, self.count = bands, 0
         self.centre: Float[Tensor, "H D"] | float = 0.0
         self.lengths: Float[Tensor, "H F"] | float = 0.0
 
-    def __call__(
-        self,
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B Hk T D"],
-        v: Float[Tensor, "B Hk T D"],
-        **options: object,
-    ) -> LayerOutput:
+    def add(self, q: Float[Tensor, "B H T D"]) -> None:
+        """Count the queries of one call."""
         bands = Bands(*(x.to(q.device) for x in self.bands))
         place = torch.arange(q.shape[2], device=q.device, dtype=bands.frequencies.dtype)
         angles = -place[:, None] * bands.frequencies
@@ -86,7 +81,6 @@ class _Observer:
         self.centre += before.sum((0, 2), dtype=bands.frequencies.dtype)
         self.lengths += bands.lengths(wide).sum((0, 2), dtype=bands.frequencies.dtype)
         self.count += len(q) * q.shape[2]
-        return type(self.layer).forward(self.layer, q, k, v, **options)
 
     def statistics(self) -> QueryStatistics:
         """The means so far."""

@@ -11,9 +11,11 @@ from heedful.hf.adapters import warn_if_left_behind
 from heedful.hf.attention import IMPLEMENTATION, register_attention
 from heedful.hf.cache.new import (
     EncoderDecoderKVCache,
+    attention_layers,
     attention_modules,
     cache_places,
     end_past_recording,
+    expect_prompt,
     new_cache,
     prepare,
     stock_layers,
@@ -22,6 +24,7 @@ from heedful.hf.save import save_converted
 from heedful.hf.versions import (
     OwnCacheInGenerate,
     cache_among,
+    cache_of,
     generate_options,
     makes_dynamic_cache,
     mark_as_given,
@@ -35,10 +38,26 @@ class ConvertedModel(OwnCacheInGenerate):
         """As the family's; without a cache where the family keeps its tokens in one of its own."""
         if not caches(self):
             kwargs = without_cache(kwargs)
-        return super().generate(*args, **generate_options(kwargs))
+        kwargs = generate_options(kwargs)
+        given = cache_among(kwargs)
+        recorded = any(layer.record_past for layer in attention_layers(given))
+        output = super().generate(*args, **kwargs)
+        if not recorded and not _is_assistant(self, kwargs):
+            for cache in (given, cache_of(output)):
+                end_past_recording(cache)
+        return output
 
-    def cache_for_generate(self, generation_config, cache: Cache | None, mode) -> Cache | None:
+    def cache_for_generate(
+        self, generation_config, cache: Cache | None, mode, prompt: int | None
+    ) -> Cache | None:
         """A cache of heedful where transformers would make a dynamic one."""
+        own = self._own_cache(generation_config, cache, mode)
+        for part in (cache, own):
+            expect_prompt(part, prompt or 0)
+        return own
+
+    def _own_cache(self, generation_config, cache: Cache | None, mode) -> Cache | None:
+        """As `cache_for_generate`, before the cache knows of the prompt."""
         kinds = (None, "dynamic", "offloaded")
         implementation = generation_config.cache_implementation
         ours = generation_config.use_cache is not False and caches(self, exactly=True)
@@ -94,6 +113,12 @@ class ConvertedModel(OwnCacheInGenerate):
                 "silently; call heedful.revert(model) first"
             )
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+def _is_assistant(model: PreTrainedModel, options: dict) -> bool:
+    """Whether a call of `generate` drafts for another model, which takes tokens back afterwards."""
+    config = options.get("generation_config") or model.generation_config
+    return bool(getattr(config, "is_assistant", False))
 
 
 @functools.cache

@@ -9,7 +9,6 @@ family adds nothing to a softmax of its own; it may differ by rounding.
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from heedful.hf.intercept import LayerCall, intercept
 from heedful.hf.versions import attention_replaced
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
-from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 from heedful.records.environment import TESTED
 
@@ -53,9 +52,8 @@ def prove(model: PreTrainedModel, convert: Callable) -> None:
             before = _ways(model)
         conversion = convert(model, Standard(), verify=False)
         try:
-            for layer in (x for x in model.modules() if isinstance(x, Layer)):
-                layer.forward = functools.partial(_converted, layer)
-            after = _ways(model)
+            with intercept(model, _converted):
+                after = _ways(model)
         finally:
             conversion.revert()
     _compare(model, before, after)
@@ -189,16 +187,10 @@ def _stock(
 
 
 def _converted(
-    layer: Layer,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    visibility: Visibility | None = None,
-    scale: float | None = None,
-    inputs: LayerInputs = NO_INPUTS,
+    layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
 ) -> LayerOutput:
-    """Stands in for the forward of a layer."""
+    """Stands in for the call of a layer."""
+    q, k, v, visibility, scale, inputs = call
     visibility = Visibility() if visibility is None else visibility
     visible = visibility.dense(q.shape[2], k.shape[2], q.device)
     return LayerOutput(_attend(q, k, v, visible, scale, inputs))

@@ -129,12 +129,24 @@ class OwnCacheInGenerate:
     The private method that it overrides has had this signature since 5.17.
     """
 
-    def cache_for_generate(self, generation_config, cache: Cache | None, mode) -> Cache | None:
-        """The cache to generate with; `None` leaves it to transformers."""
+    def cache_for_generate(
+        self, generation_config, cache: Cache | None, mode, prompt: int | None
+    ) -> Cache | None:
+        """The cache to generate with; `None` leaves it to transformers.
+
+        prompt: how many tokens the decoder's prompt has, those of earlier turns included; `None`
+            where that is not known.
+        """
         raise NotImplementedError
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, mode, *args) -> None:
-        own = self.cache_for_generate(generation_config, model_kwargs.get(_OF_GENERATE), mode)
+        prompt, mask = None, model_kwargs.get("attention_mask")
+        if not self.config.is_encoder_decoder:
+            # 5.24 notes the length of a mask of ones, which it leaves out.
+            prompt = getattr(generation_config, "_mask_length", None)
+            prompt = mask.shape[1] if isinstance(mask, Tensor) and mask.ndim == 2 else prompt
+        cache = model_kwargs.get(_OF_GENERATE)
+        own = self.cache_for_generate(generation_config, cache, mode, prompt)
         if own is None:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, *args)
         else:

@@ -22,6 +22,7 @@ class Sample:
         values: numbers by name: `right` (0 or 1), `error`, or `nats` with `tokens` and `bytes`.
         reply: what was written, where something was.
         expected: what is right, where it is a text.
+        identity: of the model, with its adapter, and of its cache; empty in older files.
     """
 
     model: str
@@ -34,9 +35,10 @@ class Sample:
     reply: str | None = None
     expected: str | None = None
     curve: dict[str, list[float]] = field(default_factory=dict)
+    identity: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("model", "cache", "task", "key", "digest"):
+        for name in ("model", "cache", "task", "key", "digest", "identity"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
         for name in ("cell", "values", "curve"):

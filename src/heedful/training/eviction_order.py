@@ -5,7 +5,7 @@ be read off the model without a mechanism: later queries attend to them. So the 
 layer learn from that layer alone, beside a frozen base, without a gradient through the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from heedful.hf.family.modules import layers_of
+from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
-from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.selective.reference import selection
@@ -64,6 +65,7 @@ class EvictionOrderLoss:
     """
 
     def __init__(self, model: nn.Module, seed: int = 0) -> None:
+        self._model, self._is_observing = model, False
         self._layers = ordering_layers(model)
         self._maskers = [layer for layer in self._layers if layer.hides]
         if any(layer.query is None for layer in self._maskers):
@@ -78,19 +80,24 @@ class EvictionOrderLoss:
     @property
     def is_observing(self) -> bool:
         """Whether layers report at the moment."""
-        return any("forward" in vars(layer) for layer in self._layers)
+        return self._is_observing
 
     @contextmanager
     def observing(self) -> Iterator["EvictionOrderLoss"]:
         """Within it the layers compute standard attention in training mode, and report."""
+        standard = StandardAround(self._layers, self._report)
+
+        def around(
+            layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
+        ) -> LayerOutput:
+            return standard(layer, call, compute) if layer.training else compute(call)
+
+        self._is_observing = True
         try:
-            for layer in self._layers:
-                layer.forward = StandardInTraining(layer, self._report)
-            yield self
+            with intercept(self._model, around):
+                yield self
         finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
-            self._reports = []
+            self._is_observing, self._reports = False, []
 
     def draw(self, labels: Int[Tensor, "B T"], step: int) -> None:
         """Choose the queries of the next forward pass, the same ones again for the same step."""
@@ -207,39 +214,28 @@ class EvictionOrderLoss:
         return masked_softmax(logits, visible, sinks)
 
 
-class StandardInTraining:
-    """In place of a layer's forward: in training mode standard attention, and before it `prepare`.
+class StandardAround:
+    """In place of some layers' calls: standard attention, and before it `prepare`.
 
     Arguments:
-        layer: whose forward it stands in for.
+        layers: whose calls it replaces; others compute what they do.
         prepare: is given the layer and its call, and returns the inputs of standard attention.
-        always: in evaluation mode too, in which else the layer's forward runs.
     """
 
-    def __init__(
-        self, layer: Layer, prepare: Callable[..., LayerInputs], always: bool = False
-    ) -> None:
-        self._layer, self._prepare, self._always = layer, prepare, always
-        self._standard = Standard().build(layer.shape)
+    def __init__(self, layers: Iterable[Layer], prepare: Callable[..., LayerInputs]) -> None:
+        self._prepare = prepare
+        self._standard = {layer: Standard().build(layer.shape) for layer in layers}
 
     def __call__(
-        self,
-        q: Float[Tensor, "B H Tq D"],
-        k: Float[Tensor, "B Hk Tk D"],
-        v: Float[Tensor, "B Hk Tk D"],
-        *,
-        visibility: Visibility | None = None,
-        scale: float | None = None,
-        inputs: LayerInputs = NO_INPUTS,
+        self, layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
     ) -> LayerOutput:
-        layer = self._layer
-        if not (layer.training or self._always):
-            forward = type(layer).forward
-            return forward(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+        if layer not in self._standard:
+            return compute(call)
+        q, k, v, visibility, scale, inputs = call
         view = Visibility() if visibility is None else visibility
         factor = q.shape[-1] ** -0.5 if scale is None else scale
         inputs = self._prepare(layer, q, k, v, view, factor, inputs)
-        return self._standard(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+        return self._standard[layer](q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
 
 def after_chunks(
@@ -286,7 +282,7 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
     Raises:
         ValueError: there is none, or gates act on logits.
     """
-    layers = [x for x in model.modules() if isinstance(x, Layer)]
+    layers = layers_of(model)
     if any("gate" in x.keeps and x.reports_memory for x in layers):
         raise ValueError(
             "targets='maps' trains gates that change no output, and these have a window, beyond "

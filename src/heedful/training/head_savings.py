@@ -4,7 +4,7 @@ Trying budgets out, one head at a time, takes as many passes as a model has key 
 order one pass back through the model says the same of all of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from heedful.eviction import Eviction
 from heedful.hf.cache.new import attention_modules
-from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
-from heedful.nn.layer import NO_INPUTS
+from heedful.hf.intercept import LayerCall, intercept
+from heedful.nn import Layer, LayerOutput, Standard
 from heedful.ops import Visibility
 from heedful.training.sequences import IGNORE
 from heedful.training.under_eviction import EvictionInTraining
@@ -54,11 +54,18 @@ def head_savings(
     heads = max(module.heedful.shape.key_heads for module in modules)
     shares = torch.zeros(len(modules), heads, requires_grad=True)
     total, labelled = torch.zeros(len(modules), heads), 0
-    with now.evicting(), _frozen(model):
-        for share, module in zip(shares, modules, strict=True):
-            for layer in module.modules():  # PEFT may have wrapped it
-                if isinstance(layer, Layer) and "forward" in vars(layer):
-                    layer.forward = _Between(layer, now, then, share)
+    parts = {
+        module.heedful: _Between(module.heedful, now, then, share)
+        for share, module in zip(shares, modules, strict=True)
+        if now.has_budget(module.heedful)
+    }
+
+    def around(
+        layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
+    ) -> LayerOutput:
+        return parts[layer](call) if layer in parts else compute(call)
+
+    with now.evicting(), intercept(model, around), _frozen(model):
         for ids, labels in batches:
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             nats = cross_entropy(
@@ -70,10 +77,10 @@ def head_savings(
 
 
 class _Between:
-    """In place of a layer's forward: from its output under one budget towards that under another.
+    """In place of a layer's call: from its output under one budget towards that under another.
 
     Arguments:
-        layer: whose forward it stands in for.
+        layer: whose call it replaces.
         now, then: tell what its cache has under the two budgets.
         shares: how far towards the second, of each key head.
     """
@@ -84,16 +91,8 @@ class _Between:
         self._layer, self._now, self._then, self._shares = layer, now, then, shares
         self._standard = Standard().build(layer.shape)
 
-    def __call__(
-        self,
-        q: Float[Tensor, "B heads Tq D"],
-        k: Float[Tensor, "B Hk Tk D"],
-        v: Float[Tensor, "B Hk Tk D"],
-        *,
-        visibility: Visibility | None = None,
-        scale: float | None = None,
-        inputs: LayerInputs = NO_INPUTS,
-    ) -> LayerOutput:
+    def __call__(self, call: LayerCall) -> LayerOutput:
+        q, k, v, visibility, scale, inputs = call
         view = Visibility() if visibility is None else visibility
         factor = q.shape[-1] ** -0.5 if scale is None else scale
 

@@ -19,13 +19,14 @@ from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import Calls, calls_of
 from heedful.hf.cache.new import attention_modules, new_cache
+from heedful.hf.intercept import intercept
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
 from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_tokens
 from heedful.training.eviction_order import (
     CHUNK,
-    StandardInTraining,
+    StandardAround,
     after_chunks,
     gates_after_chunks,
 )
@@ -61,17 +62,17 @@ class EvictionInTraining:
         self._layers: dict[Layer, int | tuple[int, ...]] = {}
         self._of_modules: list[Layer | None] = []  # of each module one, where it has a budget
         for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
-            layers = [x for x in module.modules() if isinstance(x, Layer)]
-            self._of_modules.append(None if tokens is None else layers[0])
+            layer = module.heedful
+            self._of_modules.append(None if tokens is None else layer)
             if tokens is None:
                 continue
-            if not all(_orders(layer, eviction) for layer in layers):
+            if not _orders(layer, eviction):
                 raise ValueError(
-                    f"eviction gives {type(layers[0]).__name__} {tokens} tokens, and it masks "
+                    f"eviction gives {type(layer).__name__} {tokens} tokens, and it masks "
                     "none: only layers of selective attention, or with the policy LowestGate those "
                     "with retention gates, can have a budget in training"
                 )
-            self._layers |= dict.fromkeys(layers, tokens)
+            self._layers[layer] = tokens
         self._eviction = eviction
         self._model = converted_inside(model)
         self._matrices = conversion_of(self._model).after_eviction
@@ -93,16 +94,16 @@ class EvictionInTraining:
         """Within it layers attend to what their caches would have."""
         matrices = self._matrices
         acting = nullcontext() if matrices is None else matrices.standing_for(self._calls())
+        self._is_evicting = True
         try:
-            for layer in self._layers:
-                layer.forward = StandardInTraining(layer, self._evict, always=True)
-            self._is_evicting = True
-            with acting:
+            with acting, intercept(self._model, StandardAround(self._layers, self._evict)):
                 yield
         finally:
             self._is_evicting = False
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
+
+    def has_budget(self, layer: Layer) -> bool:
+        """Whether the layer evicts."""
+        return layer in self._layers
 
     def _calls(self) -> Calls | None:
         """The calls that a sequence stands for."""

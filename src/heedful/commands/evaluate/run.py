@@ -1,6 +1,5 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
-import hashlib
 import json
 import time
 from collections import Counter
@@ -27,14 +26,19 @@ from heedful.commands.policies import arguments_of, cache_dtype_of, policy_named
 from heedful.eviction import Bounded, Eviction
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
-from heedful.hf.fingerprints import fingerprint
+from heedful.hf.identity import files_digest, json_digest, model_identity
 from heedful.hf.stock import stock_class
 from heedful.records.environment import environment
 from heedful.records.files import only_writer, write_whole
 from heedful.records.samples import Sample, append_samples, read_samples
+from heedful.training.checkpoints import differences
 
 SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
-_FORMAT = 1
+_FORMAT = 2
+_OLDER = (
+    "was written by an older version, which did not note the weights, adapter, budgets and dtype "
+    "that its answers belong to; choose another --out, or add --restart to begin anew"
+)
 WHOLE = ""
 
 
@@ -87,7 +91,7 @@ def evaluate(
                 own = OWN in options.budget
                 model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
                 caches = _caches(options, plan, model)
-                store.register(plan, model, options)
+                store.register(plan, model, caches, options)
                 if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
                     announce(_duration(seconds, len(plans), bool(harness_names(options))))
                 for cache, answers in caches.items():
@@ -245,8 +249,17 @@ def ask(
         bar: moved by each answer.
     """
     by_item = {item: store.sample_of(plan.name, cache, item) for item in map(_name, plan.items)}
+    identity = store.identity(plan.name, cache)
     for item in plan.items:
-        if (sample := by_item[_name(item)]) is not None and sample.digest != item.digest:
+        if (sample := by_item[_name(item)]) is None:
+            continue
+        if sample.identity != identity:
+            raise ValueError(
+                f"{store.path} holds answers of {plan.name!r} {cache or 'with its whole cache'} "
+                "with other weights, another adapter, other budgets or another dtype; choose "
+                "another --out, or add --restart"
+            )
+        if sample.digest != item.digest:
             raise ValueError(
                 f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
                 f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
@@ -265,7 +278,7 @@ def ask(
             values, reply, expected, curve = item.grade(answer)
             sample = Sample(
                 plan.name, cache, item.task, item.key, item.digest, item.cell, finite(values),
-                reply, expected, curve,
+                reply, expected, curve, identity,
             )  # fmt: skip
             samples.append(sample)
             by_item[_name(item)] = sample
@@ -313,7 +326,7 @@ class AnswerStore:
         if self.about_path.exists():
             try:
                 self.about |= json.loads(self.about_path.read_bytes())
-                if self.about["format"] != _FORMAT:
+                if self.about["format"] not in (1, _FORMAT):
                     raise ValueError(f"its format is {self.about['format']}, not {_FORMAT}")
                 if not all(isinstance(self.about[x], dict) for x in ("models", "lm_eval")):
                     raise ValueError("it lists no models")
@@ -322,34 +335,53 @@ class AnswerStore:
                     f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
                     "is read again, or add --restart to begin anew"
                 ) from None
-        self._samples = {(x.model, x.cache, x.task, x.key): x for x in read_samples(self.path)}
+            if self.about["format"] == 1:
+                raise ValueError(f"{self.about_path} {_OLDER}")
+        samples = read_samples(self.path)
+        if not all(sample.identity for sample in samples):
+            raise ValueError(f"{self.path} {_OLDER}")
+        self._samples = {(x.model, x.cache, x.task, x.key): x for x in samples}
         self.about["config"] = json.loads(json.dumps(vars(options)))
         self.about["environment"] = environment()
 
-    def register(self, plan: EvaluationPlan, model: PreTrainedModel, options: Evaluation) -> None:
-        """Note which model goes by a name, and which calibration it has.
+    def register(
+        self,
+        plan: EvaluationPlan,
+        model: PreTrainedModel,
+        caches: dict[str, LanguageModel],
+        options: Evaluation,
+    ) -> None:
+        """Note which model goes by a name, and what its caches by theirs.
 
         Raises:
-            ValueError: it was another one before.
+            ValueError: it was another model before, or a cache had another policy.
         """
-        about = {**fingerprint(model), "tokenizer": options.tokenizer, "dtype": str(model.dtype)}
-        before = self.about["models"].get(plan.name)
-        if before is not None and before != about:
-            changed = ", ".join(x for x in about if before.get(x) != about[x])
+        about = model_identity(model)
+        about |= {"tokenizer": options.tokenizer, "dtype": str(model.dtype)}
+        before = self.about["models"].get(plan.name, {})
+        changed = [name for name in about if name in before and before[name] != about[name]]
+        if changed:
+            verb = "differs" if len(changed) == 1 else "differ"
             raise ValueError(
-                f"{self.about_path} knows another model by the name {plan.name!r} ({changed} "
-                "differ); choose another --out, or add --restart"
+                f"{self.about_path} knows another model by the name {plan.name!r} "
+                f"({', '.join(changed)} {verb}); choose another --out, or add --restart"
             )
-        if options.calibration is not None:
-            digest = hashlib.sha256(Path(options.calibration).read_bytes()).hexdigest()[:16]
-            before = self.about.setdefault("calibrations", {}).setdefault(plan.name, digest)
-            if before != digest:
+        own = {name: _cache_identity(answers, options) for name, answers in caches.items()}
+        noted = before.get("caches", {})
+        for name in noted.keys() & own.keys():
+            if noted[name] != own[name]:
                 raise ValueError(
-                    f"{self.about_path} knows answers of {plan.name!r} with another calibration; "
-                    "choose another --out, or add --restart"
+                    f"{self.about_path} has answers of {plan.name!r} with another cache by the "
+                    f"name {name!r}: {'; '.join(differences(noted[name], own[name]))}; choose "
+                    "another --out, or add --restart"
                 )
-        self.about["models"][plan.name] = about
+        self.about["models"][plan.name] = about | {"caches": noted | own}
         self._write_about()
+
+    def identity(self, model: str, cache: str) -> str:
+        """A digest of a registered model, its adapter and its cache."""
+        about = dict(self.about["models"][model])
+        return json_digest([about.pop("caches")[cache], about])
 
     def sample_of(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
         """The answer that is kept, if there is one."""
@@ -363,23 +395,33 @@ class AnswerStore:
     def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
         """The results of lm-evaluation-harness for a name, if it has been run."""
         entry = self.about["lm_eval"].get(model, {}).get(_with_cache(name, cache))
-        if entry is None or entry["identity"] != self._harness_identity() or "samples" not in entry:
+        if entry is None or entry["identity"] != self._harness_identity(model, cache):
             return None
         return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
 
     def keep_harness(self, model: str, name: str, result: HarnessResult, cache: str) -> None:
         """Keep the results of lm-evaluation-harness for a name."""
-        entry = {"identity": self._harness_identity(), "results": result.results}
+        entry = {"identity": self._harness_identity(model, cache), "results": result.results}
         entry["samples"] = [sample.to_json() for sample in result.samples]
         self.about["lm_eval"].setdefault(model, {})[_with_cache(name, cache)] = entry
         self._write_about()
 
-    def _harness_identity(self) -> dict:
+    def _harness_identity(self, model: str, cache: str) -> dict:
         """What decides its results."""
-        return {x: self.about["config"][x] for x in ("samples", "seed", "lm_eval_tasks")}
+        names = ("samples", "seed", "lm_eval_tasks")
+        return {"of": self.identity(model, cache)} | {x: self.about["config"][x] for x in names}
 
     def _write_about(self) -> None:
         write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
+
+
+def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
+    """What decides what a cache has, as JSON."""
+    policy = answers.eviction or None
+    about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
+    if getattr(policy, "calibration", None) is not None:
+        about["calibration"] = files_digest([Path(options.calibration)])
+    return about
 
 
 def _with_cache(name: str, cache: str) -> str:

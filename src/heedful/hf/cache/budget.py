@@ -48,7 +48,8 @@ def layer_budgets(
     """
     if policy is None:
         return [None] * len(modules)
-    if policy.reads_keys and not is_of(policy.calibration.model, model):
+    calibration = getattr(policy, "calibration", None)
+    if calibration is not None and not is_of(calibration.model, model):
         raise ValueError(
             f"eviction: {type(policy).__name__} has the calibration of another model, or of this "
             "one before it was converted or trained on; calibrate this one with heedful calibrate"
@@ -121,7 +122,7 @@ class EvictionStep:
         if self.score is not None:
             last = self.score[:, 0]
             cached = cached._replace(score=pad(last, (0, count - last.shape[1])))
-        score = policy.score(cached)
+        score = gather.scores(policy, cached, protection.padding)
         if policy.observes != 0:
             self.score = score[:, None]
         if self.budget.tokens is not None and count < self.budget.tokens:

@@ -22,6 +22,7 @@ from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.slots import Slots
 from heedful.hf.cache.tokens import StoredTokens
 from heedful.hf.cache.undo import LastCall
+from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
 
@@ -55,7 +56,6 @@ class ByHeadCache(LayerCache):
     def _clear(self) -> None:
         super()._clear()
         self._tokens = TokensByHead(self.budget.tokens, self._int8)
-        self._newest: tuple[Tensor, Tensor] | None = None
 
     @property
     def keys(self) -> None:
@@ -95,17 +95,11 @@ class ByHeadCache(LayerCache):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        self._newest = keys, values
-        return self._newest
+        return keys, values
 
-    def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
-        newest, self._newest = self._newest, None
-        if newest is None or k is not newest[0] or v is not newest[1]:
-            raise ValueError(
-                f"{type(layer).__name__}: this family changes keys or values after the cache has "
-                "returned them, which a cache with budgets of key heads does not see; give its "
-                "layers one number of tokens"
-            )
+    _reads_itself = True
+    _blind_to_changes = "a cache with budgets of key heads"
+    _way_out = "give its layers one number of tokens"
 
     def _run(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
@@ -123,8 +117,8 @@ class ByHeadCache(LayerCache):
                 of = [size * head + i for head in group.heads[part] for i in range(size)]
                 k, v = (x.read(part, slice(count)) for x in (group.keys, group.values))
                 self._measure(copied=k.nbytes + v.nbytes if self._int8 else 0)
-                out = layer(
-                    rows[:, of], k, v, visibility=visibility, scale=call.scale,
+                out = run_layer(
+                    layer, rows[:, of], k, v, visibility=visibility, scale=call.scale,
                     inputs=own.of_heads(of),
                 )  # fmt: skip
                 for head, x in zip(group.heads[part], out.output.split(size, dim=1), strict=True):
@@ -273,7 +267,8 @@ class TokensByHead(StoredTokens):
         Returns:
             The bytes that were copied for less room, and what has moved of all tokens, if anything.
         """
-        score, kept, moves, copied = policy.score(cached), None, None, 0
+        score = gather.scores(policy, cached, protection.padding)
+        kept, moves, copied = None, None, 0
         for group in reversed(self.groups):
             count = group.keys.length
             if count >= group.tokens:

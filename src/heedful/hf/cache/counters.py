@@ -9,8 +9,9 @@ class Counters:
     total: tokens that have come and were not taken back by `crop`, evicted ones included; the next
         token's position.
     pending: those of them that came with the last `update` and wait for `attend`.
-    prompt: those that came before the first call of a single token.
+    prompt: those that came before the first call of a single token after the expected ones.
     prefill: whether that call is still to come.
+    expected: how long the prompt is at least, where `generate` has said so.
 
     Beside them a cache has its `length`: how many tokens' keys it has. The rest was evicted, has
     left every window, or is in summaries alone. What holds:
@@ -31,12 +32,12 @@ class Counters:
     """
 
     def __init__(self) -> None:
-        self.total = self.pending = self.prompt = 0
+        self.total = self.pending = self.prompt = self.expected = 0
         self.prefill = True
 
     def add(self, new: int) -> None:
         """Count the tokens of an `update`."""
-        if new == 1 and self.total:
+        if new == 1 and self.total >= max(1, self.expected):
             self.prefill = False
         self.total += new
         self.pending = new

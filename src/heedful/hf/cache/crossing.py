@@ -18,6 +18,7 @@ from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows import PastRows
+from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Queries, Visibility
 
@@ -111,7 +112,8 @@ class CrossLayerCache(AttentionCache):
             )
         rows = self._queries.add(q, keep_all=self.record_past) if self._past_queries else q
         visibility = of_source(visibility, target, rows.shape[2])
-        out = layer(rows, k, v, visibility=visibility, scale=scale, inputs=inputs).output
+        options = {"visibility": visibility, "scale": scale, "inputs": inputs}
+        out = run_layer(layer, rows, k, v, **options).output
         if self._past_queries:
             self._measure()
         return out[:, :, -q.shape[2] :]

@@ -22,6 +22,7 @@ from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
 from heedful.hf.cache.tokens import StoredTokens
 from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo
+from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
 
@@ -72,6 +73,7 @@ class LayerCache(AttentionCache):
         self._state: Float[Tensor, "B S n"] | None = None
         self._step = None if self.budget is None else EvictionStep(self.budget)
         self._undo: Undo | None = None
+        self._returned: tuple[Tensor, Tensor] | None = None  # by an `update`, until `attend`
 
     @property
     def policy(self) -> Eviction | None:
@@ -166,7 +168,9 @@ class LayerCache(AttentionCache):
             self._tokens.place(self.counters.total, new)
         self.counters.add(new)
         self._measure(copied=copied)
-        return self._for_attention(key_states, value_states)
+        returned = self._for_attention(key_states, value_states)
+        self._returned = returned if self._reads_itself else None
+        return returned
 
     def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What `update` returns for new keys and values, and `attend` is given."""
@@ -174,13 +178,31 @@ class LayerCache(AttentionCache):
             return self._tokens.keys.codes, self._tokens.values.codes
         return self.keys, self.values
 
+    @property
+    def _reads_itself(self) -> bool:
+        """Whether attention or the policy reads keys from here, and not what `attend` is given."""
+        return self._by_heads or self.reads_positions
+
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         """Raise where what attention reads is not what `update` has returned."""
-        if self._by_heads and {k.dtype, v.dtype} != {torch.int8}:
+        returned, self._returned = self._returned, None
+        if not self._reads_itself or returned is None:
+            return
+        if k is not returned[0] or v is not returned[1]:
+            name = type(layer).__name__
             raise ValueError(
-                f"{type(layer).__name__}: this family changes keys or values after the cache has "
-                "returned them, which a quantized cache does not see; make it without dtype"
+                f"{name}: this family changes keys or values after the cache has returned them, "
+                f"which {self._blind_to_changes} does not see; {self._way_out}"
             )
+
+    @property
+    def _blind_to_changes(self) -> str:
+        """What takes keys and values from the cache alone, in words."""
+        return "a quantized cache" if self._by_heads else type(self.policy).__name__
+
+    @property
+    def _way_out(self) -> str:
+        return "make it without dtype" if self._by_heads else "take a policy that reads no keys"
 
     def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
         """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
@@ -233,7 +255,8 @@ class LayerCache(AttentionCache):
         if self.policy is not None and self.policy.reads_logits:
             new, keys = slice(self.length - q.shape[2], None), self._tokens.keys
             self._step.note(q, keys.read(slice(None), new) if self._by_heads else k[:, :, new])
-        call = LastCall(q, visibility, scale, inputs._replace(state=before))
+        keys = None if self._by_heads else k
+        call = LastCall(q, visibility, scale, inputs._replace(state=before), keys)
         if self.record_past:
             recorded = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
             self._undo = Undo.after(self._undo, recorded, self._stateful)
@@ -304,7 +327,8 @@ class LayerCache(AttentionCache):
             return self._run_by_heads(layer, rows, count, call)
         if later:
             k, v = k[:, :, :count], v[:, :, :count]
-        return layer(rows, k, v, visibility=call.visibility, scale=call.scale, inputs=inputs)
+        options = {"visibility": call.visibility, "scale": call.scale, "inputs": inputs}
+        return run_layer(layer, rows, k, v, **options)
 
     def _run_by_heads(self, layer: Layer, rows: Tensor, count: int, call: LastCall) -> LayerOutput:
         """The layer for query rows and the first `count` tokens, of which few heads are copied."""
@@ -315,8 +339,8 @@ class LayerCache(AttentionCache):
             k, v = keys.read(heads, slice(count)), values.read(heads, slice(count))
             self._measure(copied=k.nbytes + v.nbytes)
             own = slice(heads.start * group, heads.stop * group)
-            return layer(
-                rows[:, own], k, v, visibility=call.visibility, scale=call.scale,
+            return run_layer(
+                layer, rows[:, own], k, v, visibility=call.visibility, scale=call.scale,
                 inputs=call.inputs.of_heads(own),
             )  # fmt: skip
 
@@ -367,7 +391,8 @@ class LayerCache(AttentionCache):
             queries = self._step.queries(call.queries.shape[2])
             before = counters.total - counters.pending
             attention = gather.attention_received(
-                self._owner.layer(), call.queries, self.keys, queries, scale=call.scale,
+                self._owner.layer(), call.queries, self.keys if call.keys is None else call.keys,
+                queries, scale=call.scale,
                 visibility=self._visibility_of_cached(visibility, before), inputs=call.inputs,
             )  # fmt: skip
             cached = cached._replace(attention=attention, queries=queries)
@@ -440,6 +465,8 @@ class LayerCache(AttentionCache):
             self._step.map_batch(change)
         if self._state is not None:
             self._state = change(self._state)
+        if self._undo is not None:
+            self._undo = self._undo.map_batch(change)
 
     def offload(self) -> None:
         """Keys and values go to the CPU; what the mechanism keeps beside is small and stays."""

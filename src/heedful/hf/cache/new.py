@@ -242,11 +242,22 @@ def prepare(cache: Cache, model: nn.Module) -> None:
 
 def end_past_recording(cache: Cache) -> None:
     """Evict again: assisted decoding leaves its cache waiting for what may be taken back."""
+    for layer in attention_layers(cache):
+        layer.end_past_recording()
+
+
+def expect_prompt(cache: Cache, tokens: int) -> None:
+    """Let a cache know that the prompt has so many tokens, in calls of any size."""
+    for layer in attention_layers(cache):
+        layer.counters.expected = tokens
+
+
+def attention_layers(cache: Cache | None) -> list[AttentionCache]:
+    """The layers of a cache that are heedful's, those of a source included."""
     own = getattr(cache, "self_attention_cache", cache)
     sources = getattr(cache, "cross_attention_cache", None)
-    for layer in (*own.layers, *getattr(sources, "layers", ())):
-        if isinstance(layer, AttentionCache):
-            layer.end_past_recording()
+    layers = (*getattr(own, "layers", ()), *getattr(sources, "layers", ()))
+    return [layer for layer in layers if isinstance(layer, AttentionCache)]
 
 
 def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:

@@ -6,13 +6,12 @@ the budget is full. It is several times faster than as many calls of the model, 
 numbers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from heedful.checks import is_whole
 from heedful.eviction import Eviction
@@ -22,8 +21,8 @@ from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.new import attention_modules, cache_for, new_cache
-from heedful.nn import Layer, LayerInputs, LayerOutput
-from heedful.nn.layer import NO_INPUTS
+from heedful.hf.intercept import LayerCall, intercept, interceptors
+from heedful.nn import Layer, LayerOutput
 from heedful.ops import Visibility
 
 
@@ -91,24 +90,20 @@ def evicting(
     if eviction is None and not int8:
         yield peaks
         return
-    routes = []
+    if any(
+        isinstance(x.around, _Routes) and modules[0].heedful in x.layers for x in interceptors()
+    ):
+        raise ValueError("model is evicting already; leave the outer `evicting` first")
+    routes = {}
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None or int8:
             cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
-            routes.append(_Route(module, budget, int8, Pieces(whole, step), peaks))
-    if any("forward" in vars(route.layer) for route in routes):
-        raise ValueError("model is evicting already; leave the outer `evicting` first")
-    try:
-        for route in routes:
-            route.layer.forward = route
-            if eviction is not None and eviction.reads_keys:
-                route.layer.needs = route.needs | {"positions"}
-        with torch.no_grad(), _matrices_acting(model, eviction, whole, step):
-            yield peaks
-    finally:
-        for route in routes:
-            vars(route.layer).pop("forward", None)
-            route.layer.needs = route.needs
+            routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)
+    reads_positions = eviction is not None and eviction.reads_keys
+    needs = frozenset({"positions"} if reads_positions else ())
+    acting = _matrices_acting(model, eviction, whole, step)
+    with torch.no_grad(), acting, intercept(model, _Routes(routes), needs):
+        yield peaks
 
 
 def _matrices_acting(
@@ -122,29 +117,28 @@ def _matrices_acting(
     return matrices.standing_for(calls_of(new_cache(model, eviction or False), whole, step))
 
 
+class _Routes(NamedTuple):
+    """In place of the calls of layers that evict: what steps through their caches compute."""
+
+    by_layer: dict[Layer, "_Route"]
+
+    def __call__(
+        self, layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
+    ) -> LayerOutput:
+        return self.by_layer[layer](call) if layer in self.by_layer else compute(call)
+
+
 class _Route:
-    """In place of a layer's forward: the sequence in pieces, through a layer's cache."""
+    """In place of a layer's call: the sequence in pieces, through a layer's cache."""
 
     def __init__(
         self, module: nn.Module, budget: Budget | None, int8: bool, pieces: Pieces, peaks: Peaks
     ) -> None:
         self.module, self.layer, self.budget, self.int8 = module, module.heedful, budget, int8
         self.pieces, self.peaks = pieces, peaks
-        self.needs, self.inside = self.layer.needs, False
 
-    def __call__(
-        self,
-        q: Float[Tensor, "B heads Tq D"],
-        k: Float[Tensor, "B Hk Tk D"],
-        v: Float[Tensor, "B Hk Tk D"],
-        *,
-        visibility: Visibility | None = None,
-        scale: float | None = None,
-        inputs: LayerInputs = NO_INPUTS,
-    ) -> LayerOutput:
-        if self.inside:  # called by the cache
-            forward = type(self.layer).forward
-            return forward(self.layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
+    def __call__(self, call: LayerCall) -> LayerOutput:
+        q, k, v, visibility, scale, inputs = call
         total = q.shape[2]
         if k.shape[2] != total:
             raise ValueError(
@@ -153,21 +147,18 @@ class _Route:
             )
         visibility = Visibility() if visibility is None else visibility
         cache = cache_for(self.module, visibility.window, self.budget, int8=self.int8)
-        outputs, start, self.inside = [], 0, True
-        try:
-            while start < total:
-                new = self.pieces.later if start else self._first(total, cache.window)
-                stop = min(total, start + new)
-                keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
-                out = cache.attend(
-                    self.layer, q[:, :, start:stop], keys, values,
-                    visibility=visibility.part(0, stop), scale=scale,
-                    inputs=inputs.before(total - stop, stop - start),
-                )  # fmt: skip
-                outputs.append(out)
-                start = stop
-        finally:
-            self.inside = False
+        outputs, start = [], 0
+        while start < total:
+            new = self.pieces.later if start else self._first(total, cache.window)
+            stop = min(total, start + new)
+            keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
+            out = cache.attend(
+                self.layer, q[:, :, start:stop], keys, values,
+                visibility=visibility.part(0, stop), scale=scale,
+                inputs=inputs.before(total - stop, stop - start),
+            )  # fmt: skip
+            outputs.append(out)
+            start = stop
         self.peaks.note(self.layer, cache.meter, len(q))
         return LayerOutput(torch.cat(outputs, dim=2))
 

@@ -20,6 +20,7 @@ from heedful.hf.cache.ledger import Entry, entry_of, newest_complete
 from heedful.hf.cache.owner import Reference
 from heedful.hf.cache.slots import LEAST, SLACK
 from heedful.hf.cache.summary_state import GroupTokens, SummaryState, SummaryUndo
+from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Groups, Summaries, Visibility
 from heedful.ops.grouped.groups import Places, places_of
@@ -110,13 +111,15 @@ class SummaryCache(AttentionCache):
         if visibility.documents is not None:
             # The call that would go on from packed documents is refused by the model.
             self.counters.pending = 0
-            return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
+            options = {"visibility": visibility, "scale": scale, "inputs": inputs}
+            return run_layer(layer, q, k, v, **options).output
         before = self._state
         new = self._group_tokens(layer, q, k, v, visibility, inputs)
         after, groups, summaries = self._appended(layer, before, new, visibility, inputs)
         if before is None and layer.learns_groups and layer.training:
             # Whole sequences in training, with transformers' default cache: losses hear of them.
-            out = layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs).output
+            options = {"visibility": visibility, "scale": scale, "inputs": inputs}
+            out = run_layer(layer, q, k, v, **options).output
         else:
             out = layer.attend(
                 q, after.keys, after.values, groups, summaries, scale=scale,

@@ -1,5 +1,7 @@
 """What a cache records of the newest calls, so that `crop` can take them back."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from jaxtyping import Float
@@ -17,12 +19,14 @@ class LastCall(NamedTuple):
     queries: of the new tokens; `None` once the call is recorded.
     visibility: which keys each query sees, among all tokens so far.
     scale, inputs: for the layer; `inputs.state` is the running state before these tokens.
+    keys: that attention has read; `None` where the cache has them.
     """
 
     queries: Float[Tensor, "B H Tq D"] | None
     visibility: Visibility
     scale: float | None
     inputs: LayerInputs
+    keys: Float[Tensor, "B Hk n D"] | None = None
 
 
 class Undo(NamedTuple):
@@ -52,4 +56,19 @@ class Undo(NamedTuple):
             inputs = before.joined(inputs)._replace(state=before.state)
         elif stateful:
             tokens = min(new, UNDO_ROWS)
-        return cls(tokens, call._replace(queries=None, inputs=inputs))
+        return cls(tokens, call._replace(queries=None, keys=None, inputs=inputs))
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> "Undo":
+        """The same for other sequences, `change` being a choice of them; what all share stays."""
+        inputs, visibility = self.call.inputs, self.call.visibility
+        call = self.call._replace(
+            inputs=inputs._replace(**_changed(inputs._asdict(), change)),
+            visibility=replace(visibility, **_changed(vars(visibility), change)),
+        )
+        return self._replace(call=call)
+
+
+def _changed(parts: dict[str, object], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Those parts that have an entry for each of several sequences, after the change."""
+    tensors = {name: x for name, x in parts.items() if isinstance(x, Tensor) and name != "sinks"}
+    return {name: change(x) for name, x in tensors.items() if len(x) > 1}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int, Real
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import is_tracing
@@ -25,6 +25,12 @@ from heedful.ops import Visibility
 _PACKED = "heedful_packed"  # marks a cache that holds packed documents
 
 _thread = threading.local()  # a mask function is handed no positions: it finds the pass here
+
+
+class Strength(NamedTuple):
+    """How far low-rank matrices act: on each sequence, or each token; `None` is not at all."""
+
+    factor: Float[Tensor, "B n"] | None
 
 
 @dataclass
@@ -39,6 +45,7 @@ class ForwardPass:
     target: real tokens of a decoder's row so far, noted for its cross-attention.
     shared: what layers keep for each other.
     sources: the arguments that documents and padding were read from.
+    strength: of matrices that act after an eviction, once it is known.
     """
 
     token_ids: Int[Tensor, "B T"] | None = None
@@ -49,6 +56,7 @@ class ForwardPass:
     target: Bool[Tensor, "B n"] | None = None
     shared: Shared | None = None
     sources: tuple = (None, None, None, None)
+    strength: Strength | None = None
 
 
 def forward_pass() -> ForwardPass:

@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 from transformers.utils import is_tracing
 
 from heedful.hf.family.call import forward_pass, require
+from heedful.hf.intercept import Interceptor, interceptors
 from heedful.nn.layer import Shared
 from heedful.ops import Visibility
 
@@ -46,6 +47,7 @@ class AttentionContext(NamedTuple):
     keys: how many keys the visibility is about.
     target: which tokens so far of a decoder's sequence are not padding.
     shared: where the layers of one forward pass keep things for each other.
+    interceptors: what stands around the layers' calls.
     """
 
     visibility: Visibility | None = None
@@ -54,6 +56,7 @@ class AttentionContext(NamedTuple):
     keys: int = 0
     target: Bool[Tensor, "B n"] | None = None
     shared: Shared | None = None
+    interceptors: tuple[Interceptor, ...] = ()
 
 
 def attention_context(*args: object, **kwargs: object) -> AttentionContext:
@@ -66,7 +69,9 @@ def attention_context(*args: object, **kwargs: object) -> AttentionContext:
     if visibility.causal:
         now.target = visibility.padding
     keys = kwargs["kv_length"] if "kv_length" in kwargs else args[2]
-    return AttentionContext(visibility, now.token_ids, now.positions, keys, now.target, now.shared)
+    return AttentionContext(
+        visibility, now.token_ids, now.positions, keys, now.target, now.shared, interceptors()
+    )
 
 
 def visibility_for(

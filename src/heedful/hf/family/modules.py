@@ -5,13 +5,13 @@ import inspect
 import textwrap
 from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from heedful.nn import HeadShape, Role
+from heedful.nn import HeadShape, Layer, Role
 from heedful.nn.layer import Term
 
 # What a family may pass to its attention function by name: without a say in the weights, or read.
@@ -77,6 +77,11 @@ def attention_modules(model: nn.Module, role: Role = "decoder") -> list[nn.Modul
     # PEFT puts a module of its own around a layer that it saves, which answers as the layer does.
     shapes = [(m, getattr(getattr(m, "heedful", None), "shape", None)) for m in model.modules()]
     return [m for m, shape in shapes if isinstance(shape, HeadShape) and shape.role == role]
+
+
+def layers_of(model: nn.Module) -> list[Layer]:
+    """The layers of a converted model in every role, those of a decoder first."""
+    return [module.heedful for role in get_args(Role) for module in attention_modules(model, role)]
 
 
 def role_of(module: nn.Module) -> Role:
