@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 Line = TypeVar("Line")
 
@@ -76,16 +76,26 @@ def append_line(path: str | Path, line: str) -> None:
     """
     path = Path(path)
     with open(path, "ab+") as file:
-        file.seek(0)
-        tail = file.read().rpartition(b"\n")[2]
+        tail = _unfinished_line(file)
         if _cut_off(tail):
             warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=3)
-            file.truncate(os.path.getsize(path) - len(tail))
+            file.truncate(file.seek(0, os.SEEK_END) - len(tail))
         elif tail.strip():
             file.write(b"\n")
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _unfinished_line(file: BinaryIO) -> bytes:
+    """The end of a file from its last newline on, read backwards in blocks."""
+    tail, start, block = b"", file.seek(0, os.SEEK_END), 1  # mostly one byte, the newline, tells
+    while start and b"\n" not in tail:
+        size = min(block, start)
+        start = file.seek(start - size)
+        tail = file.read(size) + tail
+        block = max(4096, 2 * block)
+    return tail.rpartition(b"\n")[2]
 
 
 def read_each(
