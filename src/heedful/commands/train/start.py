@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -196,7 +195,7 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
 def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model from scratch, of at most `room` tokens."""
     if folder.is_dir():
-        return AutoTokenizer.from_pretrained(folder)
+        return stock_tokenizer(folder)
     name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
         raise ValueError(
