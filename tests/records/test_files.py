@@ -1,12 +1,16 @@
-"""Lines that are added to a file: what is read for it, and what a line that was cut off leaves."""
+"""Lines that are added to a file, what a line that was cut off leaves, and full disks."""
 
 import builtins
+import errno
 import json
+import re
+from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from heedful.records import files
-from heedful.records.files import append_line
+from heedful.records.files import append_line, only_writer, whole_folder, write_whole
 
 
 @pytest.fixture
@@ -74,3 +78,48 @@ def test_a_file_that_is_only_a_line_that_was_cut_off(tmp_path):
     with pytest.warns(UserWarning, match="cut off"):
         append_line(path, "2")
     assert path.read_text() == "2\n"
+
+
+def full(*args, **kwargs):
+    """As a write that finds no room: the error names no file."""
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_names_the_file_that_a_line_was_for(tmp_path, monkeypatch):
+    path = tmp_path / "lines.jsonl"
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{re.escape(str(path))}'"):
+        append_line(path, "1")
+
+
+def test_a_full_disk_names_the_file_that_is_written_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_whole(tmp_path / "page.html", "text")
+    assert error.value.filename == str(tmp_path / "page.html")
+
+
+def test_a_full_disk_names_the_folder_that_would_be_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.os, "write", full)
+    message = r"No space left on device: '.*/run/\.heedful\.lock'"
+    with pytest.raises(OSError, match=message), only_writer(tmp_path / "run"):
+        raise AssertionError
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device"),
+        Exception("No space left on device (os error 28)"),  # of tokenizers
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_full_disk_names_the_folder_that_is_made_whole(tmp_path, error):
+    place = tmp_path / "model"
+    with pytest.raises(OSError, match="No space left") as raised, whole_folder(place):
+        raise error
+    assert raised.value.filename == str(place) and not list(tmp_path.iterdir())
+    with pytest.raises(SafetensorError, match="damaged"), whole_folder(place):
+        raise SafetensorError("damaged")
