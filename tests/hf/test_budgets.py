@@ -141,6 +141,44 @@ def test_what_tells_models_apart():
         assert not is_of(wrong, model_of())
 
 
+def damaged(change):
+    """A budgets file of the tiny model with one field changed."""
+
+    def of(text: str) -> str:
+        data = json.loads(text)
+        change(data)
+        return json.dumps(data)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: "[" * 3000 + "]" * 3000, "is not valid JSON"),
+        (lambda text: "[" * 200_000, "is not valid JSON"),
+        (damaged(lambda x: x["eviction"].update(kind=["MostHidden"])), "names no policy"),
+        (damaged(lambda x: x["eviction"].update(kind={"a": 1})), "names no policy"),
+        (damaged(lambda x: x.update(eviction="MostHidden")), "names no policy"),
+        (damaged(lambda x: x.update(eviction=[["kind", "MostHidden"]])), "names no policy"),
+        (damaged(lambda x: x.update(eviction=5)), "names no policy"),
+        (damaged(lambda x: x["eviction"].update(tokens=[[14], 16, 15])), "tokens of a layer must"),
+        (damaged(lambda x: x["eviction"].update(tokens=[{}, 16, 15])), "tokens must"),
+        (damaged(lambda x: x["eviction"].update(tokens={"a": 1})), "tokens must"),
+        (damaged(lambda x: x["eviction"].update(tokens=float("inf"))), "tokens must"),
+        (damaged(lambda x: x["eviction"].update(sinks=["x"])), "sinks must"),
+        (damaged(lambda x: x["model"].update(weights=["x"] * 64)), "belongs to another model"),
+        (damaged(lambda x: x["model"].update(weights=5)), "belongs to another model"),
+    ],
+)
+def test_a_damaged_file_is_answered_by_its_name(folder, change, message):
+    path = folder / NAME
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ValueError, match=rf"budgets .*{NAME}.*{message}"):
+        heedful.load(folder)
+    heedful.load(folder, budgets=False)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     model = tiny()
     heedful.convert(model, "selective")

@@ -314,6 +314,15 @@ def test_a_mechanism_of_every_nth_layer_must_have_one():
     heedful.convert(model, {"mta": [0], Simplicial(every=2): [1, 2]})
 
 
+def test_convolutions_of_every_nth_layer_alone_must_have_one():
+    """As above: what the third layer would convolve, a model of two layers leaves out."""
+    convolutions = MultiToken(mix=None, post_mix=None)
+    two = tiny(num_hidden_layers=2)
+    refuse(two, r"changes none of the 2 layers of LlamaForCausalLM .* `conv_every`", convolutions)
+    heedful.convert(tiny(num_hidden_layers=3), convolutions)
+    heedful.convert(two, MultiToken(mix=None, post_mix=None, norm="plain"))
+
+
 def test_masks_of_four_dimensions_are_refused():
     model = tiny()
     heedful.convert(model, "mta")

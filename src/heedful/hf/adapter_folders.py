@@ -28,6 +28,7 @@ from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
 from heedful.ops.impl import Impl
+from heedful.records.files import writing_to
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -79,7 +80,7 @@ def save_adapter(
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
+    with writing_to(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         if holds_adapter(model):
             model.save_pretrained(staging)
             (Path(staging) / "README.md").unlink(missing_ok=True)  # PEFT's empty form

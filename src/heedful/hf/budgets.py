@@ -48,7 +48,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
         data = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"budgets {path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"budgets {path} is not valid JSON ({error}); delete it, or search budgets again with "
             "heedful budget"
@@ -64,20 +64,21 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             "search budgets again with heedful budget, or delete the file "
             "(heedful.load(folder, budgets=False) leaves it unread)"
         )
-    fields = dict(data.get("eviction") or {})
-    kinds = {policy.__name__: policy for policy in (*POLICIES, Bounded)}
-    kind = kinds.get(fields.pop("kind", None))
+    eviction = data.get("eviction")
+    fields = dict(eviction) if isinstance(eviction, dict) else {}
+    name = fields.pop("kind", None)
+    kind = next((x for x in (*POLICIES, Bounded) if x.__name__ == name), None)
     if kind is None or set(fields) - _arguments(kind):
         raise ValueError(
             f"budgets {path} names no policy of this version of heedful; search budgets again with "
             "heedful budget"
         )
     try:
-        eviction = kind(**fields)
-        new_cache(model, eviction)  # what cannot serve the model raises now
+        policy = kind(**fields)
+        new_cache(model, policy)  # what cannot serve the model raises now
     except (TypeError, ValueError) as error:
         raise ValueError(f"budgets {path}: {error}") from None
-    return eviction
+    return policy
 
 
 def _arguments(kind: type[Eviction]) -> set[str]:

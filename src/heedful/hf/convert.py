@@ -39,8 +39,7 @@ from heedful.hf.proof import prove
 from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
 from heedful.nn import Layer, Mechanism, Role, Standard
-from heedful.nn.layer import Host, Rotation, Term
-from heedful.nn.standard import StandardAttention
+from heedful.nn.layer import Host, Rotation, StandardForm, Term
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -235,11 +234,17 @@ def _check_changes(seats: list[Seat], model: str) -> None:
     """Raise where a mechanism of every n-th layer changes none, as n are too many."""
     for config in {seat.config for seat in seats} - {None, Standard()}:
         layers = [seat.layer for seat in seats if seat.config == config]
-        if all(type(x) is StandardAttention and x.window is None for x in layers):
+        if all(_is_standard(layer) for layer in layers):
+            every = "conv_every" if hasattr(config, "conv_every") else "every"
             raise ValueError(
                 f"mechanism {config} changes none of the {len(layers)} layers of {model} that it "
-                "was given; give it a smaller `every`, or other layers"
+                f"was given; give it a smaller `{every}`, other options or other layers"
             )
+
+
+def _is_standard(layer: Layer) -> bool:
+    """Whether a layer is standard attention for good: it has nothing to learn."""
+    return next(layer.parameters(), None) is None and layer.standard_form() == StandardForm()
 
 
 def _is_defined(

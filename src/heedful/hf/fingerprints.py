@@ -53,6 +53,10 @@ def same_weights(saved: object, own: dict) -> bool:
     """Whether two fingerprints are of the same weights, be it in another precision."""
     if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
         return False
-    pairs = zip(saved.get("weights") or (), own["weights"], strict=False)
-    near = [math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7) for a, b in pairs]
-    return len(near) == _NUMBERS and all(near)
+    weights = saved.get("weights")
+    if not isinstance(weights, list) or len(weights) != _NUMBERS:
+        return False
+    return all(
+        isinstance(a, int | float) and math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
+        for a, b in zip(weights, own["weights"], strict=True)
+    )

@@ -22,6 +22,7 @@ from heedful.hf import budgets as beside
 from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
 from heedful.nn import Mechanism, Role, to_json
+from heedful.records.files import writing_to
 
 _MODELS = dict(
     zip(
@@ -57,7 +58,7 @@ def save_converted(
     if folder.is_file():
         raise ValueError(f"save_directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
+    with writing_to(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         converted = use_cache_settings(model), model.config.architectures
         set_use_cache(model, conversion._stock.use_cache)
         try:

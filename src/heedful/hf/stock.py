@@ -20,8 +20,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from heedful.hf.format import SHIM
 from heedful.hf.versions import make_ordinary, own_tokens_only
+
+# transformers would ask on standard input whether to run the code in a folder or a repository.
+_OWN_CODE = {"trust_remote_code": False}
 
 
 class Package(NamedTuple):
@@ -61,14 +63,15 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
         The model in eval mode, on the CPU unless `options` say otherwise.
 
     Raises:
-        ValueError: weights or a package are missing, or a GGUF file cannot be read.
+        ValueError: weights or a package are missing, a GGUF file cannot be read, or transformers
+            would have to run code that comes with the model.
     """
     config = stock_config(name)
     with _from(name) as (place, file):
         if file:
             options = {"dtype": torch.float32, "config": config} | options
         model, report = stock_class(config).from_pretrained(
-            place, output_loading_info=True, **file, **options
+            place, output_loading_info=True, **file, **_OWN_CODE | options
         )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
@@ -81,7 +84,7 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
 def stock_config(name: str | os.PathLike) -> PreTrainedConfig:
     """The configuration of what `stock_model` opens by this name."""
     with _from(name) as (place, file):
-        return AutoConfig.from_pretrained(place, **file)
+        return AutoConfig.from_pretrained(place, **file, **_OWN_CODE)
 
 
 def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
@@ -94,12 +97,11 @@ def stock_tokenizer(name: str | os.PathLike) -> PreTrainedTokenizerBase:
         The tokenizer, of transformers.
 
     Raises:
-        ValueError: a package is missing, or a GGUF file cannot be read.
+        ValueError: a package is missing, a GGUF file cannot be read, or transformers would have to
+            run code that comes with the tokenizer.
     """
     with _from(name) as (place, file):
-        # transformers would ask whether to run the shim of a converted model's folder.
-        code = {"trust_remote_code": False} if Path(place, SHIM).is_file() else {}
-        tokenizer = AutoTokenizer.from_pretrained(place, **file, **code)
+        tokenizer = AutoTokenizer.from_pretrained(place, **file, **_OWN_CODE)
         return own_tokens_only(tokenizer) if file else tokenizer
 
 
@@ -126,7 +128,16 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
     any error of the package gguf.
     """
     if not is_gguf(name):
-        yield os.fspath(name), {}
+        try:
+            yield os.fspath(name), {}
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"{os.fspath(name)} needs code of its own (auto_map), which heedful does not run: "
+                "if you trust it, open it with transformers (trust_remote_code=True) and give the "
+                "model to heedful.convert"
+            ) from None
         return
     path = _packaged(os.fspath(name)) if os.fspath(name) in PACKAGES else Path(name)
     for package in ("gguf", "accelerate"):

@@ -91,13 +91,21 @@ def _followed(x: Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-def refuse_second_derivative(backward: CustomOpDef, operator: str) -> None:
-    """Differentiating this backward raises, and says what can."""
+def refuse_second_derivative(backward: CustomOpDef, operator: str | Callable[[tuple], str]) -> None:
+    """Differentiating this backward raises, and says what can.
+
+    Operators that share it are told apart by its inputs.
+    """
+
+    def save(ctx, inputs, output):
+        ctx.operator = operator if isinstance(operator, str) else operator(inputs)
 
     def second(ctx, *grads):
-        raise ValueError(f"this form of {operator} has no second derivatives; impl='reference' has")
+        raise ValueError(
+            f"this form of {ctx.operator} has no second derivatives; impl='reference' has"
+        )
 
-    backward.register_autograd(second)
+    backward.register_autograd(second, setup_context=save)
 
 
 def check_impl(impl: str) -> None:

@@ -12,11 +12,32 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 Line = TypeVar("Line")
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # no locks on this file system
+
+
+@contextmanager
+def writing_to(place: str | os.PathLike) -> Iterator[None]:
+    """Name `place` where a write fails without a name, as on a full disk.
+
+    Raises:
+        OSError: as raised inside, with `place` if it named no file; or what safetensors and
+            tokenizers raise in its place.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(place)
+        raise
+    except Exception as error:
+        reason = os.strerror(errno.ENOSPC)
+        if reason not in str(error):
+            raise
+        raise OSError(errno.ENOSPC, reason, os.fspath(place)) from error
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
@@ -24,7 +45,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        with writing_to(path):
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -52,7 +74,8 @@ def whole_folder(out: str | os.PathLike) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
             whole = Path(folder) / "whole"
-            yield whole
+            with writing_to(place):
+                yield whole
             if place.is_dir():
                 place.rmdir()
             os.replace(whole, place)
@@ -75,17 +98,27 @@ def append_line(path: str | Path, line: str) -> None:
     which nobody can read, is removed with a warning; whole lines are never rewritten.
     """
     path = Path(path)
-    with open(path, "ab+") as file:
-        file.seek(0)
-        tail = file.read().rpartition(b"\n")[2]
+    with writing_to(path), open(path, "ab+") as file:
+        tail = _unfinished_line(file)
         if _cut_off(tail):
             warnings.warn(f"{path}: removed a last line that was cut off", stacklevel=3)
-            file.truncate(os.path.getsize(path) - len(tail))
+            file.truncate(file.seek(0, os.SEEK_END) - len(tail))
         elif tail.strip():
             file.write(b"\n")
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _unfinished_line(file: BinaryIO) -> bytes:
+    """The end of a file from its last newline on, read backwards in blocks."""
+    tail, start, block = b"", file.seek(0, os.SEEK_END), 1  # mostly one byte, the newline, tells
+    while start and b"\n" not in tail:
+        size = min(block, start)
+        start = file.seek(start - size)
+        tail = file.read(size) + tail
+        block = max(4096, 2 * block)
+    return tail.rpartition(b"\n")[2]
 
 
 def read_each(
@@ -160,8 +193,9 @@ def only_writer(folder: Path) -> Iterator[None]:
     try:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-        os.ftruncate(handle, 0)
-        os.write(handle, json.dumps(about).encode())
+        with writing_to(path):
+            os.ftruncate(handle, 0)
+            os.write(handle, json.dumps(about).encode())
         yield
     finally:
         path.unlink(missing_ok=True)  # before the lock goes, so that it is still this one's

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from heedful.data import Piece, pieces
-from heedful.records.files import write_whole
+from heedful.records.files import write_whole, writing_to
 
 IGNORE = -100
 _FIRST = 1 << 31  # on the first token of a document; no vocabulary is as large
@@ -96,6 +96,7 @@ def encode(
     room = max(min(_MOST_HELD_OUT, most_tokens // _SHARE), length)
     apart = not held_out
     with (
+        writing_to(folder),
         _Writer(folder / "train.tokens") as train,
         _Writer(folder / "held-out.tokens") as others,
         tqdm(unit="B", unit_scale=True, desc="reading", disable=not show, leave=False) as bar,
@@ -174,7 +175,7 @@ def encode_documents(
     if (folder / _ABOUT).is_file():
         return _read_back(folder)[0]
     folder.mkdir(parents=True, exist_ok=True)
-    with _Writer(folder / "train.tokens") as train:
+    with writing_to(folder), _Writer(folder / "train.tokens") as train:
         for document in documents:
             part = _Part(True, True, document.text_bytes)
             train.add(document.ids, part, document.learned)

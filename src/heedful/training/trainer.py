@@ -14,6 +14,7 @@ from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import TrainerSteps
 from heedful.nn import Layer
+from heedful.records.files import writing_to
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.losses import GroupingLoss, MemoryLoss
 from heedful.training.sequences import IGNORE
@@ -223,8 +224,9 @@ class LayerTrainer(TrainerSteps, Trainer):
         super().warn_of_missing(load_result._replace(missing_keys=names))
 
     def write_checkpoint(self, *args, **kwargs) -> None:
+        where = self.args.output_dir
         try:
-            super().write_checkpoint(*args, **kwargs)
+            with writing_to(where):
+                super().write_checkpoint(*args, **kwargs)
         except (RuntimeError, SafetensorError) as error:  # how writers of tensors say: disk full
-            where = self.args.output_dir
             raise OSError(f"the run's state cannot be saved in {where}: {error}") from error

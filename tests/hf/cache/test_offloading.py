@@ -41,6 +41,7 @@ class Moves:
 @pytest.fixture
 def moves(monkeypatch) -> Moves:
     """Streams that do nothing, and layers whose keys and values turn their sign when they leave."""
+    monkeypatch.setattr("heedful.hf.cache.new._device_types", lambda model: {"cuda"})
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
     moves = Moves()
@@ -110,3 +111,14 @@ def test_what_is_not_fetched_back_is_found(config, moves, monkeypatch):
     cache = heedful.new_cache(model, offloading=True)
     steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(12)]
     assert (torch.cat(steps, dim=1) - logits(model, ids)).abs().max() > 1e-3
+
+
+def test_without_a_gpu_it_is_refused_at_the_call():
+    model = tiny()
+    heedful.convert(model, "standard")
+    message = r"offloading=True .*needs a model on a CUDA device, this one is on cpu; leave it out"
+    with pytest.raises(ValueError, match=message):
+        heedful.new_cache(model, offloading=True)
+    with pytest.raises(ValueError, match=message):
+        model.generate(tokens(1, 5), max_new_tokens=2, cache_implementation="offloaded")
+    heedful.new_cache(model)

@@ -1,6 +1,8 @@
 """Who sees whom in a converted model: what the family says, packed documents, and refusals."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -8,9 +10,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, Lfm2Config
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import heedful
-from heedful.hf.family.mask import visibility_for
+from heedful.hf.family.mask import _window_of, visibility_for
 from heedful.hf.versions import cache_of
 from heedful.nn import Differential, MultiToken, Selective, TalkingHeads
+from heedful.ops import Visibility
 from helpers.families import (
     SMALL,
     checkpoint_layers,
@@ -250,6 +253,70 @@ def test_masks_that_a_visibility_can_say():
             expected = message(0, 0, token[-queries:, None], token)
             actual = visibility.dense(queries, keys, token.device)
             assert torch.equal(actual.expand(2, -1, -1), expected.expand(2, -1, -1))
+
+
+def even(n):
+    return n == 0 or odd(n - 1)
+
+
+def odd(n):
+    return n != 0 and even(n - 1)
+
+
+def within_recursively(batch, head, i, j):
+    """A window of five, if helpers that call each other are right about numbers."""
+    return (j <= i) & (i - j < (5 if even(4) else 50))
+
+
+def test_helpers_that_call_themselves_or_each_other():
+    def least(n):
+        return n if n < 6 else least(n - 1)
+
+    def of_own_closure(batch, head, i, j):
+        return (j <= i) & (i - j < least(9))
+
+    for function in (within_recursively, of_own_closure):
+        visibility = visibility_for(2, 17, 17, mask_function=function)
+        assert visibility == Visibility(window=5), function
+
+
+def test_a_list_that_holds_itself():
+    widths = [5]
+    widths.append(widths)
+
+    def within(batch, head, i, j):
+        return (j <= i) & (i - j < widths[0])
+
+    for widths[0] in (5, 3):
+        assert visibility_for(2, 17, 17, mask_function=within).window == widths[0]
+
+
+STARTS = torch.tensor([0, 4])
+
+
+def test_a_tensor_in_a_function_inside_is_looked_at_in_every_call(monkeypatch):
+    def since(batch, head, i, j):
+        width = (lambda: STARTS)()[1]
+        return (j <= i) & (i - j < width)
+
+    for width in (4, 6):
+        monkeypatch.setitem(globals(), "STARTS", torch.tensor([0, width]))
+        assert visibility_for(2, 17, 17, mask_function=since).window == width
+
+
+def test_what_a_mask_function_shows_is_known_without_keeping_the_function():
+    def of_width(width):
+        return lambda batch, head, i, j: (j <= i) & (i - j < width)
+
+    function = of_width(7)
+    assert visibility_for(2, 17, 17, mask_function=function).window == 7
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
+    before = _window_of.cache_info().hits
+    assert visibility_for(2, 17, 17, mask_function=of_width(7)).window == 7
+    assert _window_of.cache_info().hits == before + 1
 
 
 def test_flags_and_arguments_that_the_door_does_not_know_are_refused_by_name():

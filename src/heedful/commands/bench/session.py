@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from heedful.records.files import write_whole
+from heedful.records.files import append_line, write_whole
 
 GRACE = 20.0  # seconds by which a case may overrun its stage before its process is ended
 BROKEN = 3  # exit code of a worker whose device answers no more
@@ -123,12 +123,7 @@ def _append_result(out: Path, record: dict) -> None:
     record["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     _say(record)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "ab+") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-        cut_off = file.read() not in (b"", b"\n")
-        file.write((b"\n" if cut_off else b"") + json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(out, json.dumps(record))
 
 
 def _say(record: dict) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +25,7 @@ from heedful.hf.look import LayerLook, cached_over_time, look
 from heedful.records import Record, append_record, read_numbered
 from heedful.records.budgeted import UnderBudget, append_budgeted, read_budgeted
 from heedful.records.environment import environment
-from heedful.records.files import only_writer, write_whole
+from heedful.records.files import only_writer, write_whole, writing_to
 from heedful.training.checkpoints import differences, saved_step
 from heedful.training.run import Stopped, check_device
 
@@ -263,14 +262,13 @@ def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
                 progress=progress,
                 should_stop=should_stop,
             )
-            run.model.save_pretrained(job.model(out))
-            if (tokens := setup.task.saved_tokenizer()) is not None:
-                special = setup.task.special_tokens()
-                names = {name: tokens.id_to_token(index) for name, index in special.items()}
-                fast = PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
-                fast.save_pretrained(job.model(out))
-        except SafetensorError as error:
-            raise OSError(f"{job.model(out)} cannot be written: {error}") from error
+            with writing_to(job.model(out)):
+                run.model.save_pretrained(job.model(out))
+                if (tokens := setup.task.saved_tokenizer()) is not None:
+                    special = setup.task.special_tokens()
+                    names = {name: tokens.id_to_token(index) for name, index in special.items()}
+                    fast = PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
+                    fast.save_pretrained(job.model(out))
         except Diverged as error:  # a result too: it counts as the worst
             run = error.run
             warnings.warn(f"{job.title}: {error}", stacklevel=2)

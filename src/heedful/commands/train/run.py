@@ -31,7 +31,7 @@ from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.versions import checkpointing_options
 from heedful.nn import Layer, Standard, to_json
 from heedful.records.environment import environment
-from heedful.records.files import only_writer, write_lines, write_whole
+from heedful.records.files import only_writer, write_lines, write_whole, writing_to
 from heedful.training.checkpoints import Checkpoints, differences
 from heedful.training.eviction_order import EvictionOrderLoss, check_length
 from heedful.training.losses import MemoryLoss
@@ -263,7 +263,8 @@ def _train(
         display.bar.close()
     if callback.diverged:
         _refuse_divergence(trainer.state.global_step, run.checkpoints)
-    return _finish(options, recipe, out, trainer, callback, run)
+    with writing_to(out):
+        return _finish(options, recipe, out, trainer, callback, run)
 
 
 def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -9,7 +9,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,6 +33,7 @@ from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model, stock_tokenizer
+from heedful.records.files import writing_to
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
 
 _BOS, _EOS = "<bos>", "<eos>"
@@ -196,7 +196,7 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
 def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model from scratch, of at most `room` tokens."""
     if folder.is_dir():
-        return AutoTokenizer.from_pretrained(folder)
+        return stock_tokenizer(folder)
     name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
         raise ValueError(
@@ -212,7 +212,8 @@ def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedToke
             f"tokenizer {name!r} has {len(tokenizer)} tokens and the model room for {room}; set "
             f"vocab_size in the configuration, or --vocabulary {len(tokenizer)} with a size"
         )
-    tokenizer.save_pretrained(folder)
+    with writing_to(folder):
+        tokenizer.save_pretrained(folder)
     return tokenizer
 
 

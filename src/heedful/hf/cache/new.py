@@ -133,9 +133,15 @@ def new_cache(
 
     Raises:
         ValueError: the model is not converted, its family keeps its tokens in another way, the
-            policy cannot serve the mechanism, or the dtype cannot.
+            policy cannot serve the mechanism, the dtype cannot, or nothing of the model is on a
+            CUDA device to offload from.
     """
     int8 = is_int8(dtype)
+    if offloading and "cuda" not in (devices := _device_types(model)):
+        raise ValueError(
+            f"offloading=True (cache_implementation='offloaded') needs a model on a CUDA device, "
+            f"this one is on {', '.join(sorted(devices))}; leave it out"
+        )
     attention = attention_modules(model)
     if not attention and attention_modules(model, "encoder"):
         raise ValueError(
@@ -156,6 +162,10 @@ def new_cache(
     if not model.config.is_encoder_decoder:
         return own
     return EncoderDecoderKVCache(own, KVCache(_source_layers(model, meter), meter))
+
+
+def _device_types(model: nn.Module) -> set[str]:
+    return {p.device.type for p in model.parameters()}
 
 
 def _policy(model: nn.Module, eviction: object) -> Eviction | None:

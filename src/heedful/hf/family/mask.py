@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from jaxtyping import Bool, Int
@@ -206,23 +207,26 @@ class MaskProbe(NamedTuple):
 
 @dataclass(frozen=True)
 class _Constant:
-    """A mask function of code and numbers alone; equal to another one of the same."""
+    """A mask function of code and numbers alone; equal to another one of the same.
+
+    It is held weakly, as the answers about it are kept: its caller has it while it is sampled.
+    """
 
     made_of: tuple
     one_by_one: bool
-    function: Callable = field(compare=False)
+    function: ReferenceType[Callable] = field(compare=False)
 
     @classmethod
     def of(cls, function: Callable, one_by_one: bool) -> "_Constant | None":
         """The same function; `None` where it holds anything else, whose value may change."""
         made_of, tensors = _made_of(function)
-        return None if made_of is None or tensors else cls(made_of, one_by_one, function)
+        return None if made_of is None or tensors else cls(made_of, one_by_one, ref(function))
 
     def probe(self) -> MaskProbe:
         """Samples twice as many tokens as its largest number, in several rows, on the CPU."""
         largest = max(16, *(x for x in _leaves(self.made_of) if isinstance(x, int)))
         keys, device = 2 * largest + 2, torch.device("cpu")
-        return MaskProbe(self.function, self.one_by_one, _ROWS, 0, keys, device)
+        return MaskProbe(self.function(), self.one_by_one, _ROWS, 0, keys, device)
 
 
 class _Form(NamedTuple):
@@ -273,9 +277,11 @@ def _chunks(
 def _made_of(function: Callable) -> tuple[tuple | None, list[Tensor]]:
     """The code and the numbers of a function and of those that it calls, and its tensors.
 
-    `None` in place of the first where it holds anything else.
+    A function that was met before, as one that calls itself, is the number of its place. `None` in
+    place of the first where it holds anything else, or a list that holds itself.
     """
     tensors: list[Tensor] = []
+    functions: dict[FunctionType, str] = {}
 
     def parts(x: object) -> object:
         if isinstance(x, Tensor):
@@ -286,16 +292,25 @@ def _made_of(function: Callable) -> tuple[tuple | None, list[Tensor]]:
         if isinstance(x, tuple | list):
             return tuple(map(parts, x))
         if isinstance(x, FunctionType):
+            if x in functions:
+                return functions[x]
+            functions[x] = f"function {len(functions)}"
             defaults = [x.__defaults__ or (), tuple((x.__kwdefaults__ or {}).items())]
             cells = [cell.cell_contents for cell in x.__closure__ or ()]
-            names = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+            names = [x.__globals__[n] for n in _names(x.__code__) if n in x.__globals__]
             return (x.__code__, *map(parts, (*defaults, *cells, *names)))
         raise TypeError
 
     try:
         return parts(function), tensors
-    except (TypeError, ValueError):  # an empty cell has no contents
+    except (TypeError, ValueError, RecursionError):  # an empty cell has no contents
         return None, tensors
+
+
+def _names(code: CodeType) -> list[str]:
+    """What code takes from outside by name, with the functions that are made in it."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return [*code.co_names, *(name for x in inner for name in _names(x))]
 
 
 def _leaves(parts: object) -> list[object]:

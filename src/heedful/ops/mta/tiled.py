@@ -422,7 +422,9 @@ def gradients_fake(inputs: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
 
 
 _tiled_backward.register_fake(lambda grad, *inputs: gradients_fake(inputs[:9]))
-refuse_second_derivative(_tiled_backward, "multi_token_attention")
+refuse_second_derivative(  # sums that stay wide are differential attention's
+    _tiled_backward, lambda x: f"{'differential' if x[-1] else 'multi_token'}_attention"
+)
 
 
 def save(ctx, inputs, output) -> None:
