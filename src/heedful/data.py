@@ -210,6 +210,18 @@ def _joined(parts: Iterable[Piece]) -> Iterator[Document]:
         yield Document(name, "".join(texts))
 
 
+def text_files(paths: Sequence[str | Path]) -> list[tuple[str, list[Path] | None]]:
+    """The files of each path of a corpus, in the order in which they are read.
+
+    Returns:
+        Each path with its files; with `None` for a dataset.
+
+    Raises:
+        ValueError: a path is missing, names no text, or is read twice.
+    """
+    return list(_places(paths, _SUFFIXES))
+
+
 def _places(
     paths: Sequence[str | Path], suffixes: tuple[str, ...]
 ) -> Iterator[tuple[str, list[Path] | None]]:

@@ -1,6 +1,7 @@
 """Low-rank matrices that act once a cache has evicted: where they act, and what stays as it was."""
 
 import copy
+import json
 import os
 import pickle
 import warnings
@@ -16,7 +17,7 @@ import heedful
 from heedful.eviction import TOVA, Bounded, LowestGate, MostHidden, StreamingLLM
 from heedful.hf import conversion_of
 from heedful.hf.after_eviction import AfterEviction, Calls
-from heedful.hf.budgets import write_budgets
+from heedful.hf.budgets import read_budgets, write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.versions import cache_argument
 from heedful.nn import Forgetting, RetentionGate
@@ -70,6 +71,48 @@ def adapter(tmp_path):
         wrapped = with_matrices(model)
         heedful.save_adapter(wrapped, tmp_path / "a", base=str(tmp_path / "base"))
     return tmp_path / "a", model.eval()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_budgets_of_other_matrices_are_refused(tmp_path, merged):
+    base = tiny(dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+
+    def save(name, seed):
+        model = copy.deepcopy(base)
+        torch.manual_seed(0)
+        heedful.convert(model, EXTRA)
+        stir(model, 0.5, ".heedful.")
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # PEFT: the base has no name
+            wrapped = with_matrices(model)
+            stir(wrapped, 1e-4 * seed, "lora_")  # merged weights hardly differ
+            if merged:
+                conversion_of(model).after_eviction = None
+            heedful.save_adapter(wrapped, tmp_path / name, base=str(tmp_path / "base"))
+        return heedful.load(tmp_path / name)
+
+    first, other = save("first", 1), save("other", 2)
+    path = tmp_path / "first" / "budgets.json"
+    write_budgets(path, POLICY, first, {})
+    assert heedful.load(tmp_path / "first")._heedful.eviction == POLICY
+    (tmp_path / "other" / "budgets.json").write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="were searched with other low-rank matrices: search"):
+        heedful.load(tmp_path / "other")
+    selectors = copy.deepcopy(base)
+    torch.manual_seed(0)
+    heedful.convert(selectors, EXTRA)
+    stir(selectors, 0.5, ".heedful.")
+    with pytest.raises(ValueError, match="low-rank matrices that this model lacks: search"):
+        read_budgets(path, selectors)
+    write_budgets(path, POLICY, selectors, {})
+    with pytest.raises(ValueError, match="were searched without the low-rank matrices: search"):
+        read_budgets(path, other)
+    write_budgets(path, POLICY, first, {})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.warns(UserWarning, match="do not say for which low-rank matrices they were"):
+        assert heedful.load(tmp_path / "first")._heedful.eviction == POLICY
 
 
 # Budgets of 15 and 20 are full after two and three chunks; the first is idle in Gemma 2's windows.

@@ -198,6 +198,44 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
         train_text(replace(options, train="mechanism", out="other"), show=False)
 
 
+def test_a_run_is_of_its_budgets_its_base_and_its_data(options):
+    """Finished or not: digests are compared, and not names."""
+    budgets, model = Path("hide/budgets.json"), heedful.load("base", adapter="hide")
+    write_budgets(budgets, MostHidden(tokens=24), model, {})
+    train_text(options, show=False)
+    answers = iter([False])
+    with pytest.raises(Stopped):
+        train_text(replace(options, out="half"), lambda: next(answers, True), show=False)
+    half, ended = Path("half/unfinished/state/run.json"), Path("evict/adapter_model.safetensors")
+    before = half.read_bytes(), ended.read_bytes()
+    (weights,) = Path("base").glob("*.safetensors")
+    kept = {path: path.read_bytes() for path in (budgets, Path("text.txt"), weights)}
+
+    def refused(words):
+        with pytest.raises(ValueError, match=rf"the folder of another run: digests\.{words}"):
+            train_text(options, show=False)
+        with pytest.raises(ValueError, match=rf"the folder of another run: digests\.{words}"):
+            train_text(replace(options, out="half"), show=False)
+        assert (half.read_bytes(), ended.read_bytes()) == before
+
+    write_budgets(budgets, MostHidden(tokens=30), model, {})
+    refused("budgets was")
+    budgets.write_bytes(kept[budgets])
+    Path("text.txt").write_bytes(kept[Path("text.txt")] + b"one more line\n")
+    refused(r"data\.text\.txt was")
+    Path("text.txt").write_bytes(kept[Path("text.txt")])
+    weights.write_bytes(kept[weights][:-4] + bytes(4))
+    refused("model was")
+    weights.write_bytes(kept[weights])
+    assert train_text(options, show=False).steps == 3
+    assert train_text(replace(options, out="half"), show=False).steps == 3
+    about = json.loads(Path("evict/training.json").read_text())
+    del about["inputs"]
+    Path("evict/training.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="was written by an older version, which noted no digests"):
+        train_text(options, show=False)
+
+
 def test_evaluation_is_under_the_budgets_themselves(options, monkeypatch):
     """Whatever was drawn for the step before it."""
     model = heedful.load("base", adapter="hide")

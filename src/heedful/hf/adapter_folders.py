@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.fingerprints import fingerprint_of, same_weights, without_matrices
+from heedful.hf.identity import matrices_digest
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
@@ -164,6 +166,8 @@ def load_adapter(
     }
     try:
         restore(model, about["mechanisms"], tensors, impl, verify)
+        if has_low_rank(folder):
+            conversion_of(model).matrices = _matrices_in(folder)
         if about["format"] == 2:
             _put_beside(model, folder)
         elif has_low_rank(folder):
@@ -175,6 +179,14 @@ def load_adapter(
             revert(model)
         raise
     return model
+
+
+def _matrices_in(folder: Path) -> str | None:
+    """A digest of the low-rank matrices in PEFT's file; `None` where it cannot be read."""
+    try:
+        return matrices_digest(load_file(folder / _PEFT[1]).items())
+    except (OSError, SafetensorError):
+        return None  # PEFT says so by name
 
 
 def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 from torch import nn
@@ -9,10 +10,11 @@ from torch import nn
 from heedful.eviction import POLICIES, Bounded, Eviction
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint, is_of
+from heedful.hf.identity import matrices_digest
 from heedful.records.files import write_whole
 
 NAME = "budgets.json"
-FORMAT = 1
+FORMATS = (1, 2)  # the second knows which low-rank matrices the budgets are for
 
 
 def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict) -> None:
@@ -32,9 +34,20 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
             f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
             "hold; write budgets of another policy"
         )
+    if type(eviction) not in (*POLICIES, Bounded):
+        raise ValueError(
+            f"eviction: budgets.json names heedful's own policies, and {type(eviction).__name__} "
+            "is none of them; hand it to heedful.new_cache"
+        )
     policy = {"kind": type(eviction).__name__}
     policy |= {name: getattr(eviction, name) for name in _arguments(type(eviction))}
-    data = {"format": FORMAT, "eviction": policy, "about": about, "model": fingerprint(model)}
+    data = {
+        "format": FORMATS[-1],
+        "eviction": policy,
+        "about": about,
+        "model": fingerprint(model),
+        "matrices": _matrices_of(model),
+    }
     write_whole(path, json.dumps(data, indent=2) + "\n")
 
 
@@ -53,10 +66,25 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             f"budgets {path} is not valid JSON ({error}); delete it, or search budgets again with "
             "heedful budget"
         ) from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.get("format") not in FORMATS:
         raise ValueError(
-            f"budgets {path} must be a file of heedful budget in format {FORMAT}; delete it, or "
-            "search budgets again with heedful budget"
+            f"budgets {path} must be a file of heedful budget in format {FORMATS[-1]}; delete it, "
+            "or search budgets again with heedful budget"
+        )
+    own, theirs = _matrices_of(model), data.get("matrices")
+    if data["format"] == 2 and own != theirs:
+        raise ValueError(
+            f"budgets {path} were searched {'with other' if own and theirs else 'without the'} "
+            "low-rank matrices"
+            f"{'' if own else ' that this model lacks' if theirs else ''}: search budgets again "
+            "with heedful budget, or delete the file (heedful.load(folder, budgets=False) leaves "
+            "it unread)"
+        )
+    if data["format"] == 1 and own is not None:
+        warnings.warn(
+            f"budgets {path} do not say for which low-rank matrices they were searched, as an "
+            "older version wrote them; heedful budget searches them anew",
+            stacklevel=2,
         )
     if not is_of(data.get("model"), model):
         raise ValueError(
@@ -86,8 +114,17 @@ def _arguments(kind: type[Eviction]) -> set[str]:
     return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
+def _matrices_of(model: nn.Module) -> str | None:
+    """A digest of the low-rank matrices in the model, or of those that were merged into it."""
+    live = matrices_digest(model.named_parameters())
+    return getattr(getattr(model, "_heedful", None), "matrices", None) if live is None else live
+
+
 def take_budgets(folder: Path, model: nn.Module) -> None:
-    """Let new caches of a converted model do what the `budgets.json` of its folder says, if any.
+    """Let `new_cache` and `generate` do what the `budgets.json` of the model's folder says, if any.
+
+    The cache that a bare call of the model makes for itself keeps everything: calls in training
+    make one too, and an eviction has no gradient.
 
     Raises:
         ValueError: as `read_budgets`.

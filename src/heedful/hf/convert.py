@@ -64,8 +64,9 @@ class Conversion:
     mechanisms: the layers' indices by mechanism; all others have standard attention.
     where: by mechanism, in which attention these layers have it: `"decoder"`, `"encoder"`,
         `"cross"`.
-    eviction: the policy of new caches of the model, as `budgets.json` says.
+    eviction: the policy of caches that `new_cache` and `generate` make, as `budgets.json` says.
     after_eviction: lets low-rank matrices act once a cache has evicted; `None` without such ones.
+    matrices: a digest of the low-rank matrices that the model was opened with.
     """
 
     model: PreTrainedModel = field(repr=False)
@@ -74,6 +75,7 @@ class Conversion:
     _stock: Stock = field(repr=False)
     eviction: Eviction | None = None
     after_eviction: AfterEviction | None = field(default=None, repr=False)
+    matrices: str | None = field(default=None, repr=False)
     _budgets: str | None = field(default=None, repr=False)  # the text of that file
 
     @property

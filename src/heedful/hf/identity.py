@@ -58,6 +58,19 @@ def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     return whole.hexdigest()[:_LENGTH]
 
 
+def matrices_digest(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """A digest of the low-rank matrices among tensors, the same in a model and in PEFT's file.
+
+    Rounded to bfloat16, as adapters keep them; `None` where there are none.
+    """
+    matrices = {
+        name.removeprefix("base_model.model.").replace(".default.", "."): x.to(torch.bfloat16)
+        for name, x in named
+        if ".lora_" in name
+    }
+    return tensors_digest(matrices.items()) if matrices else None
+
+
 def json_digest(value: object) -> str:
     """A digest of what JSON can hold; of anything else its type counts."""
     text = json.dumps(value, sort_keys=True, default=lambda x: type(x).__name__)

@@ -34,8 +34,9 @@ def load(
         adapter: a folder of `heedful.save_adapter`. Low-rank matrices are merged into the weights,
             but for those that act once a cache has evicted.
         impl: which implementation of the operators runs, as for `convert`.
-        budgets: take what `heedful budget` found, if the folder has a `budgets.json`: new caches of
-            the model then evict. `heedful.new_cache(model, eviction=False)` keeps everything.
+        budgets: take what `heedful budget` found, if the folder has a `budgets.json`: caches that
+            `heedful.new_cache` and `generate` make then evict, and the one that a bare call of the
+            model makes keeps everything. `heedful.new_cache(model, eviction=False)` does so too.
         verify: prove that the conversion changes nothing but the attention, as for `convert`.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 

@@ -116,8 +116,11 @@ def mechanisms_to_json(
 def carry_budgets(model: PreTrainedModel, folder: Path, staging: Path, changed: bool) -> None:
     """Budgets go with the weights that they were searched for, and with no others."""
     own = None if changed or model._heedful.eviction is None else model._heedful._budgets
-    if own is not None and is_of(json.loads(own)["model"], model):
-        (staging / beside.NAME).write_text(own)
+    if own is not None and is_of((data := json.loads(own))["model"], model):
+        # Low-rank matrices have been merged into the weights that are saved.
+        merged = data.get("matrices") is not None
+        text = json.dumps(data | {"matrices": None}, indent=2) + "\n" if merged else own
+        (staging / beside.NAME).write_text(text)
         return
     old = folder / beside.NAME
     if old.is_file() and (changed or not beside.belongs(old, model)):

@@ -139,7 +139,7 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
                 "model to heedful.convert"
             ) from None
         return
-    path = _packaged(os.fspath(name)) if os.fspath(name) in PACKAGES else Path(name)
+    path = gguf_file(name)
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"a GGUF file needs the package {package}: pip install {package}")
@@ -158,9 +158,15 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
         ) from error
 
 
-def _packaged(name: str) -> Path:
-    """The file of a model that a package contains, which is not imported for it."""
-    package = PACKAGES[name]
+def gguf_file(name: str | os.PathLike) -> Path:
+    """The GGUF file of a name, which for one on the hub is no file of this machine.
+
+    Raises:
+        ValueError: it comes with a package that is not installed, and which is not imported here.
+    """
+    if os.fspath(name) not in PACKAGES:
+        return Path(name)
+    package = PACKAGES[os.fspath(name)]
     spec = importlib.util.find_spec(package.module)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / package.file).is_file():

@@ -19,10 +19,14 @@ from heedful.commands.budget.rows import Rows, read_rows
 from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf import conversion_of
+from heedful.hf.adapters import with_low_rank
+from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
 from helpers.budget_searches import plain_greedy
 from helpers.command_line import refusal, status_of
+from helpers.families import stir
 from helpers.small_models import files_of, generation_of, small, tokenizer_of_words
 
 TEXT = 2 * "".join(
@@ -339,6 +343,41 @@ def test_another_search_is_refused_without_restart(searched):
     (folder / "selective" / LOG).write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match=r"is damaged .*; add --restart to search"):
         search(options_for(folder))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT: the base has no name
+def test_trials_of_another_adapter_are_refused(tmp_path):
+    """Of the same selectors beside the same base, with other low-rank matrices."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    small(vocabulary=256).save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        model = small(vocabulary=256)
+        torch.manual_seed(0)
+        heedful.convert(model, Selective(selector="extra"))
+        stir(model, 0.5, ".heedful.")
+        torch.manual_seed(seed)
+        wrapped = with_low_rank(model, 2)
+        stir(wrapped, 0.3, "lora_")
+        conversion_of(model).after_eviction = AfterEviction(model)
+        heedful.save_adapter(wrapped, tmp_path / f"a{seed}", base=str(tmp_path / "base"))
+
+    def searching(name, **options):
+        return search(options_for(tmp_path, name, trials=3, **options))
+
+    first = searching("a1")
+    shutil.copy(tmp_path / "a1" / LOG, tmp_path / "a2" / LOG)
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"holds another search: model\.adapter was .*--restart"):
+        searching("a2")
+    assert files_of(tmp_path) == before
+    assert searching("a2", restart=True).whole == pytest.approx(first.whole)
+    log = tmp_path / "a1" / LOG
+    identity, *trials = log.read_text().splitlines()
+    log.write_text("\n".join([json.dumps(json.loads(identity) | {"format": 1}), *trials, ""]))
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match=r"written by an older version.*; add --restart"):
+        searching("a1")
+    assert files_of(tmp_path) == before
 
 
 def command(folder: Path, *more: str, name: str = "selective") -> list[str]:

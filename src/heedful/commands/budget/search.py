@@ -38,13 +38,13 @@ from heedful.eviction.gather import check_policy
 from heedful.hf.budgets import NAME, write_budgets
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.new import attention_modules, new_cache
-from heedful.hf.fingerprints import fingerprint
+from heedful.hf.identity import model_identity
 from heedful.records.environment import environment
 from heedful.records.files import append_line, only_writer, write_whole
 from heedful.training.checkpoints import differences
 
 LOG = "budgets.search.jsonl"
-FORMAT = 1
+FORMAT = 2
 
 OPEN_BAR = "{desc} [{n} trials, {elapsed}]"
 BAR = "{desc} [{n} of at most {total} --trials, {elapsed}, at most {remaining} left]"
@@ -309,6 +309,11 @@ class SearchLog:
             raise ValueError(
                 f"{path} is damaged ({error!r}); add --restart to search from the beginning"
             ) from None
+        if first.get("format") == 1:
+            raise ValueError(
+                f"{path} was written by an older version, which did not note the adapter and the "
+                "weights that its trials belong to; add --restart to search from the beginning"
+            )
         if first != identity:
             raise ValueError(
                 f"{path} holds another search: {'; '.join(differences(first, identity))}; give the "
@@ -398,8 +403,8 @@ def search_identity(
         "length": options.length,
         "rows": options.rows,
         "tokens": hashlib.sha256(torch.stack(rows).numpy().tobytes()).hexdigest()[:16],
-        "model": fingerprint(model),
-        "reference": None if reference is None else fingerprint(reference),
+        "model": model_identity(model),
+        "reference": None if reference is None else model_identity(reference),
     }
 
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from heedful.commands.train.inputs import run_inputs
 from heedful.commands.train.mixture import Mixture, read_mixture
 from heedful.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
 from heedful.commands.train.start import Start, has_weights, starting_point
@@ -80,15 +81,17 @@ def train_text(
     check_device(options.device)
     _check_reports(options.report_to)
     out = Path(options.out)
+    identity = {"options": run_identity(options), "inputs": run_inputs(options)}
+    identity = json.loads(json.dumps(identity))
     recipe = options.filled(has_weights(options.model))
     arguments = _arguments(options, recipe, out / _UNFINISHED)
     main = arguments.process_index == 0
     with only_writer(out) if main else nullcontext():
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
-            if (result := _finished(out, options)) is not None:
+            if (result := _finished(out, options, identity)) is not None:
                 return result
-            run = _begin(options, recipe, out, arguments, show=show and main)
+            run = _begin(options, recipe, out, arguments, identity, show=show and main)
         result = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
     return result if main else None
@@ -109,7 +112,7 @@ class _RunParts(NamedTuple):
     checkpoints: Checkpoints
 
 
-def _finished(out: Path, options: Training) -> TrainingResult | None:
+def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | None:
     """What a folder's run came to, if it has ended; raises if another run made the folder."""
     path = out / _ABOUT
     if not path.is_file():
@@ -124,7 +127,13 @@ def _finished(out: Path, options: Training) -> TrainingResult | None:
         about = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
-    if changed := differences(about["options"], json.loads(json.dumps(run_identity(options)))):
+    if "inputs" not in about:
+        raise ValueError(
+            f"{path} was written by an older version, which noted no digests of model, data and "
+            "budgets; choose another folder, or delete this one"
+        )
+    changed = differences(about["options"], identity["options"])
+    if changed := changed + differences(about["inputs"], identity["inputs"], "digests"):
         raise ValueError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
@@ -154,6 +163,7 @@ def _begin(
     recipe: TrainingRecipe,
     out: Path,
     arguments: TrainingArguments,
+    identity: dict,
     *,
     show: bool,
 ) -> _RunParts:
@@ -190,27 +200,27 @@ def _begin(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    identity = {"options": run_identity(options), "recipe": recipe._asdict()}
-    identity |= {"parameters": sum(p.numel() for p in start.model.parameters())}
-    checkpoints = Checkpoints(folder / "state", identity)
+    parameters = sum(p.numel() for p in start.model.parameters())
+    own = identity | {"recipe": recipe._asdict(), "parameters": parameters}
+    checkpoints = Checkpoints(folder / "state", own)
     if arguments.process_index == 0:
-        _write_about(out, options, recipe, start.model, ended=None)
+        _write_about(out, options, recipe, start.model, identity)
     return _RunParts(start, text, checkpoints)
 
 
 def _write_about(
-    out: Path, options: Training, recipe: TrainingRecipe, model: PreTrainedModel, ended: dict | None
+    out: Path, options: Training, recipe: TrainingRecipe, model: PreTrainedModel, identity: dict
 ) -> None:
     conversion = conversion_of(converted_inside(model))
     about = {
-        "options": run_identity(options),
+        **identity,
         "harmless": _harmless(options),
         "recipe": recipe._asdict(),
         "mechanisms": [
             {"mechanism": to_json(config), "layers": list(layers)}
             for config, layers in conversion.mechanisms.items()
         ],
-        "ended": ended,
+        "ended": None,
         "environment": environment(),
     }
     write_whole(out / _ABOUT, json.dumps(about, indent=2) + "\n")
