@@ -149,7 +149,7 @@ def test_transformers_stays_behind_its_door():
 # What else a command imports of another: options are everyone's, and models below them all.
 BELOW_COMMANDS = {"options", "models", "policies"}
 COMMAND_MAP = {
-    "models": set(),
+    "models": {"options"},
     "options": set(),
     "policies": {"options"},
     "bench": set(),
