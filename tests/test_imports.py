@@ -18,7 +18,7 @@ STUDIES = CHECKOUT / "benchmarks"
 COMPUTING = {"torch", "jaxtyping"}
 MAY_IMPORT = {
     "checks.py": set(),
-    "ops": COMPUTING | {"heedful.ops"},
+    "ops": COMPUTING | {"heedful.ops", "heedful.checks"},
     "nn": COMPUTING | {"heedful.ops", "heedful.nn", "heedful.checks"},
     "eviction": COMPUTING | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "checks")},
     "hf": COMPUTING
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "tasks": COMPUTING
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
     | {f"heedful.{room}" for room in ("tasks", "data", "checks")},
-    "records": {"torch", "heedful.records"},
+    "records": {"torch", "heedful.records", "heedful.checks"},
     "commands": COMPUTING
     | {
         "numpy",
@@ -48,9 +48,9 @@ MAY_IMPORT = {
     }
     | {f"heedful.{room}" for room in ("commands", "training", "hf", "eviction", "nn", "ops")}
     | {f"heedful.{room}" for room in ("tasks", "records", "checks", "data", "testing")},
-    "papers.py": {"transformers", "heedful.hf", "heedful.nn"},
-    "testing.py": {"torch", "heedful.testing"},
-    "data.py": {"torch", "numpy", "tokenizers", "datasets"},
+    "papers.py": {"transformers", "heedful.hf", "heedful.nn", "heedful.checks"},
+    "testing.py": {"torch", "heedful.testing", "heedful.checks"},
+    "data.py": {"torch", "numpy", "tokenizers", "datasets", "heedful.checks"},
 }
 MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
@@ -68,6 +68,7 @@ ROOMS = (
     "train",
 )
 LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"}
+LIGHT |= {"heedful.checks"}
 LIGHT |= {f"heedful.commands.{command}.options" for command in ROOMS}
 
 
@@ -149,7 +150,7 @@ def test_transformers_stays_behind_its_door():
 # What else a command imports of another: options are everyone's, and models below them all.
 BELOW_COMMANDS = {"options", "models", "policies"}
 COMMAND_MAP = {
-    "models": set(),
+    "models": {"options"},
     "options": set(),
     "policies": {"options"},
     "bench": set(),

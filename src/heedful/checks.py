@@ -1,8 +1,15 @@
-"""Checks of configurations, shared by packages that must not import each other."""
+"""Errors of users, and checks of configurations, for packages that must not import each other."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Literal, get_args, get_origin, get_type_hints
+
+
+class UserError(ValueError):
+    """Input that cannot be served, with a message for whoever gave it.
+
+    The command line prints it as one line; any other error of the library keeps its traceback.
+    """
 
 
 def is_whole(value: object, least: int) -> bool:

@@ -63,6 +63,11 @@ class BenchCommand(_Unchecked, Bench):
 
 
 @dataclass(frozen=True)
+class ExportCommand(_Unchecked, Export):
+    __doc__ = Export.__doc__
+
+
+@dataclass(frozen=True)
 class GenerateCommand(_Unchecked, Generation):
     __doc__ = Generation.__doc__
 
@@ -121,7 +126,7 @@ _Command = (
     Annotated[CompareCommand, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
     | Annotated[CalibrateCommand, tyro.conf.subcommand("calibrate")]
@@ -208,7 +213,7 @@ def _run(command: _Command) -> int:
             return _train(command)
         case ConvertCommand():
             return _convert(command)
-        case Export():
+        case ExportCommand():
             return _export(command)
         case GenerateCommand():
             return _generate(command)
@@ -256,6 +261,7 @@ def _train(command: TrainCommand) -> int:
             return 128 + signals[-1]
     if result is not None:
         print(formatted(result))
+        _say_device(options.device)
     return 0
 
 
@@ -268,7 +274,8 @@ def _convert(command: ConvertCommand) -> int:
     return 0
 
 
-def _export(options: Export) -> int:
+def _export(command: ExportCommand) -> int:
+    options = _as(Export, command)
     from heedful.commands.export.run import export_folder
 
     _quiet()
@@ -288,6 +295,7 @@ def _generate(command: GenerateCommand) -> int:
     for result in generate(options, write):
         print(flush=True)
         print(result, file=sys.stderr)
+    _say_device(options.device)
     return 0
 
 
@@ -302,6 +310,7 @@ def _budget(command: BudgetCommand) -> int:
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None
+    _say_device(options.device)
     return 0
 
 
@@ -311,6 +320,7 @@ def _calibrate(command: CalibrateCommand) -> int:
 
     _quiet()
     print(calibrate_model(options))
+    _say_device(options.device)
     return 0
 
 
@@ -351,7 +361,15 @@ def _inspect(command: InspectCommand) -> int:
     _quiet()
     path = write_inspection(options.out, page_data(*inside(options)))
     print(f"page: {path} ({path.stat().st_size / 2**20:,.1f} MiB)")
+    _say_device(options.device)
     return 0
+
+
+def _say_device(device: str) -> None:
+    """Where the work was done, beside what it printed."""
+    from heedful.commands.models import device_in_words
+
+    print(f"device: {device_in_words(device)}", file=sys.stderr)
 
 
 def _quiet() -> None:
@@ -377,6 +395,7 @@ def _bench(command: BenchCommand) -> int:
     print(f"{count} cases of a few seconds each; {way} choose others", file=sys.stderr)
     records = bench.bench(config)
     print(bench.format_table(records))
+    _say_device("auto")
     if out is not None:
         bench.write(records, out)
     return 0
@@ -411,6 +430,7 @@ def _compare(command: CompareCommand) -> int:
             return 128 + signals[-1]
     print(overview(records))
     print(f"\nreport: {out / 'report.html'}")
+    _say_device(comparison.device)
     return 0
 
 

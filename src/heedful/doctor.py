@@ -7,27 +7,42 @@ from typing import NamedTuple
 
 from heedful.records.environment import TESTED, installed, machine, release
 
+_OPTIONAL = {
+    "datasets": ("--data hf:NAME", "'heedful[data]'"),
+    "peft": ("LoRA", "'heedful[lora]'"),
+    "gguf": ("GGUF files", "'heedful[gguf]'"),
+    "lm_eval": ("heedful eval's tasks of lm-evaluation-harness", "lm-eval"),
+    "torchao": ("quantized models", "'heedful[quantized]'"),
+}
+# By default on the GPU where there is one; what only rewrites weights stays on the CPU.
+_COMPUTING = "generate, eval, budget, calibrate, inspect, train, compare, bench"
+_REWRITING = "convert, export"
+
 
 def examine(write: Callable[[str], None] = print) -> int:
     """Print one line per check; returns 0 if everything that heedful needs works, else 1."""
     sound = True
     write(f"heedful      {installed('heedful') or 'from source'}")
     write(f"python       {platform.python_version()} ({sys.executable})")
-    for package, needed in (("torch", True), ("transformers", True), ("datasets", False)):
+    for package in ("torch", "transformers"):
         version = installed(package)
-        reason = f"pip install {package}" if needed else "only needed for --data hf:NAME"
-        state = f"{version}{_tested(package, version)}" if version else f"missing: {reason}"
-        write(f"{package:<12} {state}")
-        sound &= (version is not None and not _too_old(package, version)) or not needed
+        known = f"{version}{_tested(package, version)}" if version else None
+        write(f"{package:<12} {known or f'missing: pip install {package}'}")
+        sound &= version is not None and not _too_old(package, version)
+    for package, (purpose, install) in _OPTIONAL.items():
+        missing = f"missing, for {purpose}: pip install {install}"
+        write(f"{package:<12} {installed(package) or missing}")
     if not sound:
         return 1
     write(f"machine      {machine()}")
     import torch
 
     if torch.cuda.is_available():
-        write(f"device       cuda ({torch.cuda.get_device_name()}); compare uses it")
+        write(f"device       cuda ({torch.cuda.get_device_name()})")
+        write(f"commands     cuda: {_COMPUTING}; cpu: {_REWRITING}")
     else:
         write(f"device       cpu with {torch.get_num_threads()} threads: no CUDA device is visible")
+        write(f"commands     cpu: {_COMPUTING}, {_REWRITING}")
     write(f"triton       {_triton()}")
     for name, check in (("operators", _operators), ("conversion", _conversion)):
         try:
@@ -64,7 +79,7 @@ def _too_old(package: str, version: str) -> bool:
 def _triton() -> str:
     triton, numpy = installed("triton"), installed("numpy")
     if triton is None:
-        return "not installed; only impl=fused needs it"
+        return "not installed; only impl=fused needs it: pip install triton"
     if release(triton) < (3, 7) and release(numpy or "0.0") >= (2, 4):
         return (
             f"{triton}, whose interpreter (TRITON_INTERPRET=1) fails with NumPy {numpy}: take "

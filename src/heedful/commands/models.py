@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from heedful.checks import check_choice
+from heedful.commands.options import ModelDtype, check_device
 from heedful.data import ByteTokenizer
 from heedful.hf import convert, load
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
@@ -26,23 +26,54 @@ BYTES = "bytes"
 _MOST_BYTES = 512  # tokens of a model of bytes: 256, a few of its own, and rounded up
 
 
+def device_of(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU where torch sees one.
+
+    Raises:
+        ValueError: this is not the name of a device, or there is no such device here.
+    """
+    check_device(name)
+    cuda = torch.cuda.is_available()
+    if name == "auto":
+        return torch.device("cuda" if cuda else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not cuda:
+        raise ValueError(f"device={name!r} needs a GPU, and torch sees none; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        seen = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise ValueError(f"device={name!r} is not there: torch sees {seen}; use one of these")
+    return device
+
+
+def device_in_words(name: str) -> str:
+    """The device of this name, with the name of the GPU that it is."""
+    device = device_of(name)
+    if device.type == "cpu":
+        return "cpu"
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
 def open_model(
-    name: str, device: str = "cpu", *, adapter: str | None = None, budgets: bool = True
+    name: str,
+    device: str = "cpu",
+    *,
+    dtype: ModelDtype = "auto",
+    adapter: str | None = None,
+    budgets: bool = True,
 ) -> PreTrainedModel:
     """A converted model as it is saved; an ordinary one with standard attention of heedful.
 
     Arguments:
         name: a folder of a model or an adapter, or what `heedful.hf.stock.stock_model` opens.
-        device: `cpu` or `cuda`.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`, as for `device_of`.
+        dtype: of the weights and the computation; `auto` is that of the files.
         adapter: the folder of an adapter, for an ordinary model.
         budgets: take the `budgets.json` beside the model or the adapter, if any.
 
     Raises:
         ValueError: there is no such model, it cannot be read, or cannot be converted.
     """
-    check_choice("device", device.split(":")[0], ("cpu", "cuda"))
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r} needs a GPU, and torch sees none; use cpu")
+    place, options = device_of(device), dtype_option(dtype)
     if adapter is None and is_adapter(name):
         name, adapter = base_of(name), name
     folder = Path(name if adapter is None else adapter)
@@ -50,19 +81,20 @@ def open_model(
         raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if adapter is not None:
-            model = load(name, adapter=adapter, budgets=False)
+            model = load(name, adapter=adapter, budgets=False, **options)
+        elif is_converted(folder):
+            model = load(folder, budgets=False, **options)
         else:
-            model = load(folder, budgets=False) if is_converted(folder) else _ordinary(name)
+            model = stock_model(name, **options)
+            convert(model, "standard")
     if budgets and folder.is_dir():
         take_budgets(folder, model)
-    return model.eval().to(device)
+    return model.eval().to(place)
 
 
-def _ordinary(name: str) -> PreTrainedModel:
-    """A model of transformers, converted to standard attention."""
-    model = stock_model(name)
-    convert(model, "standard")
-    return model
+def dtype_option(dtype: ModelDtype) -> dict[str, torch.dtype]:
+    """What `from_pretrained` is given for a command's `--dtype`: nothing for that of the files."""
+    return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
 
 
 def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:

@@ -1,7 +1,12 @@
 """Options that several commands have; imports nothing heavy."""
 
 import math
-from typing import Literal
+import re
+from typing import Annotated, Literal
+
+import tyro
+
+from heedful.checks import check_choice
 
 EvictionName = Literal[
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
@@ -10,8 +15,26 @@ EvictionName = Literal[
 CacheDtype = Literal["auto", "int8"]
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
+"""Of training, whose processes have a GPU each."""
+ModelDevice = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar="{auto,cpu,cuda,cuda:N}",
+        help="Where the model runs; auto is the GPU where there is one.",
+    ),
+]
+ModelDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    tyro.conf.arg(help="Of the model's weights and its computation; auto is that of the files."),
+]
 RECALL = "recall"
 """In place of a file of --data: generated facts in its texts, and questions about them."""
+
+
+def check_device(device: str) -> None:
+    """Raise unless this may be the name of a device; whether it is there, is not asked."""
+    if re.fullmatch(r"cuda:\d+", str(device)) is None:
+        check_choice("device", device, ("auto", "cpu", "cuda"))
 
 
 def check_eviction(

@@ -229,7 +229,8 @@ def test_the_time_is_estimated_after_a_batch_of_each_kind(tmp_path, monkeypatch)
     evaluate(evaluation, words.append)
     assert read == [3] * 6
     assert words == [
-        "18 samples: 9 of perplexity, for 2 models with 1 cache; --samples N changes how many",
+        "18 samples: 9 of perplexity, for 2 models with 1 cache; --samples N changes how many\n"
+        "device: cpu",
         f"They take about {(2 * 6 * 32) / 60:.0f} minutes from now on if all models are as fast as "
         "the first",
     ]

@@ -259,7 +259,8 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
         for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
     )
     error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
-    assert re.fullmatch(error + rf"{peak}\), without eviction {whole}; tokens per layer: 19\n", err)
+    error += rf"{peak}\), without eviction {whole}; tokens per layer: 19\ndevice: cpu\n"
+    assert re.fullmatch(error, err)
     assert float(size.split()[0]) < float(whole.split()[0])
 
 
@@ -286,7 +287,7 @@ WRONG = {
     "max_new_tokens must be a whole number of at least 1, got 0": [
         "--prompt", "x", "--max-new-tokens", "0"],
     "chunk must be a whole number of at least 1, got 0": ["--prompt", "x", "--chunk", "0"],
-    "device must be one of 'cpu', 'cuda', got 'tpu'": ["--prompt", "x", "--device", "tpu"],
+    "device must be one of 'auto', 'cpu', 'cuda', got 'tpu'": ["--prompt", "x", "--device", "tpu"],
 }  # fmt: skip
 
 

@@ -427,7 +427,7 @@ def test_tokens_are_spelled_as_the_text_has_them():
         (["--text", TEXT, "--eviction", "tovva", "--budget", "9"], "did you mean 'tova'"),
         (["--text", TEXT, "--tokenizer", "larger"], "has 600 tokens and the model 260"),
         (["--text", TEXT, "--out", ""], "out must be a file, got an empty text"),
-        (["--text", TEXT, "--device", "tpu"], "device must be one of 'cpu', 'cuda', got 'tpu'"),
+        (["--text", TEXT, "--device", "tpu"], "one of 'auto', 'cpu', 'cuda', got 'tpu'; did you"),
     ],
 )  # fmt: skip
 def test_bad_input_is_answered(words, message, tmp_path, monkeypatch, capsys):

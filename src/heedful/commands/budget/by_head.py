@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -58,9 +57,13 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
             or its policy or the layers cannot have budgets of key heads.
     """
     folder, begun = Path(options.adapter or options.model), time.perf_counter()
-    model = open_model(options.model, options.device, adapter=options.adapter, budgets=False)
-    if options.dtype != "auto":
-        model.to(torch.bfloat16)
+    model = open_model(
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=False,
+    )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     check_rows_fit(options, model, options.model)
     layers = _budgets_before(folder, model, options.restart)

@@ -1,12 +1,12 @@
 """The options of `heedful budget`; imports nothing heavy."""
 
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import RECALL, EvictionName
+from heedful.commands.options import RECALL, EvictionName, ModelDevice, ModelDtype, check_device
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,14 @@ class BudgetSearch:
     """The most budgets that are tried; 0: until nothing is left to try."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
-    dtype: Literal["auto", "bfloat16"] = "auto"
-    """What the model computes in while searching: auto, as it is saved; bfloat16 is faster on
-    processors that have it."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    dtype: ModelDtype = "auto"
+    device: ModelDevice = "auto"
     restart: bool = False
     """Begin anew where the folder holds the trials of another search."""
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_device(self.device)
         if not self.data:
             raise ValueError("data must name at least one text file: add --data FILE")
         if set(self.data) == {RECALL}:

@@ -112,14 +112,18 @@ def search(options: BudgetSearch) -> SearchResult:
             f"model must be a folder, as budgets.json is written into it, got {options.model!r}; "
             f"heedful convert {options.model} OUT --mechanism standard makes one"
         )
-    model = open_model(options.model, options.device, adapter=options.adapter, budgets=False)
+    model = open_model(
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=False,
+    )
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
-    if options.dtype != "auto":
-        model.to(torch.bfloat16)
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     check_rows_fit(options, model, options.model)
     rows = read_rows(options.data, tokenizer, options.length, options.rows)
@@ -444,9 +448,7 @@ def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> 
 
 def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
     """The model whose perplexity is the limit; raises unless it reads the same tokens."""
-    model = open_model(options.reference, options.device, budgets=False)
-    if options.dtype != "auto":
-        model.to(torch.bfloat16)
+    model = open_model(options.reference, options.device, dtype=options.dtype, budgets=False)
     tokenizer = open_tokenizer(options.tokenizer, options.reference, model)
     check_rows_fit(options, model, options.reference)
     theirs = read_rows(options.data, tokenizer, options.length, options.rows)

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_whole
+from heedful.checks import check_literals, check_whole
+from heedful.commands.options import ModelDevice, ModelDtype, check_device
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,12 @@ class CalibrationRun:
     """Sequences of data."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    device: ModelDevice = "auto"
+    dtype: ModelDtype = "auto"
 
     def __post_init__(self) -> None:
+        check_literals(self)
+        check_device(self.device)
         if not self.out:
             raise ValueError("out must be a file, got an empty text; leave it out for the default")
         check_whole("length", self.length, 1)

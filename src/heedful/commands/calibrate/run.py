@@ -19,7 +19,13 @@ def calibrate_model(options: CalibrationRun) -> str:
     """
     if Path(options.out).is_dir():
         raise ValueError(f"out must be a file, got the folder {options.out!r}; name a file in it")
-    model = open_model(options.model, options.device, adapter=options.adapter, budgets=False)
+    model = open_model(
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=False,
+    )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     most = longest(model)
     if most is not None and options.length > most:

@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_literals
-from heedful.commands.options import RoleName
+from heedful.commands.options import ModelDtype, RoleName
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class FolderConversion:
     """In which attention; by default wherever the mechanism is defined."""
     revert: bool = False
     """Take the mechanism out of a converted model."""
+    dtype: ModelDtype = "auto"
 
     def __post_init__(self) -> None:
         check_literals(self)

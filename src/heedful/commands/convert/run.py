@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from heedful.commands.convert.options import FolderConversion
-from heedful.commands.models import is_converted, mechanisms_named, opening
+from heedful.commands.models import dtype_option, is_converted, mechanisms_named, opening
 from heedful.hf import conversion_of, convert, load, revert
 from heedful.hf.adapter_folders import base_of, is_adapter
 from heedful.hf.stock import stock_model, stock_tokenizer
@@ -49,9 +49,9 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
     mechanisms = mechanisms_named(options.mechanism)
     with opening("source", options.source):
         if converted or adapter:
-            model = load(source, budgets=adapter)
+            model = load(source, budgets=adapter, **dtype_option(options.dtype))
         else:
-            model = stock_model(options.source)
+            model = stock_model(options.source, **dtype_option(options.dtype))
     if adapter:
         mechanisms = ", ".join(map(str, conversion_of(model).mechanisms))
         about = f"{base_of(source)} with {mechanisms}"

@@ -6,7 +6,15 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_choice, check_literals, check_whole
-from heedful.commands.options import CacheDtype, EvictionName, check_calibration, is_share
+from heedful.commands.options import (
+    CacheDtype,
+    EvictionName,
+    ModelDevice,
+    ModelDtype,
+    check_calibration,
+    check_device,
+    is_share,
+)
 
 WRITTEN = ("needles", "babilong")
 READ = ("lambada", "lambada-detokenised", "perplexity")
@@ -87,8 +95,8 @@ class Evaluation:
     tokenizer: str | None = None
     """A tokenizer's folder or name for all models, by default each model's own; "bytes" for models
     of bytes."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    device: ModelDevice = "auto"
+    dtype: ModelDtype = "auto"
     seed: int = 0
     """Of samples, and of the bootstrap."""
     restart: bool = False
@@ -96,6 +104,7 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_device(self.device)
         if not self.models:
             raise ValueError("models must name at least one model")
         if not self.tasks:

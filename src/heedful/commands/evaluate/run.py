@@ -21,7 +21,12 @@ from heedful.commands.evaluate.harness import (
 )
 from heedful.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
 from heedful.commands.evaluate.options import OWN, ROWS, Evaluation
-from heedful.commands.models import configuration_of, open_model, tokenizer_named
+from heedful.commands.models import (
+    configuration_of,
+    device_in_words,
+    open_model,
+    tokenizer_named,
+)
 from heedful.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
 from heedful.eviction import Bounded, Eviction
 from heedful.hf.budgets import NAME
@@ -79,17 +84,23 @@ def evaluate(
         ValueError: an option cannot be read, or does not fit a model; or the folder holds
             another evaluation, or is damaged.
     """
-    plans = prepare(options)
+    place, plans = device_in_words(options.device), prepare(options)
     out = Path(options.out)
     with only_writer(out):
         store = AnswerStore(out, options)
         samples: list[Sample] = []
         total = sum(len(plan.items) for plan in plans) * _cache_count(options)
-        announce(_amount(plans, options, total))
+        announce(f"{_amount(plans, options, total)}\ndevice: {place}")
         with tqdm(total=total, unit=" samples", disable=None) as bar:
             for plan in plans:
                 own = OWN in options.budget
-                model = open_model(plan.name, options.device, adapter=options.adapter, budgets=own)
+                model = open_model(
+                    plan.name,
+                    options.device,
+                    dtype=options.dtype,
+                    adapter=options.adapter,
+                    budgets=own,
+                )
                 caches = _caches(options, plan, model)
                 store.register(plan, model, caches, options)
                 if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import tyro
 
+from heedful.checks import check_literals
+from heedful.commands.options import ModelDtype
+
 
 @dataclass(frozen=True)
 class Export:
@@ -18,3 +21,7 @@ class Export:
     """Folder of a model or an adapter, a GGUF file, smollm2, or a name on the Hugging Face hub."""
     out: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
     """Folder to write, which must be new or empty."""
+    dtype: ModelDtype = "auto"
+
+    def __post_init__(self) -> None:
+        check_literals(self)

@@ -21,7 +21,7 @@ def export_folder(options: Export) -> str:
         ValueError: there is no such model, no stock checkpoint computes it, or `out` is in use.
     """
     check_new_folder(options.out)  # before minutes of loading
-    model = open_model(options.model, budgets=False)
+    model = open_model(options.model, dtype=options.dtype, budgets=False)
     mechanisms = ", ".join(map(str, conversion_of(model).mechanisms))
     with whole_folder(options.out) as whole:
         export(model, whole)

@@ -6,7 +6,14 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import CacheDtype, EvictionName, check_eviction
+from heedful.commands.options import (
+    CacheDtype,
+    EvictionName,
+    ModelDevice,
+    ModelDtype,
+    check_device,
+    check_eviction,
+)
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,8 @@ class Generation:
     """Put the prompt into the tokenizer's chat template, where it has one."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    device: ModelDevice = "auto"
+    dtype: ModelDtype = "auto"
     seed: int = 0
     """Of drawn tokens, and of random eviction."""
     beside_whole: bool = False
@@ -59,6 +66,7 @@ class Generation:
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_device(self.device)
         if (self.prompt is None) == (self.file is None):
             raise ValueError("prompt must be given, or a file with it, and not both")
         check_whole("max_new_tokens", self.max_new_tokens, 1)

@@ -71,7 +71,11 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
     """
     text = options.prompt if options.file is None else read_text(Path(options.file))
     model = open_model(
-        options.model, options.device, adapter=options.adapter, budgets=reads_budgets(options)
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=reads_budgets(options),
     )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)

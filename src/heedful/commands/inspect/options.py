@@ -7,7 +7,13 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import check_literals, check_whole
-from heedful.commands.options import EvictionName, check_eviction
+from heedful.commands.options import (
+    EvictionName,
+    ModelDevice,
+    ModelDtype,
+    check_device,
+    check_eviction,
+)
 
 MOST_TOKENS = 2048  # maps are dense while they are made: 16 MiB per head and step at this length
 
@@ -49,13 +55,14 @@ class Inspection:
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     tokenizer: str | None = None
     """A tokenizer's folder or name, by default the model's own; "bytes" for models of bytes."""
-    device: str = "cpu"
-    """Where to run: cpu or cuda."""
+    device: ModelDevice = "auto"
+    dtype: ModelDtype = "auto"
     seed: int = 0
     """Of random eviction."""
 
     def __post_init__(self) -> None:
         check_literals(self)
+        check_device(self.device)
         if (self.text is None) == (self.file is None):
             raise ValueError("text must be given, or a file with it, and not both")
         if self.text is not None and os.path.isfile(self.text):

@@ -54,7 +54,11 @@ def inside(options: Inspection) -> InspectionResult:
     if not text:
         raise ValueError("text must have at least one character, got an empty one")
     model = open_model(
-        options.model, options.device, adapter=options.adapter, budgets=reads_budgets(options)
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=reads_budgets(options),
     )
     if model.config.is_encoder_decoder:
         raise ValueError(
