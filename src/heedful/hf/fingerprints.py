@@ -139,7 +139,8 @@ def distance_of(saved: object, own: dict) -> Distance | None:
     ]
     near = casts and any(_is_rounding(apart, step / 2, most / 2) for step, most in roundings)
     size, difference = float(_rms(was).clamp_min(1e-30)), float(_rms(apart))
-    expected = [float(_rms(step)) / 12**0.5 for step, _ in roundings]
+    sizes = (float(_rms(apart[step > 0] / step[step > 0])) for step, _ in roundings)
+    expected = [difference / (12**0.5 * x) for x in sizes if x > 0]
     rounding = min(expected, key=lambda x: abs(x - difference), default=0.0)
     return Distance(False, near, moved, difference / size, rounding / size)
 
