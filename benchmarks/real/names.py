@@ -9,26 +9,26 @@ STOCK, HIDE, EVICT = "smollm2", "adapters/smollm2-135m-hide", "adapters/smollm2-
 ALWAYS = "runs/evict-r6"  # matrices that always act
 AT_ONCE = "runs/after"  # those of the adapter that is kept, in full from the first eviction on
 MODELS = {
-    STOCK: "stock",
-    "gemma/gemma-3-270m.gguf": "stock",
+    STOCK: "base",
+    "gemma/gemma-3-270m.gguf": "base",
     "runs/gate": "gates trained",
-    "runs/lora-only": "low-rank matrices alone, from text",
+    "runs/lora-only": "LoRA alone, from text",
     "runs/gate-window": "the same with gates and the memory loss",
-    HIDE: "selectors trained",
-    "runs/gemma-hide": "selectors trained",
+    HIDE: "selectors",
+    "runs/gemma-hide": "selectors",
     "runs/hide-s1": "selectors of seed 1",
-    EVICT: "trained under the budgets too",
+    EVICT: "selectors + LoRA",
     AT_ONCE: "the same, in full from the first eviction on",
     "runs/evict-seed-1": "the same, seed 1",
     "runs/evict-seed-2": "the same, seed 2",
-    "runs/hide-heads": "selectors trained",
-    "runs/evict-heads-0": "trained under the budgets too",
+    "runs/hide-heads": "selectors",
+    "runs/evict-heads-0": "selectors + LoRA",
     "runs/evict-heads-1": "the same, seed 1",
     "runs/evict-heads-2": "the same, seed 2",
-    "runs/evict-heads-400-0": "trained under the budgets too",
+    "runs/evict-heads-400-0": "selectors + LoRA",
     "runs/evict-heads-400-1": "the same, seed 1",
     "runs/evict-heads-400-2": "the same, seed 2",
-    ALWAYS: "the same, with matrices that always act",
+    ALWAYS: "the same, LoRA that always acts",
     "runs/evict-r4": "the same, never without eviction, rank 4",
     "runs/evict-0": "the same, never without eviction, rank 8",
 }
@@ -59,10 +59,24 @@ POLICIES = {
     "lowest-gate": "LowestGate",
     "lowest-gate-recent": "LowestGate, half of them the newest",
     "most-hidden": "MostHidden",
-    "by-layer": "MostHidden, budgets by layer",
-    "by-head": "MostHidden, budgets by key head",
+    "by-layer": "MostHidden, per-layer budgets",
+    "by-head": "MostHidden, per-head budgets",
     "tova-by-layer": "TOVA, the same budgets",
 }
+
+
+BF16_NBYTES = {
+    "smollm2": lambda tokens: 2 * 30 * 2 * 3 * 64 * tokens,
+    "gemma": lambda tokens: 2 * 2 * 256 * (3 * tokens + 15 * min(tokens, 511)),
+}
+"""Bytes of a full cache in bfloat16 without reserve: layers, keys and values, heads, channels. Of
+Gemma's 18 layers 15 have a window of 512."""
+
+
+def bf16_nbytes(record: dict) -> int:
+    """Bytes of the base's full cache of the same tokens in bfloat16, without reserve."""
+    family = "gemma" if "gemma" in record["model"] else "smollm2"
+    return BF16_NBYTES[family](record["length"])
 
 
 def read_study(name: str) -> list[dict]:

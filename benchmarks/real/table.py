@@ -14,6 +14,7 @@ from benchmarks.real.names import (
     MODELS,
     POLICIES,
     STOCK,
+    bf16_nbytes,
     read_study,
 )
 
@@ -27,7 +28,18 @@ LABELS = {
     "more": "more",
     "most": "most",
 }
-HEAD = ["model", "policy", "tokens", "perplexity", "needles found", "peak MB", "smaller by"]
+HEAD = [
+    "model",
+    "policy",
+    "tokens",
+    "perplexity",
+    "needles found",
+    "peak MB",
+    "× smaller than bf16",
+]
+TIMES = ["ms per token", "prompt, s"]
+NEEDLES = {1024: 8, 2048: 4}  # texts at each depth, by their length
+SEEDS = (EVICT, "runs/evict-seed-1", "runs/evict-seed-2")
 SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
@@ -64,8 +76,24 @@ def _line(record: dict, whole: dict) -> list[str]:
         _rise(record, whole),
         _needles(record),
         f"{record['peak_nbytes'] / 1e6:.1f}",
-        f"{whole['peak_nbytes'] / record['peak_nbytes']:.1f} ×",
+        _compression(record),
     ]
+
+
+def _compression(record: dict) -> str:
+    return f"{bf16_nbytes(record) / record['peak_nbytes']:.1f} ×"
+
+
+def _times(record: dict) -> list[str]:
+    """Milliseconds of a token and seconds of the prompt, with the tokens where these are others."""
+    same = ("model", "policy", "cache_dtype", "length", "chunk")
+    near = [x for x in read_study("speed") if all(x[key] == record[key] for key in same)]
+    near = [x for x in near if abs(x["tokens"] - record["tokens"]) <= 0.1 * record["tokens"]]
+    if not near:
+        return ["–", "–"]
+    (own,) = near
+    other = "" if own["tokens"] == record["tokens"] else f" (of {own['tokens']})"
+    return [f"{own['token_ms']:.0f}{other}", f"{own['prompt_s']:.1f}{other}"]
 
 
 def _rise(record: dict, whole: dict) -> str:
@@ -85,13 +113,19 @@ def mean_interval(values: numpy.ndarray) -> numpy.ndarray:
 
 
 def _needles(record: dict) -> str:
-    """The share of needles in the answers, or a dash where the study asked for none."""
-    return f"{statistics.mean(record['needles'].values()):.0%}" if "needles" in record else "–"
+    """How many needles are in the answers, or a dash where the study asked for none."""
+    if "needles" not in record:
+        return "–"
+    asked = {key: len(x) for key, x in record.get("hits", {}).items()}
+    counts = [
+        (x, asked.get(key, NEEDLES[record["length"]])) for key, x in record["needles"].items()
+    ]
+    return f"{sum(round(x * n) for x, n in counts)} of {sum(n for _, n in counts)}"
 
 
 def _whole(records: list[dict]) -> dict:
     """The model as it comes, with every token cached."""
-    return next(r for r in records if MODELS[r["model"]] == "stock" and r["policy"] == "whole")
+    return next(r for r in records if MODELS[r["model"]] == "base" and r["policy"] == "whole")
 
 
 def _setting(record: dict) -> tuple[str, str, int]:
@@ -158,10 +192,10 @@ def several_numbers() -> str:
         changes = 100 * (numpy.concatenate([*r["hits"].values()]) - base.astype(int))
         low, high = mean_interval(changes)
         beside = f"{changes.mean():+.1f} ({low:+.1f} to {high:+.1f})" if changes.any() else "+0.0"
-        size = f"{_whole(records)['peak_nbytes'] / r['peak_nbytes']:.1f} ×"
+        size = _compression(r)
         tokens = f"{r['tokens']:,}"
         lines.append([MODELS[r["model"]], POLICIES[r["policy"]], tokens, _needles(r), beside, size])
-    head = [*HEAD[:3], HEAD[4], "points beside the whole cache", HEAD[6]]
+    head = [*HEAD[:3], HEAD[4], "points beside the full cache", HEAD[6]]
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
@@ -180,7 +214,7 @@ def answers() -> str:
             f"{statistics.mean(map(_repeated, replies)):.0%}",
             f"{sum(x == y for x, y in zip(replies, own, strict=True))} of {len(own)}",
         ])  # fmt: skip
-    head = [*HEAD[:3], "perplexity of the answers", "repeated", "the stock model's, word for word"]
+    head = [*HEAD[:3], "perplexity of the answers", "repeated", "the base model's, word for word"]
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
@@ -319,16 +353,32 @@ def _bits(record: dict) -> str:
 
 
 def real_short() -> str:
-    """The whole cache, policies with about an eighth of its bytes, and two in eight bits."""
+    """The full cache, policies with about an eighth of its tokens, and some in int8, with times."""
     records, quantized = ten_books("1024"), ten_books("1024-int8")
-    whole = _whole(records)
+    whole, others = _whole(records), _records("seeds")
     settings = {_setting(r): r for r in records}
-    lines = [_line(r, whole) for r in (whole, *(settings[key] for key in SHORT))]
-    for record in quantized:
-        if _setting(record) == TOVA_INT8 or (record["model"], record["policy"]) == LAST_INT8:
-            model, policy, *others = _line(record, whole)
-            lines.append([model, f"{policy}, int8", *others])
-    return markdown(HEAD, lines)
+    rows = [whole, *(settings[key] for key in SHORT)]
+    rows += [r for r in quantized if _setting(r) == TOVA_INT8 or _setting(r)[:2] == LAST_INT8]
+    lines = []
+    for r in rows:
+        model, policy, *cells = _line(r, whole)
+        key = (r["policy"], r["tokens"], r["cache_dtype"])
+        seeds = [x for x in others if (x["policy"], x["tokens"], x["cache_dtype"]) == key]
+        if r["model"] == EVICT and len(seeds) == len(SEEDS) - 1:
+            cells[1] = _mean_rise([r, *seeds], whole)
+            cells[2] = _needles(r)
+        policy += ", int8" if r["cache_dtype"] == "int8" else ""
+        lines.append([model, policy, *cells, *_times(r)])
+    return markdown([*HEAD, *TIMES], lines)
+
+
+def _mean_rise(records: list[dict], whole: dict) -> str:
+    """The mean rise of perplexity of three seeds, and each of them."""
+    rises = [
+        numpy.expm1((numpy.array(r["nats"]) - numpy.array(whole["nats"])).mean()) for r in records
+    ]
+    each = ", ".join(f"{100 * x:.1f}" for x in rises)
+    return f"{statistics.mean(rises):+.1%} (seeds: {each})"
 
 
 BLOCKS = {

@@ -49,6 +49,7 @@ FOLDERS = (
     "runs/study", "runs/text-", "runs/training/", "runs/lora-", "runs/alone-", "runs/lower-",
     "runs/all-",
 )  # fmt: skip
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EVERY_PAGE = (*PAGES, ROOT / "CHANGELOG.md", *STUDIES)
 
 
@@ -108,6 +109,9 @@ def scripts(page: Path) -> dict[str, str]:
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In order and in one namespace per page; `python no-run` is only compiled."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    small(positions=8192).save_pretrained(tmp_path / HUB)  # a folder of that name: no network
+    tokenizer_of_words(chat=True).save_pretrained(tmp_path / HUB)
     namespace = {"__name__": "documentation"}
     for block in blocks(page):
         kind = "script" if block.kind.removeprefix("python ") in scripts(page) else block.kind

@@ -446,3 +446,22 @@ def test_classes_that_were_put_in_front_are_seen_through(tmp_path):
     with pytest.raises(ValueError, match="has been given another class since it was converted"):
         heedful.revert(model)
     assert torch.equal(logits(model, ids), expected)
+
+
+def test_selective_attention_on_pretrained_weights_warns_once(tmp_path):
+    """A head masks at once; unchanged outputs, fresh weights and restored models are silent."""
+    tiny().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = logits(model, ids := tokens())
+    message = r"head 0 masks tokens from now on.*selector=\"extra\".*adapter="
+    with pytest.warns(UserWarning, match=message) as caught:
+        heedful.convert(model, "selective")
+    assert len(caught) == 1 and not torch.equal(logits(model, ids), before)
+    model.save_pretrained(tmp_path / "own")
+    heedful.load(tmp_path / "own")
+    for mechanism in (Selective(selector="extra"), "mta", "standard"):
+        heedful.revert(model)
+        heedful.convert(model, mechanism)
+    heedful.convert(tiny(), "selective")
+    with pytest.warns(UserWarning, match="its selector masks"):
+        heedful.convert(heedful.revert(model), Selective(selector="mean"))

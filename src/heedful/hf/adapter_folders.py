@@ -9,6 +9,7 @@ PEFT opens too. Matrices are merged into the weights, but for those that act aft
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
-from heedful.hf.fingerprints import fingerprint_of, same_weights, without_matrices
+from heedful.hf.fingerprints import distance_of, fingerprint_of, without_matrices
 from heedful.hf.identity import matrices_digest
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
@@ -144,6 +145,10 @@ def load_adapter(
         ValueError: there is no such base or adapter, the adapter is damaged, or belongs to another
             base, or has low-rank matrices, which need the package peft; a model that was passed in
             is left as it was.
+
+    Warns:
+        UserWarning: the base is in another quantisation than that which the adapter was trained on;
+            the message has the distance.
     """
     folder = Path(folder)
     about = read_about(folder)
@@ -154,11 +159,17 @@ def load_adapter(
         raise ValueError(
             "base must be a model without a mechanism, and this one is converted; heedful.revert it"
         )
-    if not same_weights(about["base"], fingerprint_of_base(model)):
+    name, distance = about["base"]["name"], distance_of(about["base"], fingerprint_of_base(model))
+    if distance is None or not distance.near:
+        weights = "a model of other shapes" if distance is None else f"and {distance}"
         raise ValueError(
-            f"adapter {folder} belongs to another base: it was trained on "
-            f"{about['base']['name']!r}, a model of other shapes or other weights; open it on that "
-            "one, or train an adapter for this one"
+            f"adapter {folder} belongs to another base: it was trained on {name!r}, {weights}; "
+            "open it on that one, or train an adapter for this one"
+        )
+    if not distance.same:
+        warnings.warn(
+            f"adapter {folder} was trained on {name!r} in another quantisation: {distance}",
+            stacklevel=3,
         )
     tensors = {
         name.removeprefix("base_model.model."): tensor.float()

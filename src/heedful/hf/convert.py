@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from heedful.hf.plan import Assignment, make_plan, mechanism_at, settled_roles
 from heedful.hf.proof import prove
 from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
-from heedful.nn import Layer, Mechanism, Role, Standard
+from heedful.nn import Layer, Mechanism, Role, Selective, Standard
 from heedful.nn.layer import Host, Rotation, StandardForm, Term
 from heedful.ops.impl import Impl, check_impl
 
@@ -166,11 +167,46 @@ def convert(
     Raises:
         ValueError: the model cannot be converted, is converted already, does not fit the mechanism,
             or fails the verification. The model is left as it was.
+
+    Warns:
+        UserWarning: a model with pretrained weights (its `name_or_path` says where they came from)
+            gets selective attention whose selector is one of its own heads, which changes its
+            outputs at once.
+    """
+    conversion = replace_attention(model, mechanism, layers, where=where, impl=impl, verify=verify)
+    masks = [x for x in conversion.mechanisms if _masks_at_once(x)]
+    if masks and model.name_or_path:
+        selector = f"head {masks[0].head}" if masks[0].selector == "head" else "its selector"
+        warnings.warn(
+            f"{selector} masks tokens from now on, so the pretrained model's outputs change until "
+            'it is trained: heedful.Selective(selector="extra") leaves them unchanged, and '
+            "heedful.load(base, adapter=...) opens trained selectors",
+            stacklevel=2,
+        )
+    return conversion
+
+
+def _masks_at_once(mechanism: Mechanism) -> bool:
+    return isinstance(mechanism, Selective) and mechanism.selector != "extra"
+
+
+def replace_attention(
+    model: PreTrainedModel,
+    mechanism: Mechanism | str | Mapping[Mechanism | str, Iterable[int]],
+    layers: Iterable[int] | None = None,
+    *,
+    where: Role | Iterable[Role] | Mapping | None = None,
+    impl: Impl = "auto",
+    verify: bool | None = None,
+) -> Conversion:
+    """Convert a model as `convert` does, without a warning: its parameters are restored or trained.
+
+    Arguments, returns and errors: as of `convert`.
     """
     _check_convertible(model)
     check_impl(impl)
     if newer_than_tested() if verify is None else verify:
-        prove(model, convert)
+        prove(model, replace_attention)
     modules = list(find_attention(model).values())
     plan = make_plan(mechanism, layers, where, modules, type(model).__name__)
     seats = [_seat(model, attention, plan, impl) for attention in modules]

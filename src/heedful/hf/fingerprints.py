@@ -1,22 +1,62 @@
 """What distinguishes a model from others, as files beside models record it."""
 
+import base64
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
+import numpy
+import torch
 from torch import Tensor, nn
 
 from heedful.hf.family.modules import attention_modules
+from heedful.hf.grids import steps
 
-_NUMBERS = 64  # of a model's weights that are written down
+_NUMBERS = 64  # of a model's weights that are written down as numbers
 _ROUNDING = 2**-8  # relative: what half precision changes, twice over
+_SAMPLES = 256  # of vectors, which no format quantises, and as many of matrices
+_FLOATS = ((torch.bfloat16, 8), (torch.float16, 11), (torch.float32, 24))  # and significant bits
+_AWAY = 0.05  # the share of samples that a rounding may leave farther away: clipped ends of blocks
+_EVEN = (0.35, 0.8)  # RMS of a rounding error in half steps; sqrt(1/3) = 0.58 where it is even
+
+
+class Distance(NamedTuple):
+    """How far a model's weights are from recorded ones.
+
+    same: equal, up to a cast to another precision.
+    near: the same, or those of another quantisation of the same weights.
+    moved: the share of the weights without a grid that no cast explains.
+    difference: RMS of the difference of quantised weights, relative to that of the weights.
+    rounding: what the difference would be if rounding to either grid, or to both, had caused it;
+        of these the one that is nearest to the difference.
+    """
+
+    same: bool
+    near: bool
+    moved: float
+    difference: float
+    rounding: float
+
+    def __str__(self) -> str:
+        """One line: both distances, and what they may be."""
+        allowed = f"0 % or about {self.rounding:.2%}" if self.rounding else "0 %"
+        return (
+            f"its quantised weights differ by {self.difference:.2%} (RMS; rounding alone: "
+            f"{allowed}), and {self.moved:.1%} of its other weights by more than a cast does "
+            "(allowed: 0 %)"
+        )
 
 
 def fingerprint(model: nn.Module) -> dict:
     """What distinguishes a converted model from another one, as JSON-ready values."""
+    return fingerprint_of(without_matrices(model), layer_texts(model))
+
+
+def layer_texts(model: nn.Module) -> list[str]:
+    """The mechanism and shape of every attention layer of a converted model, as text."""
     modules = attention_modules(model)
-    layers = [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
-    return fingerprint_of(without_matrices(model), layers)
+    return [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
 
 
 def without_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -32,31 +72,139 @@ def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ())
     """What distinguishes parameters from others, as JSON-ready values.
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
-    few numbers from all over the parameters.
+    few numbers from all over the parameters. `samples` are more of them, from vectors and from
+    matrices, and `steps` those of the grids on which these lie (0 where on none): float32 in
+    base64.
     """
     ordered = sorted(parameters.items())
     parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in ordered)]
-    weights = []
-    for i in range(_NUMBERS):
-        p = ordered[i * len(ordered) // _NUMBERS][1].detach().flatten()
-        place = int(i * 0.618034 % 1 * p.numel())  # spread evenly, whatever the number of layers
-        weights.append(float(f"{p[place].item():.6g}"))
-    return {"sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16], "weights": weights}
+    everything = [p for _, p in ordered]
+    weights = [float(f"{x:.6g}") for x in _values(everything, _NUMBERS)[0].tolist()]
+    vectors = _values([p for p in everything if p.ndim < 2], _SAMPLES)
+    matrices = _values([p for p in everything if p.ndim >= 2], _SAMPLES)
+    samples, grids = (torch.cat(pair) for pair in zip(vectors, matrices, strict=True))
+    return {
+        "sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
+        "weights": weights,
+        "samples": _to_text(samples),
+        "steps": _to_text(grids),
+    }
 
 
 def is_of(saved: object, model: nn.Module) -> bool:
-    """Whether a fingerprint is this model's, be it in another precision."""
-    return same_weights(saved, fingerprint(model))
+    """Whether a fingerprint is this model's, be it in another precision or quantisation."""
+    distance = distance_of(saved, fingerprint(model))
+    return distance is not None and distance.near
 
 
-def same_weights(saved: object, own: dict) -> bool:
-    """Whether two fingerprints are of the same weights, be it in another precision."""
+def distance_of(saved: object, own: dict) -> Distance | None:
+    """How far weights are from those of a saved fingerprint.
+
+    A difference that comes from rounding is spread evenly over half a step on both sides of zero,
+    so it has a size of its own: training on moves weights by less, or by more, or moves those that
+    are not rounded. Fingerprints without samples, of earlier versions, are near only where they
+    are the same.
+
+    Returns:
+        The distance; None where the fingerprint is damaged, or the shapes are others.
+    """
     if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
-        return False
+        return None
     weights = saved.get("weights")
     if not isinstance(weights, list) or len(weights) != _NUMBERS:
-        return False
-    return all(
-        isinstance(a, int | float) and math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
-        for a, b in zip(weights, own["weights"], strict=True)
-    )
+        return None
+    if "samples" not in saved:
+        far = [
+            not isinstance(a, int | float)
+            or not math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
+            for a, b in zip(weights, own["weights"], strict=True)
+        ]
+        return Distance(not any(far), not any(far), sum(far) / _NUMBERS, 0.0, 0.0)
+    numbers = [_from_text(x) for f in (saved, own) for x in (f["samples"], f.get("steps"))]
+    if any(x is None or len(x) != len(numbers[2]) for x in numbers):
+        return None
+    was, was_step, now, now_step = numbers
+    grid = was_step + now_step > 0
+    moved = _moved(was[~grid], now[~grid])
+    casts = moved == 0
+    if not grid.any() or _moved(was[grid], now[grid]) == 0:
+        return Distance(casts, casts, moved, 0.0, 0.0)
+    was, now, was_step, now_step = (x[grid] for x in (was, now, was_step, now_step))
+    apart = (was - now).abs()
+    joint = (was_step.square() + now_step.square()).sqrt()
+    roundings = [
+        (x, y)
+        for x, y in ((was_step, was_step), (now_step, now_step), (joint, was_step + now_step))
+        if (x > 0).float().mean() > 1 - _AWAY
+    ]
+    near = casts and any(_is_rounding(apart, step / 2, most / 2) for step, most in roundings)
+    size, difference = float(_rms(was).clamp_min(1e-30)), float(_rms(apart))
+    sizes = (float(_rms(apart[step > 0] / step[step > 0])) for step, _ in roundings)
+    expected = [difference / (12**0.5 * x) for x in sizes if x > 0]
+    rounding = min(expected, key=lambda x: abs(x - difference), default=0.0)
+    return Distance(False, near, moved, difference / size, rounding / size)
+
+
+def _is_rounding(apart: Tensor, half: Tensor, most: Tensor) -> bool:
+    """Whether differences are like those of rounding to steps of twice `half`."""
+    near = half > 0
+    size = _rms(apart[near] / half[near])
+    away = (apart > 1.1 * most).float().mean()
+    return _EVEN[0] <= size <= _EVEN[1] and bool(away <= _AWAY)
+
+
+def _moved(was: Tensor, now: Tensor) -> float:
+    """The share of weights that differ by what no cast to another precision explains."""
+    if len(was) == 0:
+        return 0.0
+    (was_bits, was_half), (now_bits, now_half) = _precision(was), _precision(now)
+    apart = (was - now).abs()
+    apart = torch.where(apart <= 2**-20 * was.abs(), 0.0, apart)
+    if was_bits == now_bits:
+        return float((apart > 0).float().mean())
+    allowed = 1.001 * (was_half + now_half)
+    differs = apart > 0
+    # Weights that were trained on in float32 stay within half a step of bfloat16, but near zero.
+    share = float(differs.float().mean())
+    finer = now_bits > was_bits and share > _AWAY
+    if finer and _rms(apart[differs] / allowed[differs]) < _EVEN[0]:
+        return share
+    return float((apart > allowed).float().mean())
+
+
+def _precision(values: Tensor) -> tuple[int, Tensor]:
+    """The significant bits of the narrowest type that holds all values, and half a step at each."""
+    fits = (bits for dtype, bits in _FLOATS if torch.equal(values.to(dtype).double(), values))
+    bits = next(fits, 53)
+    exponents = torch.frexp(values)[1].clamp_min(-24)
+    return bits, torch.ldexp(torch.ones_like(values), exponents - 1 - bits)
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
+
+
+def _values(parameters: list[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Numbers from all over parameters, and the steps of their grids."""
+    values, grids = [], []
+    for i in range(count if parameters else 0):
+        p = parameters[i * len(parameters) // count].detach()
+        # Spread evenly, whatever the number of layers.
+        place = torch.tensor([int(i * 0.618034 % 1 * p.numel())])
+        values.append(p.flatten()[place.to(p.device)].double().cpu())
+        grids.append(steps(p, place))
+    none = [torch.zeros(0, dtype=torch.float64)]
+    return torch.cat(values or none), torch.cat(grids or none)
+
+
+def _to_text(values: Tensor) -> str:
+    return base64.b64encode(values.to(torch.float32).numpy().astype("<f4").tobytes()).decode()
+
+
+def _from_text(text: object) -> Tensor | None:
+    """Float64 numbers of base64, or None where the text is damaged."""
+    try:
+        data = numpy.frombuffer(base64.b64decode(text, validate=True), "<f4")
+    except (TypeError, ValueError):
+        return None
+    return torch.from_numpy(data.astype("float64"))

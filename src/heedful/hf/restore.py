@@ -6,7 +6,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heedful.hf.convert import Conversion, convert
+from heedful.hf.convert import Conversion, replace_attention
 from heedful.nn import from_json
 from heedful.ops.impl import Impl
 
@@ -23,7 +23,7 @@ def restore(
     for part in mechanisms:
         config = from_json(part["mechanism"])
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    conversion = convert(model, plan, where=where, impl=impl, verify=verify)
+    conversion = replace_attention(model, plan, where=where, impl=impl, verify=verify)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from heedful.checks import check_whole
-from heedful.hf import convert, load, revert
+from heedful.hf import load, revert
+from heedful.hf.convert import replace_attention
 from heedful.nn import LocalGlobal, Mechanism, Simplicial, to_json
 from heedful.tasks import Task
 
@@ -113,7 +114,7 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
     """
     torch.manual_seed(seed)
     if task.paired:
-        return convert(_encoder_decoder(task, size), mechanism).model
+        return replace_attention(_encoder_decoder(task, size), mechanism).model
     longest = max(other.length for other in (task, *task.evaluations().values()))
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -130,13 +131,13 @@ def from_scratch(task: Task, mechanism: Attention, size: Size, seed: int) -> Pre
             eos_token_id=None,
         )
     )
-    return convert(model, mechanism).model
+    return replace_attention(model, mechanism).model
 
 
 def from_trained(folder: Path, mechanism: Attention, seed: int) -> PreTrainedModel:
     """A trained model with another mechanism in its place; the seed is of what that begins with."""
     torch.manual_seed(seed)
-    return convert(revert(load(folder, budgets=False)), mechanism).model
+    return replace_attention(revert(load(folder, budgets=False)), mechanism).model
 
 
 def _encoder_decoder(task: Task, size: Size) -> BartForConditionalGeneration:

@@ -26,11 +26,12 @@ from heedful.commands.models import (
 from heedful.commands.train.options import EVICT, SIZES, Training, TrainingRecipe
 from heedful.data import ByteTokenizer, pieces
 from heedful.eviction import Eviction
-from heedful.hf import conversion_of, convert, load
+from heedful.hf import conversion_of, load
 from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
 from heedful.hf.adapters import converted_inside, with_low_rank
 from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import NAME, read_budgets
+from heedful.hf.convert import replace_attention
 from heedful.hf.converted_model import ConvertedModel
 from heedful.hf.stock import stock_model, stock_tokenizer
 from heedful.records.files import writing_to
@@ -188,9 +189,9 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
     elif None in mechanisms.values():  # alone: in all layers
-        convert(model, next(iter(mechanisms)), where=options.where or None)
+        replace_attention(model, next(iter(mechanisms)), where=options.where or None)
     else:
-        convert(model, mechanisms or "standard", where=options.where or None)
+        replace_attention(model, mechanisms or "standard", where=options.where or None)
 
 
 def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
