@@ -24,7 +24,7 @@ def check_whole(
     if not is_whole(value, least) or (most is not None and value > most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
         tail = f"; {way_out}" if way_out else ""
-        raise ValueError(f"{name} must be a whole number {bound}, got {value!r}{tail}")
+        raise UserError(f"{name} must be a whole number {bound}, got {value!r}{tail}")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         listed = ", ".join(repr(choice) for choice in choices)
         near = get_close_matches(str(value), choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{name} must be one of {listed}, got {value!r}{hint}")
+        raise UserError(f"{name} must be one of {listed}, got {value!r}{hint}")
 
 
 def check_literals(config: object) -> None:
@@ -48,9 +48,9 @@ def check_literals(config: object) -> None:
         if get_origin(kind) is not tuple:
             continue
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ValueError(f"{name} must be a tuple, got {value!r}; write ({value!r},)")
+            raise UserError(f"{name} must be a tuple, got {value!r}; write ({value!r},)")
         if get_origin(get_args(kind)[0]) is Literal:
             for item in value:
                 check_choice(name, item, get_args(get_args(kind)[0]))
             if len(set(value)) < len(value):
-                raise ValueError(f"{name} must be different, got {value}")
+                raise UserError(f"{name} must be different, got {value}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import tyro
 
 from heedful import __version__
+from heedful.checks import UserError
 from heedful.commands.bench.options import Bench
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.calibrate.options import CalibrationRun
@@ -237,7 +238,7 @@ def _run(command: _Command) -> int:
 
 def _gpu_report(command: Doctor) -> int:
     if command.model is not None:
-        raise ValueError(
+        raise UserError(
             f"--gpu-report measures this machine, not a model; leave out {command.model}"
         )
     from heedful.commands.bench.gpu_report import report
@@ -408,7 +409,7 @@ def _as(kind: type, command: object) -> object:
 
 def _path(text: str) -> Path:
     if not text:
-        raise ValueError("out must be a path, got an empty text; write . for this folder")
+        raise UserError("out must be a path, got an empty text; write . for this folder")
     return Path(text)
 
 

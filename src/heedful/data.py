@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from heedful.checks import UserError
+
 _SUFFIXES = (".txt", ".md", ".py", ".jsonl")
 _PAIRED = (".tsv", ".jsonl")
 _COLUMNS = (("source", "target"), ("document", "summary"), ("article", "highlights"))
@@ -94,11 +96,11 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
         ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
-        raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
+        raise UserError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
     if limit_bytes is not None and (
         not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool) or limit_bytes < 1
     ):
-        raise ValueError(
+        raise UserError(
             f"limit_bytes must be a whole number of at least 1, got {limit_bytes!r}; use None for "
             "everything"
         )
@@ -115,9 +117,9 @@ def corpus(paths: Sequence[str | Path] = (), limit_bytes: int | None = None) -> 
         if room is not None and room <= 0:
             break
     if not documents and limit_bytes is None:
-        raise ValueError("paths is empty and this Python has no library sources; name some text")
+        raise UserError("paths is empty and this Python has no library sources; name some text")
     if not documents:
-        raise ValueError(
+        raise UserError(
             f"limit_bytes must leave room for one character, got {limit_bytes}; raise it"
         )
     return documents
@@ -148,9 +150,9 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
         ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
-        raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
+        raise UserError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
     if not paths:
-        raise ValueError("paths must name at least one file of pairs, got none")
+        raise UserError("paths must name at least one file of pairs, got none")
     pairs: list[TextPair] = []
     for path, files in _places(paths, _PAIRED):
         before = len(pairs)
@@ -160,7 +162,7 @@ def text_pairs(paths: Sequence[str | Path]) -> list[TextPair]:
             for file in files:
                 pairs += _paired_lines(file)
         if len(pairs) == before:
-            raise ValueError(f"text {path!r} holds no pairs; leave it out")
+            raise UserError(f"text {path!r} holds no pairs; leave it out")
     return pairs
 
 
@@ -182,7 +184,7 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
         ImportError: if `hf:` is requested and `datasets` is not installed.
     """
     if isinstance(paths, str | Path):
-        raise ValueError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
+        raise UserError(f"paths must be a sequence of paths, got {paths!r}; write [{paths!r}]")
     if not paths:
         yield from _standard_library()
     for path, files in _places(paths, _SUFFIXES):
@@ -195,7 +197,7 @@ def pieces(paths: Sequence[str | Path] = (), *, streaming: bool = True) -> Itera
                 empty = False
                 yield piece
         if empty:
-            raise ValueError(f"text {path!r} is empty; leave it out or give a file with text")
+            raise UserError(f"text {path!r} is empty; leave it out or give a file with text")
 
 
 def _joined(parts: Iterable[Piece]) -> Iterator[Document]:
@@ -234,14 +236,14 @@ def _places(
             continue
         root = Path(path)
         if not root.exists():
-            raise ValueError(
+            raise UserError(
                 f"text {path!r} does not exist; name a file, a folder or hf:NAME[:CONFIG][:SPLIT]"
             )
         files = _files(root, suffixes) if root.is_dir() else [root]
         for file in files:
             _once(str(file.resolve()), paths_seen)
         if root.is_dir() and not any(file.stat().st_size for file in files):
-            raise ValueError(
+            raise UserError(
                 f"folder {path!r} holds no text in {', '.join(suffixes)} or "
                 ".gz of these; name its files one by one if they end otherwise"
             )
@@ -250,7 +252,7 @@ def _places(
 
 def _once(name: str, earlier: set[str]) -> None:
     if name in earlier:
-        raise ValueError(f"text {name!r} is named twice, directly or within a folder; name it once")
+        raise UserError(f"text {name!r} is named twice, directly or within a folder; name it once")
     earlier.add(name)
 
 
@@ -313,7 +315,7 @@ def _paired_lines(file: Path) -> Iterator[TextPair]:
     for number, columns in lines:
         columns = [column.strip() for column in columns]
         if len(columns) != 2:
-            raise ValueError(
+            raise UserError(
                 f"text {str(file)!r}: line {number} has {len(columns)} columns; each "
                 "line must be a source, a tabulator and a target"
             )
@@ -323,7 +325,7 @@ def _paired_lines(file: Path) -> Iterator[TextPair]:
 def _pair(what: str, name: str, source: str, target: str) -> TextPair:
     for column, content in (("source", source), ("target", target)):
         if not content:
-            raise ValueError(f"text {what} has an empty {column}; fill it, or leave the line out")
+            raise UserError(f"text {what} has an empty {column}; fill it, or leave the line out")
     return TextPair(name, source, target)
 
 
@@ -343,16 +345,16 @@ def _texts(file: Path) -> Iterator[str]:
                     return
                 read += len(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(
+        raise UserError(
             f"text {str(file)!r} is not a whole gzip file ({error}); compress it "
             "again, or drop .gz from its name if it is plain text"
         ) from error
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"text {str(file)!r} cannot be read ({error.strerror}); check its rights"
         ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"text {str(file)!r} is not UTF-8 at byte {read - pending + error.start};"
             " convert it (iconv -t UTF-8) or leave it out"
         ) from error
@@ -369,7 +371,7 @@ def _json_lines(
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(
+            raise UserError(
                 f"text {name!r}: line {number} is not JSON "
                 f"({getattr(error, 'msg', error)}); each line must be an object like {example}"
             ) from error
@@ -377,14 +379,14 @@ def _json_lines(
         for field in fields:
             content = record.get(field) if isinstance(record, dict) else None
             if not isinstance(content, str):
-                raise ValueError(
+                raise UserError(
                     f'text {name!r}: line {number} has no string "{field}"; each line '
                     f"must be an object like {example}"
                 )
             try:
                 content.encode()
             except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
-                raise ValueError(
+                raise UserError(
                     f"text {name!r}: line {number} is no Unicode text "
                     f"({error.reason}); mend the line or leave it out"
                 ) from error
@@ -406,11 +408,11 @@ def _standard_library() -> Iterator[Piece]:
 def _hugging_face(path: str, *, streaming: bool) -> Iterator[Piece]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) > 3:
-        raise ValueError(f"text {path!r} is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]")
+        raise UserError(f"text {path!r} is no dataset; one is written hf:NAME[:CONFIG][:SPLIT]")
     empty = True
     for number, row in enumerate(_dataset(path, parts, streaming=streaming)):
         if not isinstance(row.get("text"), str):
-            raise ValueError(
+            raise UserError(
                 f'text {path!r}: row {number} has no string "text" but '
                 f'{", ".join(row)}; only datasets with a column "text" can be read'
             )
@@ -418,13 +420,13 @@ def _hugging_face(path: str, *, streaming: bool) -> Iterator[Piece]:
             empty = False
             yield from _cut(f"{path}[{number}]", [row["text"]])
     if empty:
-        raise ValueError(f"text {path!r} holds no text; take another split")
+        raise UserError(f"text {path!r} holds no text; take another split")
 
 
 def _paired_rows(path: str) -> Iterator[TextPair]:
     parts = path.removeprefix(_HF).split(":")
     if not parts[0] or len(parts) not in (1, 2, 3, 5):
-        raise ValueError(
+        raise UserError(
             f"text {path!r} is no dataset of pairs; one is written "
             "hf:NAME[:CONFIG][:SPLIT][:SOURCE:TARGET]"
         )
@@ -438,7 +440,7 @@ def _paired_rows(path: str) -> Iterator[TextPair]:
         pair = next((names for names in choices if all(x in row for x in names)), ())
         columns = [row[name] for name in pair]
         if len(columns) != 2 or not all(isinstance(x, str) for x in columns):
-            raise ValueError(
+            raise UserError(
                 f"text {path!r}: row {number} has no two texts "
                 f"{' and '.join(pair_columns) or 'source and target'} but {', '.join(row)}; name "
                 "the columns: hf:NAME:CONFIG:SPLIT:SOURCE:TARGET"
@@ -462,7 +464,7 @@ def _dataset(path: str, parts: list[str], *, streaming: bool):
             name, config or None, split=split or "train", streaming=streaming
         )
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"text {path!r} could not be loaded by datasets: {error}; check name, "
             "configuration and split (hf:NAME::SPLIT for the default configuration) and the network"
         ) from error

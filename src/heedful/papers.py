@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf import conversion_of
 from heedful.nn import (
     Canon,
@@ -134,7 +135,7 @@ def cite(source: str | Mechanism | PreTrainedModel) -> str:
     else:
         configs = [mechanism(source) if isinstance(source, str) else source]
     if unknown := [config for config in configs if type(config) not in _PAPERS]:
-        raise ValueError(
+        raise UserError(
             "source must be a mechanism's name, its configuration, or a converted model, got "
             f"{unknown[0]!r}"
         )

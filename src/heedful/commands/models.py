@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.options import ModelDtype, check_device
 from heedful.data import ByteTokenizer
 from heedful.hf import convert, load
@@ -38,10 +39,10 @@ def device_of(name: str) -> torch.device:
         return torch.device("cuda" if cuda else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not cuda:
-        raise ValueError(f"device={name!r} needs a GPU, and torch sees none; use cpu")
+        raise UserError(f"device={name!r} needs a GPU, and torch sees none; use cpu")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         seen = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise ValueError(f"device={name!r} is not there: torch sees {seen}; use one of these")
+        raise UserError(f"device={name!r} is not there: torch sees {seen}; use one of these")
     return device
 
 
@@ -78,7 +79,7 @@ def open_model(
         name, adapter = base_of(name), name
     folder = Path(name if adapter is None else adapter)
     if adapter is None and folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
+        raise UserError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if adapter is not None:
             model = load(name, adapter=adapter, budgets=False, **options)
@@ -120,7 +121,7 @@ def configuration_of(name: str) -> tuple[PreTrainedConfig, list[str]]:
         mechanisms = [str(from_json(part["mechanism"])) for part in about["mechanisms"]]
         return AutoConfig.for_model(**about["base"]), mechanisms
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"model {name!r} has no configuration that can be read: {_problem(name, error)}; name "
             'a folder, a name on the hub, or a FILE.json with "model_type" and the fields of that '
             "type"
@@ -141,7 +142,7 @@ def opening(what: str, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         problem = _problem(name, error)
-        raise ValueError(f"{what} {name!r} cannot be opened: {problem}") from None
+        raise UserError(f"{what} {name!r} cannot be opened: {problem}") from None
 
 
 def _problem(name: str, error: Exception) -> str:
@@ -160,7 +161,7 @@ def is_converted(folder: Path) -> bool:
     try:
         saved = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); the model is damaged") from None
+        raise UserError(f"{path} is not valid JSON ({error}); the model is damaged") from None
     return isinstance(saved, dict) and saved.get("model_type") == "heedful"
 
 
@@ -177,7 +178,7 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
     """As `open_tokenizer`, of a model that need not be open: it has so many tokens."""
     if name == BYTES:
         if rows > _MOST_BYTES:
-            raise ValueError(
+            raise UserError(
                 f"tokenizer 'bytes' has 256 tokens and the model {rows}, which are no bytes; name "
                 "the model's own tokenizer"
             )
@@ -189,12 +190,12 @@ def tokenizer_named(name: str | None, model_name: str, rows: int):
         except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
             problem = " ".join(str(error).split())[:200]
             hint = f"; this model has {rows} tokens: --tokenizer bytes if these are bytes"
-            raise ValueError(
+            raise UserError(
                 f"tokenizer {name or model_name!r} cannot be read ({problem})"
                 f"{hint if rows <= _MOST_BYTES else ''}; name one with --tokenizer"
             ) from None
     if len(tokenizer) > rows:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name or model_name!r} has {len(tokenizer)} tokens and the model {rows}; "
             "it belongs to another model"
         )
@@ -220,16 +221,16 @@ def mechanisms_named(words: Sequence[str]) -> dict[Mechanism, tuple[int, ...] | 
     for word in words:
         match = re.fullmatch(r"([^:@]+)(?::([^@]+))?(?:@([\d,-]+))?", word)
         if match is None:
-            raise ValueError(
+            raise UserError(
                 f"mechanism must be spelled NAME[:OPTION=VALUE,...][@LAYERS], got {word!r}; as in "
                 "mta:conv_every=1@0-3"
             )
         config = _with_options(mechanism(match[1]), match[1], match[2] or "")
         if config in mechanisms:
-            raise ValueError(f"mechanism {word!r} is there twice; name all its layers in one word")
+            raise UserError(f"mechanism {word!r} is there twice; name all its layers in one word")
         mechanisms[config] = None if match[3] is None else _indices(word, match[3])
     if len(mechanisms) > 1 and None in mechanisms.values():
-        raise ValueError(
+        raise UserError(
             "mechanism: of several, each must say its layers, as in selective@0-2 mta@3; the "
             "other layers keep standard attention"
         )
@@ -242,7 +243,7 @@ def _with_options(config: Mechanism, name: str, options: str) -> Mechanism:
     for option in re.split(r",(?![^\[]*\])", options) if options else ():
         key, equals, value = option.partition("=")
         if not equals or key not in fields:
-            raise ValueError(
+            raise UserError(
                 f"mechanism {name} has no option {option!r}; it has {', '.join(fields) or 'none'}, "
                 "spelled as in conv_every=1"
             )
@@ -259,7 +260,7 @@ def _indices(word: str, text: str) -> tuple[int, ...]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(f"mechanism {word!r}: layers are numbers and ranges, as in @0-2,5")
+            raise UserError(f"mechanism {word!r}: layers are numbers and ranges, as in @0-2,5")
         layers += range(int(first), int(last if dash else first) + 1)
     return tuple(layers)
 
@@ -269,4 +270,4 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None
+        raise UserError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from heedful.checks import check_choice
+from heedful.checks import UserError, check_choice
 
 EvictionName = Literal[
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
@@ -44,25 +44,25 @@ def check_eviction(
     check_calibration(eviction, calibration)
     if eviction not in ("auto", "none") and budget is None:
         example = "1e-4" if eviction == "bounded" else "N"
-        raise ValueError(f"eviction={eviction!r} needs a budget: add --budget {example}")
+        raise UserError(f"eviction={eviction!r} needs a budget: add --budget {example}")
     if eviction == "bounded" and not is_share(budget):
-        raise ValueError(
+        raise UserError(
             "budget must be a number between 0 and 1 with eviction='bounded', the share of "
             f"attention that may be lost, such as 1e-4, got {budget!r}"
         )
     if eviction == "none" and budget is not None:
-        raise ValueError("eviction='none' keeps everything: leave the budget out")
+        raise UserError("eviction='none' keeps everything: leave the budget out")
 
 
 def check_calibration(eviction: EvictionName, calibration: str | None) -> None:
     """Raise unless there is a calibration for the policy that needs one, and for no other."""
     if eviction == "triattention" and calibration is None:
-        raise ValueError(
+        raise UserError(
             "eviction='triattention' needs a calibration: add --calibration FILE, which heedful "
             "calibrate MODEL writes"
         )
     if eviction != "triattention" and calibration is not None:
-        raise ValueError(
+        raise UserError(
             f"calibration is for eviction='triattention', got eviction={eviction!r}; leave one out"
         )
 
@@ -79,4 +79,4 @@ def check_memory_loss(factor: float) -> None:
     """Raise unless the memory loss can have this factor."""
     number = isinstance(factor, int | float) and not isinstance(factor, bool)
     if not number or not 0 <= factor < math.inf:
-        raise ValueError(f"memory_loss must be a number of at least 0 (none), got {factor!r}")
+        raise UserError(f"memory_loss must be a number of at least 0 (none), got {factor!r}")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.options import CacheDtype, EvictionName
 from heedful.eviction import POLICIES, Bounded, Eviction, TriAttention
 from heedful.hf.budgets import read_budgets
@@ -48,13 +49,13 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
         )
     path = Path(options.budget)
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"budget must be a number of tokens, or a budgets.json that heedful budget wrote, got "
             f"{options.budget!r}"
         )
     policy = read_budgets(path, model)
     if options.eviction not in ("auto", spelled(type(policy).__name__)):
-        raise ValueError(
+        raise UserError(
             f"eviction={options.eviction!r} is not what {path} was searched for, "
             f"{spelled(type(policy).__name__)}; leave --eviction out, or give a number of tokens"
         )

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heedful.checks import UserError
 from heedful.eviction.policy import CachedTokens, Eviction
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Visibility
@@ -20,29 +21,29 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
     """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} cannot serve {type(layer).__name__}, whose cache has summaries in "
             "place of far tokens already; leave eviction out"
         )
     if layer.past_queries:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} cannot serve {type(layer).__name__} with a convolution over keys, "
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
             "take a mechanism without convolutions"
         )
     if layer.keeps_order:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} cannot serve {type(layer).__name__}, which counts windows along the "
             f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
             "as many"
         )
     if policy.reads_hidden and not layer.hides:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
             f"attention), and this layer is {type(layer).__name__}; take another policy"
         )
     if policy.reads_gate and "gate" not in layer.keeps:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
             f"{type(layer).__name__}; take another policy"
         )
@@ -52,7 +53,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
         _check_heads(policy, layer, tokens)
         tokens = min(tokens)
     if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
-        raise ValueError(
+        raise UserError(
             f"tokens must be at least {policy.recent + 2} here: the mechanism's first token, "
             f"{policy.recent} recent ones and the next one, got {tokens}"
         )
@@ -62,18 +63,18 @@ def _check_heads(policy: Eviction, layer: Layer, tokens: tuple[int, ...]) -> Non
     """Raise unless the layer's key heads can have budgets of their own."""
     heads, name = layer.shape.key_heads, type(policy).__name__
     if len(tokens) != heads:
-        raise ValueError(
+        raise UserError(
             f"tokens of a layer must be one number, or one for each of its {heads} key heads, got "
             f"{len(tokens)} numbers"
         )
     if policy.observes != 0 or policy.reads_keys:
-        raise ValueError(
+        raise UserError(
             f"eviction: {name} reads what all heads attend to, and heads with budgets of their own "
             "do not cache the same tokens; give the layer one number of tokens, or take "
             "MostHidden, LowestGate, StreamingLLM or Random"
         )
     if not (layer.any_heads and layer.host.own_cache):
-        raise ValueError(
+        raise UserError(
             f"eviction: budgets of key heads need a layer whose heads are independent of each "
             f"other, and {type(layer).__name__} is none here; give the layer one number of tokens"
         )
@@ -86,7 +87,7 @@ def _check_calibration(policy: Eviction, layer: Layer) -> None:
     heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
     if heads != own:
         there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"
-        raise ValueError(
+        raise UserError(
             f"eviction: {type(policy).__name__} has the calibration of another model: layer "
             f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
             "calibrate this one with heedful calibrate"
@@ -105,7 +106,7 @@ def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visib
         ValueError: tokens that may be evicted are treated apart, or see later ones.
     """
     if layer.keeps_first and visibility.documents is not None:
-        raise ValueError(
+        raise UserError(
             f"eviction: {type(layer).__name__} protects the first token of every chunk or "
             "document, which a cache that evicts may have evicted; use heedful.new_cache(model, "
             "eviction=False)"
@@ -113,7 +114,7 @@ def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visib
     if visibility.mutual is None:
         return visibility
     if bool((visibility.mutual[:, before:] >= 0).any()):
-        raise ValueError(
+        raise UserError(
             "the cache evicts tokens, and this call has tokens that see later ones (an "
             "image); use heedful.new_cache(model, eviction=False)"
         )
@@ -213,7 +214,7 @@ def _check_room(
 ) -> None:
     """Raise unless the protected tokens and the next one fit into the budget."""
     if int(protected.sum(1).max()) >= tokens:
-        raise ValueError(
+        raise UserError(
             f"keep_prompt=True needs room for the prompt of {protection.prompt} tokens, "
             f"{policy.recent} recent ones and the next one, and the budget is {tokens}; give "
             "more tokens, or keep_prompt=False"

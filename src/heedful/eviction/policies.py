@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.eviction.policy import CachedTokens, Eviction
 from heedful.ops.selective.soft_eviction import AGE
 
@@ -211,12 +212,12 @@ class Bounded(Eviction):
 
     def __post_init__(self) -> None:
         if not _is_number(self.epsilon) or not 0 < self.epsilon < 1:
-            raise ValueError(
+            raise UserError(
                 f"epsilon must be a number between 0 and 1, the share of attention that may be "
                 f"lost, such as 1e-4, got {self.epsilon!r}"
             )
         if self.logits is not None and not (_is_number(self.logits) and self.logits >= 0):
-            raise ValueError(
+            raise UserError(
                 f"logits must be a number of at least 0 that no logit exceeds, or None (what is "
                 f"known of the family), got {self.logits!r}"
             )

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heedful.checks import is_whole
+from heedful.checks import UserError, is_whole
 
 
 class CachedTokens(NamedTuple):
@@ -85,12 +85,12 @@ class Eviction:
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
             if not is_whole(getattr(self, name), 0):
-                raise ValueError(
+                raise UserError(
                     f"{name} must be a whole number of tokens of at least 0, got "
                     f"{getattr(self, name)!r}"
                 )
         if not isinstance(self.keep_prompt, bool):
-            raise ValueError(f"keep_prompt must be True or False, got {self.keep_prompt!r}")
+            raise UserError(f"keep_prompt must be True or False, got {self.keep_prompt!r}")
         if self.evicts_below is None:
             self._check_tokens()
 
@@ -104,7 +104,7 @@ class Eviction:
         for layer in layers:
             for count in layer if isinstance(layer, tuple) and layer else (layer,):
                 if not is_whole(count, least):
-                    raise ValueError(
+                    raise UserError(
                         "tokens must be whole numbers of at least sinks + recent + 1 = "
                         f"{least}, got {count!r}; give the layer more tokens, or protect fewer"
                     )
@@ -114,7 +114,7 @@ class Eviction:
         if not isinstance(self.tokens, tuple):
             return (self.tokens,) * layers
         if len(self.tokens) != layers:
-            raise ValueError(
+            raise UserError(
                 f"tokens must be one number, or one for each of the model's {layers} attention "
                 f"layers, got {len(self.tokens)} numbers"
             )

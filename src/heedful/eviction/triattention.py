@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.checks import check_choice
+from heedful.checks import UserError, check_choice
 from heedful.eviction.policy import CachedTokens, Eviction
 
 OFFSETS = tuple(2**i for i in range(17))
@@ -138,7 +138,7 @@ class TriAttention(Eviction):
 
     def __post_init__(self) -> None:
         if not isinstance(self.calibration, Calibration):
-            raise ValueError(
+            raise UserError(
                 "calibration must be that of the model, got "
                 f"{self.calibration!r}; heedful calibrate MODEL makes one, and "
                 "heedful.hf.calibration.read_calibration(path, model) reads it"

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
 from heedful.hf.after_eviction import AfterEviction
@@ -67,12 +68,12 @@ def save_adapter(
     own = conversion.parameters()
     if not own and not holds_adapter(model):
         names = ", ".join(map(str, conversion.mechanisms))
-        raise ValueError(
+        raise UserError(
             f"model has no parameters beside its base: {names}; there is nothing to save, convert "
             "the base again instead"
         )
     if conversion.after_eviction is not None and converted is model:
-        raise ValueError(
+        raise UserError(
             "model was opened from an adapter whose matrices act after an eviction, which is saved "
             "as it was trained only: copy the adapter's folder"
         )
@@ -156,13 +157,13 @@ def load_adapter(
         check_peft()
     model = base if isinstance(base, PreTrainedModel) else stock_model(base, **options).eval()
     if isinstance(model, ConvertedModel):
-        raise ValueError(
+        raise UserError(
             "base must be a model without a mechanism, and this one is converted; heedful.revert it"
         )
     name, distance = about["base"]["name"], distance_of(about["base"], fingerprint_of_base(model))
     if distance is None or not distance.near:
         weights = "a model of other shapes" if distance is None else f"and {distance}"
-        raise ValueError(
+        raise UserError(
             f"adapter {folder} belongs to another base: it was trained on {name!r}, {weights}; "
             "open it on that one, or train an adapter for this one"
         )
@@ -207,7 +208,7 @@ def _merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     try:
         return peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
     except Exception as error:  # whatever PEFT raises for a damaged file
-        raise ValueError(f"adapter {folder} cannot be read by PEFT: {error}") from error
+        raise UserError(f"adapter {folder} cannot be read by PEFT: {error}") from error
 
 
 def _put_beside(model: PreTrainedModel, folder: Path) -> None:
@@ -225,7 +226,7 @@ def _put_beside(model: PreTrainedModel, folder: Path) -> None:
         matrices = {k.removeprefix("base_model.model."): x for k, x in named if ".lora_" in k}
         peft.set_peft_model_state_dict(model, matrices)
     except Exception as error:  # whatever PEFT raises for a damaged file
-        raise ValueError(f"adapter {folder} cannot be read by PEFT: {error}") from error
+        raise UserError(f"adapter {folder} cannot be read by PEFT: {error}") from error
     finally:
         conversion_of(model).after_eviction = AfterEviction(model)  # takes out what is there
 
@@ -246,17 +247,17 @@ def read_about(folder: Path) -> dict:
     """What `adapter.json` says, checked: `mechanisms`, and `base` with its name."""
     path = folder / ABOUT
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"adapter {str(folder)!r} has no {ABOUT}; name a folder of heedful.save_adapter, or of "
             "heedful train --train mechanism"
         )
     try:
         about = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); the adapter is damaged") from None
+        raise UserError(f"{path} is not valid JSON ({error}); the adapter is damaged") from None
     if not isinstance(about, dict) or about.get("format") not in FORMATS:
         formats = " or ".join(map(str, FORMATS))
-        raise ValueError(f"{path} must be of format {formats}; open it with the version of its own")
+        raise UserError(f"{path} must be of format {formats}; open it with the version of its own")
     base, parts = about.get("base"), about.get("mechanisms")
     whole = isinstance(base, dict) and isinstance(base.get("name"), str)
     fields = (("mechanism", dict), ("layers", list))
@@ -269,8 +270,8 @@ def read_about(folder: Path) -> dict:
             for field, kind in fields
         )
     ):
-        raise ValueError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
+        raise UserError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
     weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]
     if len(weights) != 1:
-        raise ValueError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
+        raise UserError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
     return about

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf.attention import NAME
 
 if TYPE_CHECKING:
@@ -38,17 +39,17 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
     import peft
 
     if holds_adapter(model) or isinstance(model, peft.PeftModel):
-        raise ValueError(
+        raise UserError(
             "model holds an adapter of PEFT already; merge_and_unload() it first, or add another "
             "one with its add_adapter"
         )
     if not any(hasattr(module, NAME) for module in model.modules()):
-        raise ValueError(
+        raise UserError(
             f"model is not converted: {type(model).__name__}; call heedful.convert first, or "
             "peft.get_peft_model for a model without a mechanism"
         )
     if not hasattr(config, "modules_to_save"):
-        raise ValueError(
+        raise UserError(
             f"config must be of an adapter that can save modules of the model (modules_to_save), "
             f"such as LoraConfig, got {type(config).__name__}, which would leave the mechanism "
             "behind; save the converted model itself beside the adapter, and call "
@@ -63,7 +64,7 @@ def get_peft_model(model: PreTrainedModel, config: "PeftConfig", **options) -> "
 def check_peft() -> None:
     """Raise a `ValueError` without the package that low-rank matrices need."""
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
+        raise UserError("low-rank matrices need the package peft: pip install 'heedful[lora]'")
 
 
 def with_low_rank(model: PreTrainedModel, rank: int) -> "PeftModel":

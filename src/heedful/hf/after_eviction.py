@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.family.call import Strength, forward_pass
 
@@ -146,7 +147,7 @@ class AfterEviction:
             return torch.zeros_like(output)
         factor = strength.factor
         if output.ndim != 3 or factor.shape[1] not in (1, output.shape[1]):
-            raise ValueError(
+            raise UserError(
                 f"matrices get tokens of shape {tuple(output.shape[:-1])}, and how far they act is "
                 f"known for {tuple(factor.shape)}: layers that see a choice of the tokens, "
                 "such as experts, cannot tell sequences apart; leave them out of target_modules"
@@ -195,7 +196,7 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
     budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache)]
     for policy in (budget.policy for budget in budgets if budget is not None):
         if policy.keep_prompt or policy.evicts_below is not None:
-            raise ValueError(
+            raise UserError(
                 f"eviction: {type(policy).__name__} evicts not by the number of tokens alone, and "
                 "this model's matrices act after the first eviction: measure with steps through a "
                 "cache (heedful.new_cache), or with another policy"

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.crossing import CrossLayerCache, of_source
 from heedful.hf.cache.new import layer_cache
@@ -79,13 +80,13 @@ def _attend_causally(
     # Without tokens of this call it was another layer's cache that gave the keys.
     own = cache if isinstance(cache, AttentionCache) and cache.counters.pending else None
     if own is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
             "and without its own layer of a cache, and this mechanism needs more of earlier tokens "
             "than their keys; call the model with use_cache=False"
         )
     if is_causal is False and (visibility is None or visibility.causal):
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
             "is_causal=False to the whole model"
         )
@@ -122,7 +123,7 @@ def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Vis
     if visibility is None:
         return Visibility(causal=False)
     if visibility.causal:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} was called with a causal mask, and it was converted as "
             f"{role!r} attention, which sees later tokens; call heedful.revert(model) first"
         )
@@ -130,7 +131,7 @@ def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Vis
     sequences = batch if visibility.padding is None else len(visibility.padding)
     if context.keys != tokens or sequences not in (1, batch):
         name = "encoder_attention_mask (attention_mask of the whole model)"
-        raise ValueError(
+        raise UserError(
             f"{name if role == 'cross' else 'attention_mask'} must be [{batch}, {tokens}], one "
             f"entry per token of the source, got {(sequences, context.keys)}"
         )
@@ -140,7 +141,7 @@ def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Vis
 def _layer_in(module: nn.Module) -> _Layer:
     layer = getattr(module, NAME, None)
     if layer is None:
-        raise ValueError(
+        raise UserError(
             f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
             f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
             "heedful.load(folder) loads one"
@@ -152,7 +153,7 @@ def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
     if mask is None:
         return AttentionContext()
     if not isinstance(mask, AttentionContext):
-        raise ValueError(
+        raise UserError(
             f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
             f"{tuple(mask.shape)}; for packed documents pass position_ids that restart at 0"
         )
@@ -162,7 +163,7 @@ def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
 def _check_passed(module: nn.Module, layer: _Layer, passed: dict[str, object]) -> None:
     """Raise unless all that the family passes to its attention is served."""
     if passed.get("output_attentions"):
-        raise ValueError(
+        raise UserError(
             "output_attentions=True is not supported: no map is ever whole in memory; "
             "heedful.look(model, input_ids) gives the maps of a short sequence"
         )
@@ -171,12 +172,12 @@ def _check_passed(module: nn.Module, layer: _Layer, passed: dict[str, object]) -
     if _has_no_cross_bias(module, layer):
         absent.discard("position_bias")
     if unknown := values & absent | values - _SERVED - HARMLESS:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which "
             "a converted model does not serve and will not drop; call heedful.revert(model)"
         )
     if passed.get("dropout") and "dropout" not in layer.takes:
-        raise ValueError(
+        raise UserError(
             f"attention dropout must be 0 with {type(layer).__name__}, got {passed['dropout']}; "
             "set config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
             "dropout_rate) to 0 before building it, or call model.eval()"
@@ -193,7 +194,7 @@ def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -
     heads = query.shape[1] // layer.queries_per_head
     actual = (heads, key.shape[1], query.shape[3])
     if actual != (shape.heads, shape.key_heads, shape.dim) and not layer.any_heads:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} attends with {actual[0]} heads, {actual[1]} key heads and "
             f"head dim {actual[2]}, and its configuration says {shape}; this family does not fit"
         )
@@ -207,7 +208,7 @@ def _layer_inputs(
     if _has_no_cross_bias(module, layer):
         bias = None
     if bias is not None and "bias" not in layer.takes:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} adds a position bias to its logits, which "
             f"{type(layer).__name__} does not take; convert to another mechanism"
         )
@@ -226,7 +227,7 @@ def _layer_inputs(
     if "rotation" not in layer.needs or (rotation := getattr(module, ROTATION)) is None:
         return inputs
     if context.positions is None:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} was called with positions of several axes, as of images, "
             "and groups of tokens have none; give the model text alone"
         )
@@ -240,7 +241,7 @@ def _positions(
     if not getattr(cache, "reads_positions", False):
         return _needed(module, layer, "positions", context.positions)
     if context.positions is None:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} was called without positions of one axis, and what its cache "
             "evicts depends on them; give the model text alone"
         )
@@ -251,7 +252,7 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
     if name not in needs_of(layer):
         return None
     if x is None:
-        raise ValueError(
+        raise UserError(
             f"this mechanism needs {name}, and {type(module).__name__} was called without; give "
             "the model input_ids and positions of one axis"
         )
@@ -264,7 +265,7 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     The family's forward passes what it does not know on to its attention function.
     """
     if (now := implementation_of(module.config)) != IMPLEMENTATION:
-        raise ValueError(
+        raise UserError(
             f"attn_implementation was changed to {now!r}, which would switch the mechanism off "
             "silently; call revert() to go back"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from heedful.checks import UserError
 from heedful.eviction import POLICIES, Bounded, Eviction
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint, is_of
@@ -30,12 +31,12 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
         ValueError: the policy is calibrated.
     """
     if getattr(eviction, "calibration", None) is not None:
-        raise ValueError(
+        raise UserError(
             f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
             "hold; write budgets of another policy"
         )
     if type(eviction) not in (*POLICIES, Bounded):
-        raise ValueError(
+        raise UserError(
             f"eviction: budgets.json names heedful's own policies, and {type(eviction).__name__} "
             "is none of them; hand it to heedful.new_cache"
         )
@@ -60,20 +61,20 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     try:
         data = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"budgets {path} cannot be read ({error.strerror})") from None
+        raise UserError(f"budgets {path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"budgets {path} is not valid JSON ({error}); delete it, or search budgets again with "
             "heedful budget"
         ) from None
     if not isinstance(data, dict) or data.get("format") not in FORMATS:
-        raise ValueError(
+        raise UserError(
             f"budgets {path} must be a file of heedful budget in format {FORMATS[-1]}; delete it, "
             "or search budgets again with heedful budget"
         )
     own, theirs = _matrices_of(model), data.get("matrices")
     if data["format"] == 2 and own != theirs:
-        raise ValueError(
+        raise UserError(
             f"budgets {path} were searched {'with other' if own and theirs else 'without the'} "
             "low-rank matrices"
             f"{'' if own else ' that this model lacks' if theirs else ''}: search budgets again "
@@ -87,7 +88,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             stacklevel=2,
         )
     if not is_of(data.get("model"), model):
-        raise ValueError(
+        raise UserError(
             f"budgets {path} belongs to another model, or to this one before it was trained on: "
             "search budgets again with heedful budget, or delete the file "
             "(heedful.load(folder, budgets=False) leaves it unread)"
@@ -97,7 +98,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     name = fields.pop("kind", None)
     kind = next((x for x in (*POLICIES, Bounded) if x.__name__ == name), None)
     if kind is None or set(fields) - _arguments(kind):
-        raise ValueError(
+        raise UserError(
             f"budgets {path} names no policy of this version of heedful; search budgets again with "
             "heedful budget"
         )
@@ -105,7 +106,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
         policy = kind(**fields)
         new_cache(model, policy)  # what cannot serve the model raises now
     except (TypeError, ValueError) as error:
-        raise ValueError(f"budgets {path}: {error}") from None
+        raise UserError(f"budgets {path}: {error}") from None
     return policy
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.eviction.triattention import Bands, Calibration, QueryStatistics
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.family.rotation import FamilyRotation, rotation_of
@@ -40,7 +41,7 @@ def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "_B _T"]])
     """
     modules = attention_modules(model)
     if not modules:
-        raise ValueError(
+        raise UserError(
             "model must be a converted decoder; heedful.convert(model, 'standard') is enough"
         )
     observers = {x.heedful: _Observer(_bands(model, x)) for x in modules}
@@ -55,7 +56,7 @@ def calibrate(model: PreTrainedModel, sequences: Iterable[Int[Tensor, "_B _T"]])
         for ids in sequences:
             model(input_ids=ids.to(model.device), use_cache=False)
     if not all(observer.count for observer in observers.values()):
-        raise ValueError("sequences must hold at least one token")
+        raise UserError("sequences must hold at least one token")
     return Calibration(tuple(x.statistics() for x in observers.values()), fingerprint(model))
 
 
@@ -93,7 +94,7 @@ def _bands(model: PreTrainedModel, module: nn.Module) -> Bands:
     purpose = "a calibration, which needs its rotary embedding"
     rotation = rotation_of(model, module, purpose)
     if rotation is None:
-        raise ValueError(
+        raise UserError(
             f"model: {type(module).__name__} {module.heedful.shape.layer} cannot be given {purpose}"
             ", because it has none; take another policy"
         )
@@ -119,7 +120,7 @@ def bands_of(rotation: FamilyRotation, dim: int) -> Bands:
     sin = -others[partners, channel]
     two_by_two = torch.equal(partners[partners], channel) and bool((others.bool().sum(1) < 2).all())
     if not two_by_two or not torch.allclose(cos.square() + sin.square(), torch.ones_like(cos)):
-        raise ValueError(
+        raise UserError(
             "model: its rotary embedding does not rotate channels two by two, which a calibration "
             "needs; take another policy"
         )
@@ -157,19 +158,19 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
     """
     way = "make it again with heedful calibrate"
     if not path.is_file():
-        raise ValueError(f"calibration {path} is no file; make it with heedful calibrate")
+        raise UserError(f"calibration {path} is no file; make it with heedful calibrate")
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("heedful.calibration", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"calibration {path} is damaged ({error}); {way}") from None
+        raise UserError(f"calibration {path} is damaged ({error}); {way}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"calibration {path} must be a file of heedful calibrate in format {FORMAT}; {way}"
         )
     if not is_of(about.get("model"), model):
-        raise ValueError(
+        raise UserError(
             f"calibration {path} is the calibration of another model, or of this one before it was "
             f"converted or trained on; {way}"
         )
@@ -178,6 +179,6 @@ def read_calibration(path: Path, model: nn.Module) -> Calibration:
         index = module.heedful.shape.layer
         parts = [tensors.get(f"{index}.{name}") for name in _PARTS]
         if any(x is None or not bool(x.isfinite().all()) for x in parts):
-            raise ValueError(f"calibration {path} lacks layer {index}, or holds NaN there; {way}")
+            raise UserError(f"calibration {path} lacks layer {index}, or holds NaN there; {way}")
         layers.append(QueryStatistics(*parts[:2], Bands.of(*parts[2:])))
     return Calibration(tuple(layers), about["model"])

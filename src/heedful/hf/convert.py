@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf.adapters import holds_adapter
 from heedful.hf.after_eviction import AfterEviction
@@ -83,7 +84,7 @@ class Conversion:
     def mechanism(self) -> Mechanism:
         """The one mechanism; raises where there are several."""
         if len(self.mechanisms) > 1:
-            raise ValueError(
+            raise UserError(
                 "this model has several mechanisms: see conversion.mechanisms for their layers"
             )
         return next(iter(self.mechanisms))
@@ -232,16 +233,16 @@ def _check_convertible(model: object) -> None:
         way = "load one with AutoModelForCausalLM"
         if type(model).__module__.startswith("peft."):
             way = "convert the model before get_peft_model, and call heedful.get_peft_model"
-        raise ValueError(
+        raise UserError(
             f"model must be a transformers PreTrainedModel, got {type(model).__name__}; {way}"
         )
     if holds_adapter(model):
-        raise ValueError(
+        raise UserError(
             "model holds adapters of PEFT, which would neither train nor save the mechanism: "
             "convert the model first, then heedful.get_peft_model(model, LoraConfig(...))"
         )
     if isinstance(model, ConvertedModel):
-        raise ValueError(
+        raise UserError(
             f"model is converted already ({', '.join(map(str, model._heedful.mechanisms))}); call "
             "heedful.revert(model) before converting it again"
         )
@@ -274,7 +275,7 @@ def _check_changes(seats: list[Seat], model: str) -> None:
         layers = [seat.layer for seat in seats if seat.config == config]
         if all(_is_standard(layer) for layer in layers):
             every = "conv_every" if hasattr(config, "conv_every") else "every"
-            raise ValueError(
+            raise UserError(
                 f"mechanism {config} changes none of the {len(layers)} layers of {model} that it "
                 f"was given; give it a smaller `{every}`, other options or other layers"
             )
@@ -291,12 +292,12 @@ def _is_defined(
     """Whether a mechanism is defined in an attention module; raises where it was named for it."""
     family = type(attention.module).__name__
     if "softcap" in terms - layer.takes:
-        raise ValueError(
+        raise UserError(
             f"mechanism {config} does not cap logits, as {family} does (softcap); take another "
             "mechanism"
         )
     if "sinks" in terms - layer.takes:
-        raise ValueError(f"mechanism {config} has no sinks, as {family} does; take another one")
+        raise UserError(f"mechanism {config} has no sinks, as {family} does; take another one")
     biased = attention.role != "cross" and "bias" in terms - layer.takes
     if attention.role in layer.roles and not biased:
         return True
@@ -304,7 +305,7 @@ def _is_defined(
         reason = f"but in {' and '.join(sorted(layer.roles))} attention only"
         if biased:
             reason = "where the family adds a position bias that it does not take"
-        raise ValueError(
+        raise UserError(
             f"where={attention.role!r}: {config} is not defined there, {reason}; leave it out of "
             "where"
         )
@@ -382,10 +383,10 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: the model is not converted.
     """
     if not isinstance(model, ConvertedModel):
-        raise ValueError(f"model is not converted: {type(model).__name__} has nothing to revert")
+        raise UserError(f"model is not converted: {type(model).__name__} has nothing to revert")
     base = family_of(model)
     if type(model) is not converted_class(base):
-        raise ValueError(
+        raise UserError(
             f"model: {type(model).__name__} has been given another class since it was converted "
             "(as fully_shard does); save it, heedful.load the folder and revert that"
         )
@@ -416,5 +417,5 @@ def conversion_of(model: PreTrainedModel) -> Conversion:
         ValueError: the model is not converted.
     """
     if not isinstance(model, ConvertedModel):
-        raise ValueError(f"model is not converted: {type(model).__name__}; call heedful.convert")
+        raise UserError(f"model is not converted: {type(model).__name__}; call heedful.convert")
     return model._heedful

@@ -7,6 +7,7 @@ import warnings
 from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from heedful.checks import UserError
 from heedful.hf.adapters import warn_if_left_behind
 from heedful.hf.attention import IMPLEMENTATION, register_attention
 from heedful.hf.cache.new import (
@@ -74,7 +75,7 @@ class ConvertedModel(OwnCacheInGenerate):
                 new.activate_past_recording()
             return new
         elif implementation not in kinds:
-            raise ValueError(
+            raise UserError(
                 f"cache_implementation={implementation!r} is not served by a converted model: its "
                 "cache grows (static ones do not) and keeps more than keys and values (quantized "
                 "ones do not; heedful.new_cache(model, dtype=torch.int8) quantizes); leave it "
@@ -84,7 +85,7 @@ class ConvertedModel(OwnCacheInGenerate):
 
     def generate_batch(self, *args, **kwargs) -> None:
         """Refused: continuous batching puts another attention and another cache in place."""
-        raise ValueError(
+        raise UserError(
             "generate_batch (continuous batching) has an attention and a cache of its own, which "
             "would switch the mechanism off; call generate() with a padded batch, or "
             "heedful.revert(model) first"
@@ -108,7 +109,7 @@ class ConvertedModel(OwnCacheInGenerate):
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
         """Refused: another implementation would switch the mechanism off."""
         if attn_implementation != IMPLEMENTATION:
-            raise ValueError(
+            raise UserError(
                 f"attn_implementation={attn_implementation!r} would switch the mechanism off "
                 "silently; call heedful.revert(model) first"
             )
@@ -164,13 +165,13 @@ def without_cache(options: dict) -> dict:
     cache = {"cache": cache_among(options)}
     for name in ("cache", "assistant_model", "prompt_lookup_num_tokens"):
         if (options | cache).get(name) is not None:
-            raise ValueError(
+            raise UserError(
                 f"{name} needs a cache, and this family's own holds keys and values only, which is "
                 f"not enough for this mechanism; generate without {name}"
             )
     config = options.get("generation_config")
     if getattr(config, "is_assistant", False):
-        raise ValueError(
+        raise UserError(
             "assistant_model must have a cache, and its family's own is not enough for its "
             "mechanism; take a draft model with another mechanism"
         )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from heedful.checks import UserError
 from heedful.hf.adapters import holds_adapter
 from heedful.hf.convert import conversion_of
 from heedful.hf.converted_model import converted_class, family_of
@@ -59,12 +60,12 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
     conversion_of(model)  # raises where there is none
     family = family_of(model)
     if type(model) is not converted_class(family):
-        raise ValueError(
+        raise UserError(
             f"model: {type(model).__name__} has been given another class since it was converted "
             "(as fully_shard does); save it, heedful.load the folder and export that"
         )
     if holds_adapter(model):
-        raise ValueError(
+        raise UserError(
             "model holds adapters of PEFT, which a stock checkpoint has no place for: merge them "
             "(merge_and_unload), or heedful.load the adapter's folder, which does unless they act "
             "after an eviction only"
@@ -97,7 +98,7 @@ def _seats(model: PreTrainedModel) -> list[_Seat]:
         mechanism = next(configs, str(Standard()))
         form = layer.standard_form()
         if form is None:
-            raise ValueError(
+            raise UserError(
                 f"model: {mechanism} of layer {index} is not standard attention in other words, so "
                 "no stock checkpoint computes it; serve it with transformers serve (multi-token "
                 "attention also with vLLM), or heedful.revert(model) takes it out"
@@ -117,13 +118,13 @@ def _folded(model: PreTrainedModel, seat: _Seat) -> dict[str, Tensor]:
             continue
         projection, name = getattr(seat.module, hook.name), f"{seat.path}.{hook.name}"
         if type(projection) not in (nn.Linear, Conv1D):
-            raise ValueError(
+            raise UserError(
                 f"model: {name} is a {type(projection).__name__}, and a matrix of "
                 f"{seat.mechanism} is multiplied only into a plain nn.Linear; load the model "
                 "without quantisation"
             )
         if sum(p is projection.weight for p in parameters) > 1:
-            raise ValueError(
+            raise UserError(
                 f"model: {name} is shared with another module, which has no matrix of "
                 f"{seat.mechanism}; untie its weights first"
             )
@@ -158,7 +159,7 @@ def _windows(config: PreTrainedConfig, seats: list[_Seat]) -> list[int | None] |
         return None
     kind = config.model_type
     if kind not in (*_LAYER_TYPES, *_AS_MINISTRAL):
-        raise ValueError(
+        raise UserError(
             f"model: a checkpoint of type {kind!r} cannot give layers windows of their own; that "
             f"can {', '.join((*_LAYER_TYPES, *_AS_MINISTRAL))}. Serve it with transformers serve, "
             "or heedful.revert(model) takes the windows out"
@@ -170,7 +171,7 @@ def _windows(config: PreTrainedConfig, seats: list[_Seat]) -> list[int | None] |
         both = [x for x in (own, seat.form.window) if x is not None]
         windows.append(min(both, default=None))
     if len(different := {x for x in windows if x is not None}) > 1:
-        raise ValueError(
+        raise UserError(
             f"model: layers have windows of {', '.join(map(str, sorted(different)))} tokens, and a "
             "stock checkpoint has one for all; convert with one window"
         )
@@ -211,7 +212,7 @@ def _check_is_ministral(config: PreTrainedConfig, family: type) -> None:
     elif getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         reason = "its projections or its MLP have a bias"
     if reason is not None:
-        raise ValueError(
+        raise UserError(
             f"model: windows of single layers are written as Ministral has them, which this "
             f"{config.model_type} is not because {reason}; serve it with transformers serve, or "
             "heedful.revert(model) takes the windows out"

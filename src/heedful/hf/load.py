@@ -7,6 +7,7 @@ from pathlib import Path
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
 from heedful.hf.auto_classes import register
@@ -50,7 +51,7 @@ def load(
     """
     for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
         if options.get(name):
-            raise ValueError(f"{name} is not an option of heedful.load; leave it out")
+            raise UserError(f"{name} is not an option of heedful.load; leave it out")
     register()
     if adapter is None and not isinstance(folder, PreTrainedModel) and is_adapter(folder):
         folder, adapter = base_of(folder), folder
@@ -69,7 +70,7 @@ def load(
         folder, config=config, output_loading_info=True, **options
     )
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{folder} lacks weights of the model: {', '.join(missing)}")
+        raise UserError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
     restore(model, about["mechanisms"], tensors, impl, verify)
@@ -85,7 +86,7 @@ def _family(inner: dict, config: PreTrainedConfig) -> type[PreTrainedModel]:
         if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel):
             return candidate
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
+        raise UserError(
             f"the checkpoint names no model class of this transformers (architectures="
             f"{inner.get('architectures')}, model_type={inner.get('model_type')!r})"
         )
@@ -96,13 +97,13 @@ def saved_conversion(folder: Path) -> dict:
     """What a folder's `config.json` says of the conversion, checked: mechanisms and the base."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"folder must be a checkpoint with a config.json, got {folder}")
+        raise UserError(f"folder must be a checkpoint with a config.json, got {folder}")
     try:
         saved = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
+        raise UserError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from None
     if not isinstance(saved, dict):
-        raise ValueError(f"{path} must hold a JSON object; the checkpoint is damaged")
+        raise UserError(f"{path} must hold a JSON object; the checkpoint is damaged")
     return conversion_in(saved, path)
 
 
@@ -110,7 +111,7 @@ def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
     """What the contents of a `config.json` say of the conversion, checked; `path` is its name."""
     folder = Path(path).parent
     if saved.get("model_type") != MODEL_TYPE:
-        raise ValueError(
+        raise UserError(
             f"{folder} holds a plain {saved.get('model_type')!r} model without a mechanism: load "
             "it with AutoModelForCausalLM.from_pretrained, then heedful.convert it"
         )
@@ -121,7 +122,7 @@ def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
         about = {"format": FORMAT, "mechanisms": [entry], "base": about.get("base")}
         version = FORMAT
     if version != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"{folder} was written in checkpoint format {version}, this version of heedful reads "
             f"{FORMAT}; load it with the version that wrote it"
         )
@@ -133,11 +134,11 @@ def conversion_in(saved: dict, path: str | os.PathLike) -> dict:
         ("where", list, []),
     ):
         if not whole or not all(isinstance(part.get(key, default), kind) for part in parts):
-            raise ValueError(f"{path} has no valid {key!r}; the checkpoint is damaged")
+            raise UserError(f"{path} has no valid {key!r}; the checkpoint is damaged")
     if not isinstance(about.get("base"), dict):
-        raise ValueError(f"{path} has no valid 'base'; the checkpoint is damaged")
+        raise UserError(f"{path} has no valid 'base'; the checkpoint is damaged")
     if about["base"].get("model_type") not in transformers.CONFIG_MAPPING:
-        raise ValueError(
+        raise UserError(
             f"{path} holds a model of type {about['base'].get('model_type')!r}, which this "
             "transformers does not know; the checkpoint is damaged or needs a newer transformers"
         )

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf.attention import NAME
 from heedful.hf.cache.base import AttentionCache
@@ -95,18 +96,18 @@ def _calls(
     layers_of_model = [layer for layer in layers_of_model if isinstance(layer, nn.Module)]
     layers = {layer.shape.layer: layer for layer in layers_of_model}
     if not layers:
-        raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+        raise UserError("model must be converted; heedful.convert(model, 'standard') is enough")
     if len({layer.shape.role for layer in layers_of_model}) > 1:
-        raise ValueError(
+        raise UserError(
             f"model must be one stack of layers, and {type(model).__name__} has an encoder or "
             "cross-attention beside its decoder, which look at two rows: look at its encoder alone"
         )
     if input_ids.ndim != 2 or len(input_ids) != 1:
-        raise ValueError(f"input_ids must be one row [1, T], got {tuple(input_ids.shape)}")
+        raise UserError(f"input_ids must be one row [1, T], got {tuple(input_ids.shape)}")
     for index in indices:
         if index not in layers:
             names = ", ".join(map(str, sorted(layers)))
-            raise ValueError(f"layers must be converted ones ({names}), got {index}")
+            raise UserError(f"layers must be converted ones ({names}), got {index}")
     layers = {index: layers[index] for index in indices or layers}
     calls: dict[int, tuple] = {}
     hooks = [

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from heedful.checks import UserError
 from heedful.hf.family.modules import Attention
 from heedful.nn import Mechanism, Role, mechanism
 from heedful.nn.shape import ROLES
@@ -37,13 +38,13 @@ def make_plan(
         indices.setdefault(module.role, set()).add(module.index)
     if not isinstance(mechanisms, Mapping):
         if isinstance(where, Mapping):
-            raise ValueError("where must be a role or several where mechanism is a single one")
+            raise UserError("where must be a role or several where mechanism is a single one")
         config, (roles, explicit) = _mechanism(mechanisms), _roles(where, indices, model)
         return {config: Assignment(_layers(layers, _union(indices, roles)), roles, explicit)}
     if layers is not None:
-        raise ValueError("layers must be None where mechanism names the layers of each mechanism")
+        raise UserError("layers must be None where mechanism names the layers of each mechanism")
     if not mechanisms:
-        raise ValueError("mechanism must name at least one mechanism with its layers, got {}")
+        raise UserError("mechanism must name at least one mechanism with its layers, got {}")
     roles_of = _where_each(where, mechanisms)
     plan: dict[Mechanism, Assignment] = {}
     for name, layers_of_it in mechanisms.items():
@@ -51,9 +52,9 @@ def make_plan(
         assigned = _layers(layers_of_it, _union(indices, roles))
         others = [x.layers for x in plan.values() if {*x.roles} & {*roles}]
         if twice := sorted({i for earlier in others for i in earlier} & set(assigned)):
-            raise ValueError(f"layers must have one mechanism each, got several for {twice}")
+            raise UserError(f"layers must have one mechanism each, got several for {twice}")
         if config in plan:
-            raise ValueError(f"mechanism must name each mechanism once, got {config} twice")
+            raise UserError(f"mechanism must name each mechanism once, got {config} twice")
         plan[config] = Assignment(assigned, roles, explicit)
     return plan
 
@@ -76,7 +77,7 @@ def settled_roles(
     roles = {config: tuple(x for x in ROLES if (config, x) in defined) for config in plan}
     for config, assignment in plan.items():
         if not roles[config]:
-            raise ValueError(
+            raise UserError(
                 f"mechanism {config} is not defined in {' or '.join(assignment.roles)} attention, "
                 f"which is all that {model} has in these layers; take another mechanism"
             )
@@ -92,9 +93,9 @@ def _roles(
     several = isinstance(where, Iterable) and not isinstance(where, str)
     names = list(where) if several else [where]
     if not names or not all(isinstance(x, str) and x in ROLES for x in names):
-        raise ValueError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
+        raise UserError(f"where must be one or several of {', '.join(ROLES)}, got {where!r}")
     if absent := [role for role in names if role not in indices]:
-        raise ValueError(
+        raise UserError(
             f"where={absent[0]!r}: {model} has no such attention, but {' and '.join(indices)}"
         )
     return tuple(role for role in ROLES if role in names), True
@@ -106,7 +107,7 @@ def _where_each(where: object, mechanisms: Mapping) -> dict:
         return dict.fromkeys(mechanisms, where)
     by_mechanism = {_mechanism(name): roles for name, roles in where.items()}
     if by_mechanism.keys() != {_mechanism(name) for name in mechanisms}:
-        raise ValueError(
+        raise UserError(
             f"where must name the roles of the same mechanisms, got {list(where)} for "
             f"{list(mechanisms)}"
         )
@@ -121,7 +122,7 @@ def _mechanism(config: Mechanism | str) -> Mechanism:
     if isinstance(config, str):
         return mechanism(config)
     if not isinstance(config, Mechanism):
-        raise ValueError(
+        raise UserError(
             f"mechanism must be a name or a configuration such as heedful.MultiToken(), got "
             f"{config!r}"
         )
@@ -134,10 +135,10 @@ def _layers(layers: Iterable[int] | None, indices: set[int]) -> tuple[int, ...]:
     whole = isinstance(layers, Iterable) and not isinstance(layers, str)
     layers = list(layers) if whole else layers
     if not whole or not all(isinstance(i, int) and not isinstance(i, bool) for i in layers):
-        raise ValueError(f"layers must be layer indices such as [0, 2], got {layers!r}")
+        raise UserError(f"layers must be layer indices such as [0, 2], got {layers!r}")
     ordered = sorted(set(layers))
     if unknown := [index for index in ordered if index not in indices]:
-        raise ValueError(f"layers must be among 0 to {max(indices)}, got {unknown}")
+        raise UserError(f"layers must be among 0 to {max(indices)}, got {unknown}")
     if not ordered:
-        raise ValueError("layers must name at least one layer, got none; None converts all")
+        raise UserError("layers must name at least one layer, got none; None converts all")
     return tuple(ordered)

@@ -6,6 +6,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf.convert import Conversion, replace_attention
 from heedful.nn import from_json
 from heedful.ops.impl import Impl
@@ -34,7 +35,7 @@ def restore(
             problems.append(f"{name} holds NaN or infinity")
     if problems:
         names = ", ".join(map(str, conversion.mechanisms))
-        raise ValueError(f"the checkpoint does not fit {names}: {problems}")
+        raise UserError(f"the checkpoint does not fit {names}: {problems}")
     for name, parameter in own.items():
         parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
     return conversion
@@ -48,5 +49,5 @@ def read_parameters(folder: Path) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in file.keys() if ".heedful." in key}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}); copy or save it again") from None
+            raise UserError(f"{path} is damaged ({error}); copy or save it again") from None
     return tensors

@@ -18,6 +18,7 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
@@ -46,17 +47,17 @@ def save_converted(
     """
     conversion = model._heedful
     if options.get("push_to_hub"):
-        raise ValueError("push_to_hub is not supported: save to a folder, then upload the folder")
+        raise UserError("push_to_hub is not supported: save to a folder, then upload the folder")
     if options.get("variant"):
-        raise ValueError("variant is not supported: save to a folder of its own")
+        raise UserError("variant is not supported: save to a folder of its own")
     if conversion.after_eviction is not None:
-        raise ValueError(
+        raise UserError(
             "model has low-rank matrices that act after an eviction, for which a checkpoint has no "
             "place: keep the adapter's folder, and heedful.load it on its base"
         )
     folder = Path(folder)
     if folder.is_file():
-        raise ValueError(f"save_directory must be a folder, got the file {folder}")
+        raise UserError(f"save_directory must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     with writing_to(folder), tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as staging:
         converted = use_cache_settings(model), model.config.architectures

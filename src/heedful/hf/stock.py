@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from heedful.checks import UserError
 from heedful.hf.versions import make_ordinary, own_tokens_only
 
 # transformers would ask on standard input whether to run the code in a folder or a repository.
@@ -74,7 +75,7 @@ def stock_model(name: str | os.PathLike, **options) -> PreTrainedModel:
             place, output_loading_info=True, **file, **_OWN_CODE | options
         )
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"it lacks weights: {', '.join(missing)[:200]}")
+        raise UserError(f"it lacks weights: {', '.join(missing)[:200]}")
     if file:
         make_ordinary(model)
         model.name_or_path = model.config.name_or_path = os.fspath(name)
@@ -133,7 +134,7 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
-            raise ValueError(
+            raise UserError(
                 f"{os.fspath(name)} needs code of its own (auto_map), which heedful does not run: "
                 "if you trust it, open it with transformers (trust_remote_code=True) and give the "
                 "model to heedful.convert"
@@ -142,9 +143,9 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
     path = gguf_file(name)
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(f"a GGUF file needs the package {package}: pip install {package}")
+            raise UserError(f"a GGUF file needs the package {package}: pip install {package}")
     if path.parent.is_dir() and not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise UserError(f"there is no file {path}")
     try:
         yield os.fspath(path.parent), {"gguf_file": path.name}
     except MemoryError:
@@ -152,7 +153,7 @@ def _from(name: str | os.PathLike) -> Iterator[tuple[str, dict[str, str]]]:
     except Exception as error:
         if not path.is_file():
             raise
-        raise ValueError(
+        raise UserError(
             f"{path.name} is damaged, cut short, or no GGUF file that transformers "
             f"{transformers.__version__} reads ({type(error).__name__}: {error})"
         ) from error
@@ -171,4 +172,4 @@ def gguf_file(name: str | os.PathLike) -> Path:
     for folder in (spec and spec.submodule_search_locations) or ():
         if (path := Path(folder) / package.file).is_file():
             return path
-    raise ValueError(f"{name} comes with a package that is not installed: {package.install}")
+    raise UserError(f"{name} comes with a package that is not installed: {package.install}")

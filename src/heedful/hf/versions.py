@@ -25,6 +25,7 @@ from transformers import (
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import TransformersKwargs
 
+from heedful.checks import UserError
 from heedful.records.environment import TESTED, release
 
 # How a cache is called: `cache` by models and generate since 5.24, `past_key_values` before, and
@@ -99,7 +100,7 @@ def _renamed(arguments: dict, name: str) -> dict:
         return arguments
     caches = {id(x): x for key in both if (x := arguments[key]) is not None}
     if len(caches) > 1:
-        raise ValueError(f"{' and '.join(both)} are one argument; give one of them")
+        raise UserError(f"{' and '.join(both)} are one argument; give one of them")
     others = {key: x for key, x in arguments.items() if key not in both}
     return others | {name: next(iter(caches.values()), None)}
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from heedful.checks import check_choice, is_whole
+from heedful.checks import UserError, check_choice, is_whole
 from heedful.nn.layer import ALONE, Projection, StandardForm, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
@@ -45,7 +45,7 @@ class Canon:
         check_choice("places", self.places, SETS)
         check_choice("start", self.start, ("zero", "random"))
         if not is_whole(self.kernel, 1):
-            raise ValueError(
+            raise UserError(
                 f"kernel must be a whole number of tokens of at least 1, got {self.kernel!r}"
             )
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.checks import is_whole
+from heedful.checks import UserError, is_whole
 from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
@@ -37,12 +37,12 @@ class Dex:
             return
         several = isinstance(self.heads, tuple | list)
         if not (several and self.heads and all(is_whole(head, 0) for head in self.heads)):
-            raise ValueError(
+            raise UserError(
                 f"heads must be a tuple of head numbers from 0 on, or None for all, got "
                 f"{self.heads!r}"
             )
         if len(set(self.heads)) < len(self.heads):
-            raise ValueError(f"heads must name each head once, got {self.heads!r}")
+            raise UserError(f"heads must name each head once, got {self.heads!r}")
         object.__setattr__(self, "heads", tuple(sorted(self.heads)))
 
     def build(self, shape: HeadShape) -> "DexAttention":
@@ -58,7 +58,7 @@ class DexAttention(StandardAttention):
     def __init__(self, config: Dex, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)
         if config.heads is not None and config.heads[-1] >= shape.heads:
-            raise ValueError(
+            raise UserError(
                 f"heads must be below the model's {shape.heads} heads, got {config.heads[-1]}"
             )
         self.config = config

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.nn.layer import (
     ALONE,
     NO_INPUTS,
@@ -51,7 +52,7 @@ class DifferentialAttention(Layer):
         super().__init__(shape)
         for name, count in (("heads", shape.heads), ("key heads", shape.key_heads)):
             if count % 2:
-                raise ValueError(
+                raise UserError(
                     f"differential attention pairs heads, so the model's {name} must be even, got "
                     f"{count}"
                 )

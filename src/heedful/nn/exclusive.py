@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
@@ -49,7 +50,7 @@ class ExclusiveAttention(StandardAttention):
     ) -> LayerOutput:
         """Softmax attention, less its projection on the values of the queries' own tokens."""
         if visibility is not None and visibility.queries is not None:
-            raise ValueError(
+            raise UserError(
                 "visibility.queries is given, so the queries are other tokens than the keys, and "
                 "exclusive attention needs each query's own value; use it in self-attention"
             )

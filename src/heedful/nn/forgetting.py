@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
-from heedful.checks import check_choice
+from heedful.checks import UserError, check_choice
 from heedful.nn.layer import (
     NO_INPUTS,
     LayerInputs,
@@ -143,7 +143,7 @@ class ForgettingAttention(StandardAttention):
             check_defaults(visibility, ("causal", "mutual", "queries"), _ORDER)
         new = keys - (0 if inputs.state is None else inputs.state.shape[2])
         if inputs.input.shape[1] < new:
-            raise ValueError(
+            raise UserError(
                 f"inputs.input must hold all {new} tokens since inputs.state, whose gates add up, "
                 f"got {inputs.input.shape[1]}"
             )

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from heedful.checks import check_choice, check_whole, is_whole
+from heedful.checks import UserError, check_choice, check_whole, is_whole
 from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, longest_span
 from heedful.nn.layer import (
     NO_INPUTS,
@@ -78,10 +78,10 @@ class Grouped:
             check_whole(name, getattr(self, name), 1)
         several = isinstance(self.closing, list | tuple)
         if not several or not all(is_whole(x, 0) for x in self.closing):
-            raise ValueError(f"closing must hold token ids, as in (13, 30), got {self.closing!r}")
+            raise UserError(f"closing must hold token ids, as in (13, 30), got {self.closing!r}")
         object.__setattr__(self, "closing", tuple(self.closing))
         if bool(self.closing) != (self.grouping == "sentence"):
-            raise ValueError(
+            raise UserError(
                 "closing must be given with grouping='sentence' and only with it, got "
                 f"{self.closing!r} with {self.grouping!r}; a tokenizer tells the ids: "
                 "tokenizer.convert_tokens_to_ids(['.', '!', '?'])"
@@ -89,40 +89,40 @@ class Grouped:
         if self.stride is not None:
             check_whole("stride", self.stride, 1)
             if self.grouping not in ("sliding", "slots"):
-                raise ValueError(
+                raise UserError(
                     f"stride is for sliding groups and slots, got {self.stride} with "
                     f"{self.grouping!r}"
                 )
             if self.grouping == "sliding" and self.stride > self.size:
-                raise ValueError(
+                raise UserError(
                     f"stride must be at most size ({self.size}), or tokens between two groups "
                     f"would be in none, got {self.stride}"
                 )
         bounded = self.grouping in ("sentence", "cif")
         if not bounded and (self.shortest != 1 or self.longest is not None):
-            raise ValueError(
+            raise UserError(
                 f"shortest and longest bound sentences and cif groups, not "
                 f"{self.grouping!r}; leave them out"
             )
         if self.longest is not None:
             check_whole("longest", self.longest, max(self.size, self.shortest))
         elif self.shortest > 4 * self.size:
-            raise ValueError(
+            raise UserError(
                 f"shortest must be at most longest, which is four times size ({4 * self.size}) if "
                 f"it is not given, got {self.shortest}; give longest too"
             )
         if self.grouping == "cif" and (self.size < 2 or self.shortest != 1):
-            raise ValueError(
+            raise UserError(
                 f"cif groups must have size of at least 2 and no shortest, got size={self.size}, "
                 f"shortest={self.shortest}"
             )
         if self.grouping == "cif" and self.longest == self.size:
-            raise ValueError(
+            raise UserError(
                 f"longest must be above size ({self.size}) for cif groups, of which one weight of "
                 f"1/longest per token at least leaves no other size, got {self.longest}"
             )
         if self.share > 1 and self.grouping not in LEARNED:
-            raise ValueError(
+            raise UserError(
                 f"share is for learned groupings; {self.grouping!r} is the same in every layer"
             )
 
@@ -214,12 +214,12 @@ class GroupedAttention(Layer):
         """Attention over groups of whole rows; a cache goes on from parts, see `summaries`."""
         for name in ("softcap", "sinks"):
             if getattr(inputs, name) is not None:
-                raise ValueError(
+                raise UserError(
                     f"{name} must be None for grouped attention, which has none; take another "
                     "mechanism"
                 )
         if inputs.dropout:
-            raise ValueError(
+            raise UserError(
                 f"dropout must be 0 for grouped attention, which drops nothing, got "
                 f"{inputs.dropout}; take another mechanism"
             )
@@ -269,7 +269,7 @@ class GroupedAttention(Layer):
         """Groups of whole rows, made once for all layers that have the same; features; report."""
         check_inputs(self, inputs)
         if q.shape[2] != k.shape[2] and self.shape.role != "cross":
-            raise ValueError(
+            raise UserError(
                 f"grouped attention goes on from a cache of its own, and was given {q.shape[2]} "
                 f"queries of {k.shape[2]} tokens; call the model with use_cache=False, or with "
                 "heedful.new_cache(model)"
@@ -300,7 +300,7 @@ class GroupedAttention(Layer):
         # What has a gradient is made again where a layer is computed again in the backward pass.
         if key not in results or self.learns:
             if self.grouping is None:
-                raise ValueError(
+                raise UserError(
                     f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
                     f"{first}, which made none in this forward pass; convert that layer too, with "
                     "the same configuration, and keep both on one device"

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.checks import check_choice
+from heedful.checks import UserError, check_choice
 from heedful.nn.layer import ALONE, Projection, StandardForm, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
@@ -38,14 +38,14 @@ class KnockingHeads:
         names = ("q", "k", "v")
         several = isinstance(self.parts, Sequence) and not isinstance(self.parts, str)
         if not several or not self.parts or not all(x in names for x in self.parts):
-            raise ValueError(f"parts must be one or several of 'q', 'k', 'v', got {self.parts!r}")
+            raise UserError(f"parts must be one or several of 'q', 'k', 'v', got {self.parts!r}")
         if len(set(self.parts)) < len(self.parts):
-            raise ValueError(f"parts must name each part once, got {self.parts!r}")
+            raise UserError(f"parts must name each part once, got {self.parts!r}")
         # In one order, so that equal configurations are equal; from JSON it comes as a list.
         object.__setattr__(self, "parts", tuple(x for x in names if x in self.parts))
         check_choice("form", self.form, ("linear", "mlp"))
         if self.form == "mlp" and self.parts != ("v",):
-            raise ValueError(f"parts must be ('v',) with form='mlp', got {self.parts!r}")
+            raise UserError(f"parts must be ('v',) with form='mlp', got {self.parts!r}")
 
     def build(self, shape: HeadShape) -> "KnockingHeadsAttention":
         """The layer for one attention module."""

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.nn.shape import HeadShape, Role
 from heedful.ops import Visibility
 from heedful.ops.grouped.groups import Groups
@@ -383,13 +384,13 @@ def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
     for name in sorted(TERMS - layer.takes):
         value = getattr(inputs, name)
         if value is not None and (name != "dropout" or value):
-            raise ValueError(
+            raise UserError(
                 f"inputs.{name} must be left out for {type(layer).__name__}, which does not apply "
                 "it; take another mechanism"
             )
     for name in LayerInputs._fields:
         if name in layer.needs - {"cache", "rotation"} and getattr(inputs, name) is None:
-            raise ValueError(
+            raise UserError(
                 f"{type(layer).__name__} needs {name} beside q, k and v: pass inputs=LayerInputs("
                 f"{name}=...)"
             )
@@ -401,7 +402,7 @@ def check_defaults(visibility: Visibility, names: tuple[str, ...], reason: str) 
     for name in names:
         value = getattr(visibility, name)
         if value is not getattr(Visibility(), name):
-            raise ValueError(f"visibility.{name} must be its default, got {value}: {reason}")
+            raise UserError(f"visibility.{name} must be its default, got {value}: {reason}")
 
 
 def parameter(*shape: int) -> nn.Parameter:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.nn.canon import Canon
 from heedful.nn.dex import Dex
 from heedful.nn.differential import Differential, DifferentialV2
@@ -235,7 +236,7 @@ def mechanism(name: str) -> Mechanism:
     if config is None:
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"mechanism must be one of {', '.join(NAMES)}, got {name!r}{hint}")
+        raise UserError(f"mechanism must be one of {', '.join(NAMES)}, got {name!r}{hint}")
     return config
 
 
@@ -249,13 +250,13 @@ def from_json(data: dict) -> Mechanism:
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in _KINDS:
-        raise ValueError(
+        raise UserError(
             f"mechanism kind must be one of {', '.join(_KINDS)}, got {kind!r}; it was written by "
             "another version of heedful"
         )
     names = {field.name for field in dataclasses.fields(_KINDS[kind])}
     if unknown := sorted(set(fields) - names):
-        raise ValueError(
+        raise UserError(
             f"{kind} has no field {', '.join(unknown)}; it was written by another heedful version"
         )
     return _KINDS[kind](**fields)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from heedful.checks import check_choice, is_whole
+from heedful.checks import UserError, check_choice, is_whole
 from heedful.nn.layer import (
     NO_INPUTS,
     TERMS,
@@ -76,20 +76,20 @@ class MultiToken:
                 continue
             pair = isinstance(size, (tuple, list)) and len(size) == 2
             if not pair or not all(is_whole(n, 1) for n in size) or size[1] % 2 == 0:
-                raise ValueError(
+                raise UserError(
                     f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
                     "centred, so take the next odd c_k"
                 )
             object.__setattr__(self, name, tuple(size))  # a list, when read from JSON
         if not is_whole(self.conv_every, 1):
-            raise ValueError(
+            raise UserError(
                 f"conv_every must be a whole number of at least 1 (every layer), got "
                 f"{self.conv_every!r}"
             )
         for name in ("mix", "post_mix"):
             size = getattr(self, name)
             if size is not None and not _is_group(size):
-                raise ValueError(f"{name} must be 'all', a group size or None, got {size!r}")
+                raise UserError(f"{name} must be 'all', a group size or None, got {size!r}")
         check_choice("norm", self.norm, ("none", "plain", "depth"))
         check_choice("gate", self.gate, ("none", "scalar", "vector"))
         check_choice("gate_start", self.gate_start, ("published", "identity"))
@@ -163,7 +163,7 @@ class TalkingHeads:
 
     def __post_init__(self) -> None:
         if not _is_group(self.group):
-            raise ValueError(f"group must be 'all' or a group size, got {self.group!r}")
+            raise UserError(f"group must be 'all' or a group size, got {self.group!r}")
 
     def build(self, shape: HeadShape) -> "MultiTokenAttention":
         """The layer for one attention module."""
@@ -325,7 +325,7 @@ def _mixing(name: str, heads: int, group: int | str | None) -> nn.Parameter | No
         return None
     size = heads if group == "all" else int(group)
     if heads % size:
-        raise ValueError(
+        raise UserError(
             f"{name} groups of {size} heads do not divide the model's {heads} heads; use a divisor "
             "or 'all'"
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils.checkpoint import checkpoint
 
-from heedful.checks import is_whole
+from heedful.checks import UserError, is_whole
 from heedful.nn.layer import (
     NO_INPUTS,
     LayerInputs,
@@ -68,7 +68,7 @@ class RetentionGate:
 
     def __post_init__(self) -> None:
         if self.window is not None and not is_whole(self.window, 1):
-            raise ValueError(
+            raise UserError(
                 f"window must be a whole number of tokens of at least 1, or None (gates that "
                 f"change no output), got {self.window!r}"
             )
@@ -129,12 +129,12 @@ class RetentionGateAttention(StandardAttention):
         check_inputs(self, inputs)
         cached = 0 if inputs.state is None else inputs.state.shape[2]
         if cached > keys:
-            raise ValueError(
+            raise UserError(
                 f"inputs.state must have gates of at most the {keys} keys, got {cached}"
             )
         new = inputs.input[:, max(0, inputs.input.shape[1] - keys + cached) :]
         if new.shape[1] < keys - cached:
-            raise ValueError(
+            raise UserError(
                 f"inputs.input must hold all {keys - cached} tokens since inputs.state, whose "
                 f"gates are kept, got {inputs.input.shape[1]}"
             )

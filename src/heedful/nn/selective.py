@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from heedful.checks import check_choice, is_whole
+from heedful.checks import UserError, check_choice, is_whole
 from heedful.nn.layer import (
     NO_INPUTS,
     TERMS,
@@ -51,15 +51,15 @@ class Selective:
         choices = ("head", "mean", "per-head", "bilinear", "extra")
         check_choice("selector", self.selector, choices)
         if not is_whole(self.head, 0) or (self.head and self.selector != "head"):
-            raise ValueError(
+            raise UserError(
                 f"head must be a head index, and only with selector='head', got {self.head!r} with "
                 f"selector={self.selector!r}"
             )
         if not isinstance(self.protect_first, bool):
-            raise ValueError(f"protect_first must be True or False, got {self.protect_first!r}")
+            raise UserError(f"protect_first must be True or False, got {self.protect_first!r}")
         own = self.selector in ("bilinear", "extra")
         if self.dim is not None and not (own and is_whole(self.dim, 1)):
-            raise ValueError(
+            raise UserError(
                 f"dim must be None or a whole number of at least 1, and only with an own selector "
                 f"(selector='extra' or 'bilinear'), got {self.dim!r} with "
                 f"selector={self.selector!r}"
@@ -83,7 +83,7 @@ class SelectiveAttention(Layer):
     def __init__(self, config: Selective, shape: HeadShape) -> None:
         super().__init__(shape)
         if config.head >= shape.heads:
-            raise ValueError(
+            raise UserError(
                 f"head must be below the model's {shape.heads} heads, got {config.head}"
             )
         self.keeps_first = config.protect_first

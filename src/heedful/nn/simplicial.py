@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.nn.layer import (
     NO_INPUTS,
     Layer,
@@ -159,7 +159,7 @@ class SimplicialAttention(Layer):
         """k' and v' of every key, in the keys' precision as a cache has them."""
         second = self.beside(inputs) if inputs.beside is None else inputs.beside
         if second.shape[2] != k.shape[2]:
-            raise ValueError(
+            raise UserError(
                 f"inputs.input must hold all {k.shape[2]} tokens that k has, each of which has a "
                 f"second key, got {second.shape[2]}"
             )
@@ -170,12 +170,12 @@ def _check_terms(inputs: LayerInputs) -> None:
     """Raise for what a family does to the logits of single keys."""
     for name in ("bias", "softcap", "sinks"):
         if getattr(inputs, name) is not None:
-            raise ValueError(
+            raise UserError(
                 f"{name} must be None for simplicial attention, whose logits are of pairs of "
                 "keys; take another mechanism"
             )
     if inputs.dropout:
-        raise ValueError(
+        raise UserError(
             f"dropout must be 0 for simplicial attention, which drops nothing, got "
             f"{inputs.dropout}; take another mechanism"
         )

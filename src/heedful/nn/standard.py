@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from heedful.checks import is_whole
+from heedful.checks import UserError, is_whole
 from heedful.nn.layer import (
     NO_INPUTS,
     TERMS,
@@ -38,7 +38,7 @@ class Standard:
 
     def __post_init__(self) -> None:
         if self.window is not None and not is_whole(self.window, 1):
-            raise ValueError(
+            raise UserError(
                 f"window must be a whole number of tokens of at least 1, or None, got "
                 f"{self.window!r}"
             )
@@ -68,7 +68,7 @@ class LocalGlobal:
     def __post_init__(self) -> None:
         for name in ("window", "every"):
             if not is_whole(getattr(self, name), 1):
-                raise ValueError(
+                raise UserError(
                     f"{name} must be a whole number of at least 1, got {getattr(self, name)!r}"
                 )
 

@@ -12,6 +12,8 @@ from torch._C import _functorch
 from torch.autograd import forward_ad
 from torch.library import CustomOpDef
 
+from heedful.checks import UserError
+
 Impl = Literal["auto", "reference", "tiled", "composed", "fused"]
 IMPLS = ("auto", "reference", "tiled", "composed", "fused")
 
@@ -40,18 +42,18 @@ def choose(
     """
     check_impl(impl)
     if impl != "reference" and _transformed(tensors):
-        raise ValueError(
+        raise UserError(
             f"impl={impl!r} cannot serve this {operator} call: it has gradients for .backward() "
             "and torch.autograd.grad only, not for torch.func (grad, vjp, jvp) or forward-mode "
             "derivatives; impl='reference' has them all"
         )
     if impl == "fused" and (reason := unfused()) is not None:
-        raise ValueError(
+        raise UserError(
             f"impl='fused' cannot serve this {operator} call: {reason}; use auto, tiled or "
             "reference"
         )
     if impl == "composed" and uncomposed is not None:
-        raise ValueError(
+        raise UserError(
             f"impl='composed' cannot serve this {operator} call: {uncomposed}; use auto, tiled or "
             "reference"
         )
@@ -101,7 +103,7 @@ def refuse_second_derivative(backward: CustomOpDef, operator: str | Callable[[tu
         ctx.operator = operator if isinstance(operator, str) else operator(inputs)
 
     def second(ctx, *grads):
-        raise ValueError(
+        raise UserError(
             f"this form of {ctx.operator} has no second derivatives; impl='reference' has"
         )
 
@@ -111,7 +113,7 @@ def refuse_second_derivative(backward: CustomOpDef, operator: str | Callable[[tu
 def check_impl(impl: str) -> None:
     """Raises for an unknown name."""
     if impl not in IMPLS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
+        raise UserError(f"impl must be one of {', '.join(IMPLS)}, got {impl!r}")
 
 
 def no_triton(x: Tensor) -> str | None:

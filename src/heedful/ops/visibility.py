@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import check_dense, check_flag, shown
 
 _WIDEST = 2**62  # a window and any position add up to an int64
@@ -77,24 +78,24 @@ class Visibility:
         if self.window is not None and not (
             is_whole_number(self.window) and 1 <= self.window <= _WIDEST
         ):
-            raise ValueError(
+            raise UserError(
                 "window must be a whole number of at least 1 (the token itself) and at most 2**62, "
                 f"got {shown(self.window)}; use None for no limit"
             )
         if self.mutual is not None and not self.causal:
-            raise ValueError("mutual needs causal=True: without it all tokens see each other")
+            raise UserError("mutual needs causal=True: without it all tokens see each other")
         for name, ids in self._tensors().items():
             check_dense(name, ids, "[B, Tk]")
             if ids.ndim != 2:
-                raise ValueError(f"{name} must be a tensor [B, Tk], got {shown(ids)}")
+                raise UserError(f"{name} must be a tensor [B, Tk], got {shown(ids)}")
             if name.endswith("padding"):
                 if ids.dtype != torch.bool:
-                    raise ValueError(
+                    raise UserError(
                         f"{name} must be boolean with True for real tokens, got {ids.dtype}; "
                         "convert a 0/1 mask with mask.bool()"
                     )
             elif ids.dtype not in _INTEGERS:
-                raise ValueError(
+                raise UserError(
                     f"{name} must hold whole numbers, got {ids.dtype}; a mask belongs in padding"
                 )
         self._check_places()
@@ -104,21 +105,21 @@ class Visibility:
         tensors = {name: getattr(self, name) for name in _PER_TOKEN}
         if self.queries is not None:
             if not isinstance(self.queries, Queries):
-                raise ValueError(f"queries must be a Queries or None, got {shown(self.queries)}")
+                raise UserError(f"queries must be a Queries or None, got {shown(self.queries)}")
             tensors |= {f"queries.{name}": x for name, x in self.queries._asdict().items()}
         return {name: x for name, x in tensors.items() if x is not None}
 
     def _check_places(self) -> None:
         """Raise where positions or queries leave open which keys a query sees."""
         if self.mutual is not None and not self.in_place:
-            raise ValueError("mutual is not defined beside positions or queries; leave it out")
+            raise UserError("mutual is not defined beside positions or queries; leave it out")
         if self.queries is None:
             return
         if (self.documents is None) != (self.queries.documents is None):
-            raise ValueError("documents must be given for keys and queries, or for neither")
+            raise UserError("documents must be given for keys and queries, or for neither")
         ordered = self.causal or self.window is not None
         if ordered and self.queries.positions is None:
-            raise ValueError(
+            raise UserError(
                 "queries.positions must be given where causal order or a window counts by them; "
                 "cross-attention is Visibility(causal=False, queries=...)"
             )
@@ -136,23 +137,21 @@ class Visibility:
         """
         check_dense("cu_seqlens", cu_seqlens, "of offsets [n]")
         if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype not in _INTEGERS:
-            raise ValueError(
+            raise UserError(
                 "cu_seqlens must be a vector of at least two whole offsets, got "
                 f"{shown(cu_seqlens)} of {cu_seqlens.dtype}"
             )
         if cu_seqlens.device.type == "meta":
-            raise ValueError("cu_seqlens must hold numbers, got a tensor on meta, which has none")
+            raise UserError("cu_seqlens must hold numbers, got a tensor on meta, which has none")
         if length is not None and not is_whole_number(length):
-            raise ValueError(
-                f"length must be a whole number of tokens or None, got {shown(length)}"
-            )
+            raise UserError(f"length must be a whole number of tokens or None, got {shown(length)}")
         cu_seqlens = cu_seqlens.to(torch.int64)
         total = int(cu_seqlens[-1])
         length = total if length is None else length
         if int(cu_seqlens[0]) != 0 or bool((cu_seqlens.diff() < 0).any()):
-            raise ValueError(f"cu_seqlens must start at 0 and not fall, got {cu_seqlens.tolist()}")
+            raise UserError(f"cu_seqlens must start at 0 and not fall, got {cu_seqlens.tolist()}")
         if length < total:
-            raise ValueError(f"length must be at least the last offset {total}, got {length}")
+            raise UserError(f"length must be at least the last offset {total}, got {length}")
         tokens = torch.arange(length, device=cu_seqlens.device)
         documents = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True)[None]
         padding = None if length == total else (tokens < total)[None]
@@ -181,7 +180,7 @@ class Visibility:
     def part(self, start: int, stop: int) -> "Visibility":
         """The same among the tokens from `start` to before `stop` alone."""
         if self.queries is not None:
-            raise ValueError("part needs queries that are the last of the keys' tokens")
+            raise UserError("part needs queries that are the last of the keys' tokens")
         tensors = self._tensors()
         if all(x.shape[1] == stop - start for x in tensors.values()):
             return self
@@ -196,14 +195,14 @@ class Visibility:
         """Raise unless these tokens fit `batch` rows of `queries` last tokens out of `keys`."""
         anywhere = self.plain and not self.causal  # all see all: nothing counts places
         if queries > keys and self.queries is None and not anywhere:
-            raise ValueError(
+            raise UserError(
                 f"q has {queries} tokens but k only {keys}: queries are the last tokens of the "
                 "keys, so k must be at least as long"
             )
         for name, ids in self._tensors().items():
             of, tokens = ("query", queries) if name.startswith("queries") else ("key", keys)
             if ids.shape[0] not in (1, batch) or ids.shape[1] != tokens:
-                raise ValueError(
+                raise UserError(
                     f"visibility.{name} must be [{batch} or 1, {tokens}] (one entry per {of}), got "
                     f"{tuple(ids.shape)}"
                 )
@@ -293,13 +292,13 @@ def check_visibility(visibility: Visibility | None, q: Tensor, keys: int) -> Vis
     """The visibility to use for these queries and so many keys; a mask in its place is refused."""
     visibility = Visibility() if visibility is None else visibility
     if not isinstance(visibility, Visibility):
-        raise ValueError(
+        raise UserError(
             f"visibility must be a heedful.Visibility or None (causal), got {shown(visibility)}; "
             "describe a mask with Visibility(window=..., documents=..., padding=...)"
         )
     for name, ids in visibility._tensors().items():
         if ids.device != q.device:
-            raise ValueError(
+            raise UserError(
                 f"visibility.{name} must be on q's device {q.device}, got {ids.device}; move it "
                 f"with .to({str(q.device)!r})"
             )

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.records.files import append_line, read_each
 
 WHOLE = "whole"
@@ -56,7 +57,7 @@ class UnderBudget:
         try:
             return cls(**json.loads(line))
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"not the fields of a score: {error}") from error
+            raise UserError(f"not the fields of a score: {error}") from error
 
 
 def append_budgeted(path: str | Path, score: UnderBudget) -> None:

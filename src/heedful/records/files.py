@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from heedful.checks import UserError
+
 Line = TypeVar("Line")
 
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # no locks on this file system
@@ -57,7 +59,7 @@ def check_new_folder(out: str | os.PathLike) -> None:
     """Raise unless `out` is no file and no folder with something in it."""
     place = Path(out)
     if not os.fspath(out) or place.is_file() or (place.is_dir() and any(place.iterdir())):
-        raise ValueError(f"out must be a new or empty folder, got {os.fspath(out)!r}; name another")
+        raise UserError(f"out must be a new or empty folder, got {os.fspath(out)!r}; name another")
 
 
 @contextmanager
@@ -147,7 +149,7 @@ def read_each(
         try:
             entries.append((number, from_json(line.decode())))
         except ValueError as error:
-            raise ValueError(
+            raise UserError(
                 f"{path}, line {number}: not {kind} ({error}); mend or delete the line"
             ) from error
     return entries
@@ -176,20 +178,20 @@ def only_writer(folder: Path) -> Iterator[None]:
     """
     path = folder / ".heedful.lock"
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file where a folder is needed; choose another name")
+        raise UserError(f"{folder} is a file where a folder is needed; choose another name")
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, by_system = _open_locked(path)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{folder} cannot be written to ({error.strerror}); choose another folder"
         ) from error
     if handle is None:
         way_out = "wait until it ends, or choose another folder"
         if not by_system:
             way_out += f"; if it no longer runs, delete {path}"
-        raise ValueError(f"{folder} is in use by {_holder(path)}: {way_out}")
+        raise UserError(f"{folder} is in use by {_holder(path)}: {way_out}")
     try:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}

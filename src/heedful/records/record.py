@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.records.files import append_line, read_each
 
 METRICS = {
@@ -77,18 +78,18 @@ class Record:
     def __post_init__(self) -> None:
         for name in ("task", "mechanism", "metric"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a text, got {getattr(self, name)!r}")
         if self.metric not in METRICS:
-            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
+            raise UserError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
         for name in ("seed", "steps", "batch", "parameters"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name} must be a whole number, 0 or more, got {value!r}")
+                raise UserError(f"{name} must be a whole number, 0 or more, got {value!r}")
         for name in ("final", "config", "environment"):
             if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name} must be an object, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be an object, got {getattr(self, name)!r}")
         if not isinstance(self.device, str | None):
-            raise ValueError(f"device must be a text or null, got {self.device!r}")
+            raise UserError(f"device must be a text or null, got {self.device!r}")
         # One form whatever was given, and JSON null back to nan, so that a round trip is equal.
         for name in ("curve", "loss_curve"):
             object.__setattr__(self, name, _points(name, getattr(self, name)))
@@ -97,7 +98,7 @@ class Record:
         final = {str(name): _number("final", value) for name, value in self.final.items()}
         object.__setattr__(self, "final", final)
         if self.metric not in final and not self.splits:
-            raise ValueError(
+            raise UserError(
                 f"final must hold a value of the metric {self.metric!r}, under that name or under "
                 f"the name of an evaluation split, got {final!r}"
             )
@@ -124,16 +125,16 @@ class Record:
         try:
             data = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from error
+            raise UserError(f"not JSON: {getattr(error, 'msg', error)}") from error
         if not isinstance(data, dict):
-            raise ValueError(f"a record must be a JSON object, got {type(data).__name__}")
+            raise UserError(f"a record must be a JSON object, got {type(data).__name__}")
         fields = dataclasses.fields(cls)
         if unknown := sorted(data.keys() - {f.name for f in fields}):
-            raise ValueError(f"a record has no field {', '.join(unknown)}")
+            raise UserError(f"a record has no field {', '.join(unknown)}")
         missing = dataclasses.MISSING
         needed = {f.name for f in fields if f.default is f.default_factory is missing}
         if absent := sorted(needed - data.keys()):
-            raise ValueError(f"a record needs {', '.join(absent)}")
+            raise UserError(f"a record needs {', '.join(absent)}")
         return cls(**data)
 
 
@@ -141,7 +142,7 @@ def _number(name: str, value) -> float:
     if value is None:
         return math.nan
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{name} must be a number or null, got {value!r}")
+        raise UserError(f"{name} must be a number or null, got {value!r}")
     return float(value)
 
 
@@ -149,10 +150,10 @@ def _points(name: str, values) -> Points:
     try:
         pairs = [(step, value) for step, value in values]
     except (TypeError, ValueError):
-        raise ValueError(f"{name} must be pairs of step and value, got {values!r:.40}") from None
+        raise UserError(f"{name} must be pairs of step and value, got {values!r:.40}") from None
     for step, _ in pairs:
         if not isinstance(step, int) or isinstance(step, bool):
-            raise ValueError(f"{name} must count steps in whole numbers, got {step!r}")
+            raise UserError(f"{name} must count steps in whole numbers, got {step!r}")
     return tuple((step, _number(name, value)) for step, value in pairs)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.records.files import append_line, read_each
 
 
@@ -40,13 +41,13 @@ class Sample:
     def __post_init__(self) -> None:
         for name in ("model", "cache", "task", "key", "digest", "identity"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be a text, got {getattr(self, name)!r}")
         for name in ("cell", "values", "curve"):
             if not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name} must be an object, got {getattr(self, name)!r}")
+                raise UserError(f"{name} must be an object, got {getattr(self, name)!r}")
         for name, value in self.values.items():
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise ValueError(f"values must be numbers, got {value!r} for {name}")
+                raise UserError(f"values must be numbers, got {value!r} for {name}")
 
     @property
     def entry(self) -> tuple[str, str]:
@@ -62,7 +63,7 @@ class Sample:
         try:
             return cls(**json.loads(line))
         except (TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"not the fields of a sample: {error}") from error
+            raise UserError(f"not the fields of a sample: {error}") from error
 
 
 def append_samples(path: str | Path, samples: Iterable[Sample]) -> None:

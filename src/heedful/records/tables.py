@@ -3,6 +3,8 @@
 import html
 from collections.abc import Sequence
 
+from heedful.checks import UserError
+
 
 def format_table(head: Sequence[str], body: list[Sequence[str]], format: str, words: int) -> str:
     """A table whose first `words` columns are words and the others numbers.
@@ -29,7 +31,7 @@ def format_table(head: Sequence[str], body: list[Sequence[str]], format: str, wo
         lines = "\n".join(line(texts, "td") for texts in body)
         return f"<table>\n<thead>{line(head, 'th')}</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
     if format not in ("text", "markdown"):
-        raise ValueError(f"format must be 'text', 'markdown' or 'html', got {format!r}")
+        raise UserError(f"format must be 'text', 'markdown' or 'html', got {format!r}")
     if format == "markdown":
         body = [tuple(text.replace("|", "\\|") for text in texts) for texts in body]
     columns = list(zip(head, *body, strict=True))

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.tasks.samples import BOS, Recipe, Samples, SymbolTask, rows
 
 _NAME = 2
@@ -62,7 +62,7 @@ class Assignment(SymbolTask):
         check_choice("query", self.query, ("any", "first"))
         check_whole("queries", self.queries, 1)
         if self.query == "first" and self.variables == 1 and self.assignments > 1:
-            raise ValueError(
+            raise UserError(
                 'variables must be at least 2 with query="first", got 1: with one name, every '
                 "assignment overwrites the first"
             )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.tasks.background import Background, Count, Question, at_most, draws
 from heedful.tasks.stories import KINDS, OBJECTS, PEOPLE, Story, story
 
@@ -97,7 +97,7 @@ class BabiLong:
                 if not stories:
                     raise
         if not questions:
-            raise ValueError(
+            raise UserError(
                 f"length {self.length} is too short for every story of kind {self.kind}; ask for "
                 "more"
             )

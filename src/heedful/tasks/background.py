@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heedful.checks import UserError
 from heedful.data import corpus
 
 Count = Callable[[str], int]
@@ -52,7 +53,7 @@ class Background:
     def __init__(self, sentences: Iterable[str], count: Count) -> None:
         self.sentences = tuple(sentences)
         if not self.sentences:
-            raise ValueError("background must hold at least one sentence; give text with words")
+            raise UserError("background must hold at least one sentence; give text with words")
         self._count = count
         self._sizes: dict[int, int] = {}
 
@@ -98,7 +99,7 @@ def background_sentences(
     ]
     if not usable:
         sources = ", ".join(map(repr, paths)) or "the standard library"
-        raise ValueError(f"haystack {sources} holds no sentence of words; name another text")
+        raise UserError(f"haystack {sources} holds no sentence of words; name another text")
     return usable
 
 
@@ -162,7 +163,7 @@ def at_most(
     bare = count(make(0)[0])
     room = tokens - bare
     if room < 0:
-        raise ValueError(
+        raise UserError(
             f"length {tokens} is too short for a question that has {bare} tokens without any text "
             "around it; ask for more"
         )
@@ -184,7 +185,7 @@ def places(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
     """
     before = [0, *accumulate(sizes)]
     if len(before) < len(shares):
-        raise ValueError(
+        raise UserError(
             f"length must leave room for at least {len(shares) - 1} sentences between needles, got "
             f"{len(sizes)}; ask for more tokens or fewer needles"
         )

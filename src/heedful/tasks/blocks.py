@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.tasks.samples import BOS, EOS, Recipe, Samples, SymbolTask, rows
 
 _DOT, _HASH, _LETTER = 2, 3, 4
@@ -73,7 +73,7 @@ class Blocks(SymbolTask):
         )
         most = self._distractors() + 1
         if self.blocks > most:
-            raise ValueError(
+            raise UserError(
                 f"blocks must be at most {most} with letters={self.letters} and "
                 f"question={self.question}, got {self.blocks}: no more different blocks lack a "
                 "question letter; ask for fewer blocks or for another number of letters"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from heedful.checks import UserError
 from heedful.data import corpus
 from heedful.tasks.background import draws, prose, sentences
 
@@ -40,7 +41,7 @@ def last_words(texts: Sequence[str], count: int | None = None) -> list[Passage]:
     for number, text in enumerate(texts[:count]):
         context, space, word = text.strip().rpartition(" ")
         if not space or not context.strip():
-            raise ValueError(
+            raise UserError(
                 f"lambada: passage {number + 1} is {text.strip()!r:.60}, a single word; give "
                 "passages of several words"
             )
@@ -63,7 +64,7 @@ def read_passages(path: str) -> list[str]:
         texts = [line for text in texts for line in text.split("\n")]
     passages = [text.strip() for text in texts if text.strip()]
     if not passages:
-        raise ValueError(f"lambada {path!r} holds no passage; name a file with one in each line")
+        raise UserError(f"lambada {path!r} holds no passage; name a file with one in each line")
     return passages
 
 
@@ -99,7 +100,7 @@ def passages_of(paths: Sequence[str], count: int, seed: int) -> list[str]:
                 words = []
     if not passages:
         sources = ", ".join(map(repr, paths)) or "the standard library"
-        raise ValueError(
+        raise UserError(
             f"data {sources} holds no passage of {_PASSAGE} words whose last word stands in it "
             "twice; give more running text"
         )

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.tasks.background import Background, Count, Question, at_most, draws, places
 
 CITIES = (
@@ -53,9 +53,9 @@ class Needles:
         check_whole("queries", self.queries, 1, self.needles, way_out="only needles can be queried")
         check_whole("digits", self.digits, 1, 18)
         if not 0 <= self.depth <= 1:
-            raise ValueError(f"depth must lie between 0 and 1, got {self.depth!r}")
+            raise UserError(f"depth must lie between 0 and 1, got {self.depth!r}")
         if 9 * 10 ** (self.digits - 1) < self.needles:
-            raise ValueError(f"digits={self.digits} is too few for {self.needles} numbers")
+            raise UserError(f"digits={self.digits} is too few for {self.needles} numbers")
 
     def sample(
         self, count: int, seed: int, background: Background, tokens: Count

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.data import TextPair, text_pairs
 from heedful.tasks.samples import IGNORE, Task, check_draw
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
@@ -149,14 +149,14 @@ class TextPairTask(PairTask):
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
-            raise ValueError(
+            raise UserError(
                 f"paths must be a tuple of paths, got {self.paths!r}; write paths=({self.paths!r},)"
             )
         object.__setattr__(self, "paths", tuple(str(path) for path in self.paths))
         check_choice("tokenizer", self.tokenizer, ("byte", "bpe"))
         check_choice("part", self.part, ("train", "held-out"))
         if not self.paths and self.tokenizer != "byte":
-            raise ValueError(
+            raise UserError(
                 f"tokenizer={self.tokenizer!r} is for pairs of files: generated ones have their "
                 "own words; leave it out, or give paths"
             )
@@ -172,7 +172,7 @@ class TextPairTask(PairTask):
             size = _VOCABULARY if self.vocab_size is None else self.vocab_size
             check_whole("vocab_size", size, BYTES + 3, 1 << 16)
         if self.vocab_size not in (None, size):
-            raise ValueError(f"vocab_size must be {size} here, got {self.vocab_size!r}")
+            raise UserError(f"vocab_size must be {size} here, got {self.vocab_size!r}")
         object.__setattr__(self, "vocab_size", size)
 
     @abstractmethod
@@ -194,7 +194,7 @@ class TextPairTask(PairTask):
         pairs = text_pairs(self.paths)
         sources = list(dict.fromkeys(pair.source for pair in pairs))
         if len(sources) < 2:
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(self.paths)}: there must be at least 2 different sources, one to "
                 f"train on and one to evaluate on, got {len(sources)}"
             )
@@ -232,7 +232,7 @@ class TextPairTask(PairTask):
             ("target", target, self.target_length),
         ):
             if len(ids) >= most:
-                raise ValueError(
+                raise UserError(
                     f"{name}: its {side} has {len(ids) + 1} tokens with the end, and sequences "
                     f"have room for {most}; shorten it, take longer sequences (length), or "
                     'tokenizer="bpe", which makes fewer tokens'
@@ -245,7 +245,7 @@ class TextPairTask(PairTask):
         """`count` generated pairs of this part, as texts."""
         check_draw(count, seed)
         if self.paths:
-            raise ValueError("texts are generated pairs, and these are given by paths")
+            raise UserError("texts are generated pairs, and these are given by paths")
         rng, pairs = np.random.default_rng(seed), []
         while len(pairs) < count:
             pair = self._invented(rng)
@@ -306,7 +306,7 @@ class TextPairTask(PairTask):
 def check_texts(texts: Sequence[str], references: Sequence[str]) -> None:
     """Raise unless there is a text for each reference, and at least one."""
     if len(texts) != len(references) or not references:
-        raise ValueError(
+        raise UserError(
             f"texts must be one for each of the references, at least one, got {len(texts)} texts "
             f"and {len(references)} references"
         )

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.tasks.samples import (
     BOS,
     IGNORE,
@@ -110,7 +110,7 @@ class Recall(Task):
         check_choice("queries", self.queries, ("any", "dormant", "recent"))
         check_whole("length", self.length, 1)
         if self.questions > self.names // 2:
-            raise ValueError(
+            raise UserError(
                 f"questions must be at most names // 2 = {self.names // 2}, as they ask for "
                 f"different names, dormant ones alone in some sequences; got {self.questions}"
             )
@@ -119,13 +119,13 @@ class Recall(Task):
         most = _LONGEST + 2  # tokens of a fact, and of a question with its answer
         rest = pieces * most + self.instructions
         if (values := self.names + active * self.retold) * _LONGEST > len(_SYMBOLS):
-            raise ValueError(
+            raise UserError(
                 f"names and retold must make at most {len(_SYMBOLS) // _LONGEST} values, as no "
                 f"symbol is in two of them, got {values}"
             )
         least = max(3 * (_LEAD + self.names * most), -(-3 * rest // 2))
         if self.length < least:
-            raise ValueError(
+            raise UserError(
                 f"length must be at least {least} for {self.names} names, {self.retold} retold "
                 f"facts, {self.references} references and {self.questions} questions, got "
                 f"{self.length}"

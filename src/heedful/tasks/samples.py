@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -94,7 +94,7 @@ class Task(ABC):
     def cut(self, length: int | None, tokenizer: str) -> "Task":
         """The same with sequences of so many tokens, and text in tokens of this kind."""
         if length is not None:
-            raise ValueError(
+            raise UserError(
                 f"length: sequences of {type(self).__name__} are as long as what they hold; "
                 "leave it out, or take a task whose sequences can be longer, such as text or recall"
             )
@@ -237,7 +237,7 @@ def token_losses(
         at the last position, which has no successor.
     """
     if logits.ndim != 3 or logits.shape[:2] != labels.shape:
-        raise ValueError(
+        raise UserError(
             f"logits must be [N, T, V] with labels' [N, T] = {list(labels.shape)}, got "
             f"{list(logits.shape)}"
         )
@@ -251,7 +251,7 @@ def errors_and_mask(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
     """Which predictions are wrong and which count, `[N, T - 1]`, each at its label less one."""
     check_aligned("predictions", predictions, labels)
     if predictions.is_floating_point():
-        raise ValueError(
+        raise UserError(
             f"predictions must be token ids, got {predictions.dtype}; take logits.argmax(-1)"
         )
     targets = labels[:, 1:]
@@ -262,14 +262,14 @@ def errors_and_mask(predictions: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 def check_aligned(name: str, values: Tensor, labels: Tensor) -> None:
     """Raise unless `values` has the shape `[N, T]` of `labels` and there is a target."""
     if labels.ndim != 2:
-        raise ValueError(f"labels must be [N, T], got shape {list(labels.shape)}")
+        raise UserError(f"labels must be [N, T], got shape {list(labels.shape)}")
     if values.shape != labels.shape:
         hint = "; take logits.argmax(-1)" if name == "predictions" and values.ndim == 3 else ""
-        raise ValueError(
+        raise UserError(
             f"{name} must have labels' shape {list(labels.shape)}, got {list(values.shape)}{hint}"
         )
     if not bool((labels[:, 1:] != IGNORE).any()):
-        raise ValueError(
+        raise UserError(
             "labels must have at least one target after the first position, but all are "
             f"{IGNORE}; pass the labels that sample() returned"
         )
@@ -286,10 +286,10 @@ def render(ids: Int[Tensor, " T"] | Sequence[int], symbols: Sequence[str]) -> st
     """The text of one sequence: `symbols[id]` for each id, joined."""
     ids = ids.tolist() if isinstance(ids, Tensor) else list(ids)
     if any(isinstance(i, list) for i in ids):
-        raise ValueError("ids must be one sequence, got a batch; decode sequences one at a time")
+        raise UserError("ids must be one sequence, got a batch; decode sequences one at a time")
     for i in ids:
         if not 0 <= i < len(symbols):
-            raise ValueError(
+            raise UserError(
                 f"ids must lie in 0..{len(symbols) - 1}, got {i}; -100 marks a label without "
                 "loss: decode input_ids, or leave such positions out"
             )

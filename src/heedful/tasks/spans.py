@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.tasks.pairs import Pairs, PairTask
 from heedful.tasks.samples import IGNORE, Recipe, check_draw
 from heedful.tasks.text import Text
@@ -73,7 +73,7 @@ class Spans(PairTask):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < most:
-                raise ValueError(f"{name} must lie between 0 and {most}, got {value!r}")
+                raise UserError(f"{name} must lie between 0 and {most}, got {value!r}")
         object.__setattr__(self, "paths", self._text.paths)  # checked, and as a tuple
         object.__setattr__(self, "text_vocab_size", self._text.vocab_size)
 
@@ -206,7 +206,7 @@ class Spans(PairTask):
         """
         mask = labels != IGNORE
         if losses.shape != labels.shape or not bool(mask.any()):
-            raise ValueError(
+            raise UserError(
                 f"losses must have labels' shape {list(labels.shape)}, with at least one "
                 f"target, got {list(losses.shape)}"
             )

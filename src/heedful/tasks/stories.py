@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heedful.checks import UserError
+
 PEOPLE = ("Marta", "Pavel", "Ingrid", "Tomas", "Yusuf")
 PLACES = ("attic", "bakery", "cellar", "harbour", "library", "meadow")
 OBJECTS = ("lantern", "compass", "kettle", "violin")
@@ -199,18 +201,18 @@ def read_stories(path: str, kind: int) -> list[Story]:
     if file.is_dir():
         files = sorted(file.glob(f"qa{kind}_*test.txt")) or sorted(file.glob(f"qa{kind}_*.txt"))
         if not files:
-            raise ValueError(f"babi {path!r} holds no qa{kind}_*.txt; name a folder of bAbI files")
+            raise UserError(f"babi {path!r} holds no qa{kind}_*.txt; name a folder of bAbI files")
         file = files[0]
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"babi {str(file)!r} cannot be read ({error}); name a bAbI file") from None
+        raise UserError(f"babi {str(file)!r} cannot be read ({error}); name a bAbI file") from None
     stories: list[Story] = []
     sentences: list[str] = []
     for number, line in enumerate(lines, start=1):
         match = re.fullmatch(r"(\d+) ([^\t|]*?)\s*(?:[\t|]\s*([^\t|]*?)\s*(?:[\t|].*)?)?", line)
         if match is None:
-            raise ValueError(
+            raise UserError(
                 f"babi {str(file)!r}, line {number} is not of the form of bAbI: a number, then a "
                 "sentence, or a question with a tabulator and its answer"
             )
@@ -221,7 +223,7 @@ def read_stories(path: str, kind: int) -> list[Story]:
         else:
             stories.append(Story(tuple(sentences), match[2], match[3], ()))
     if not stories:
-        raise ValueError(f"babi {str(file)!r} holds no question; name a bAbI file")
+        raise UserError(f"babi {str(file)!r} holds no question; name a bAbI file")
     labels = tuple(sorted({x.answer for x in stories}))
     return [x._replace(labels=labels) for x in stories]
 

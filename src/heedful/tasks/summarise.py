@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.tasks.pairs import TextPairTask, check_texts
 from heedful.tasks.samples import Recipe
 from heedful.tasks.vocabulary import words
@@ -93,7 +93,7 @@ class Summarise(TextPairTask):
         super().__post_init__()
         least = -(-4 * (_HEADING + self.facts * _FACT + 1) // 3)
         if not self.paths and self.length < least:
-            raise ValueError(
+            raise UserError(
                 f"length must be at least {least} for reports of {self.facts} facts, got "
                 f"{self.length}; give fewer facts or longer reports"
             )

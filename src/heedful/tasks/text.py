@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from heedful.checks import check_choice, check_whole
+from heedful.checks import UserError, check_choice, check_whole
 from heedful.data import corpus
 from heedful.tasks.samples import IGNORE, Recipe, Samples, Task, check_aligned, check_draw
 from heedful.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
@@ -77,7 +77,7 @@ class Text(Task):
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, str) or not isinstance(self.paths, Sequence):
-            raise ValueError(
+            raise UserError(
                 f"paths must be a tuple of paths, got {self.paths!r}; write paths=({self.paths!r},)"
             )
         # Strings in a tuple keep the configuration hashable and easy to write to a record.
@@ -91,7 +91,7 @@ class Text(Task):
             size = BYTES + 1 if self.tokenizer == "byte" else 4096
             object.__setattr__(self, "vocab_size", size)
         if self.tokenizer == "byte" and self.vocab_size != BYTES + 1:
-            raise ValueError(
+            raise UserError(
                 f'vocab_size must be 257 (bytes and BOS) with tokenizer="byte", got '
                 f'{self.vocab_size!r}; leave it out, or use tokenizer="bpe"'
             )
@@ -157,7 +157,7 @@ class Text(Task):
         places = len(stream) - (self.length - 1) + 1
         if places < 1:
             texts = ", ".join(self.paths) or "the standard library's sources"
-            raise ValueError(
+            raise UserError(
                 f"{texts}: too short for sequences of length={self.length}, as the {part} part has "
                 f"{len(stream)} tokens; give more text, or sequences of at most {len(stream) + 1}"
             )
@@ -174,7 +174,7 @@ class Text(Task):
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise ValueError(
+                raise UserError(
                     f"ids must lie in 0..{self.vocab_size - 1}, got {i}; -100 marks a label "
                     "without loss: decode input_ids, or leave such positions out"
                 )
@@ -245,7 +245,7 @@ class Text(Task):
         """
         check_aligned("losses", losses, labels)
         if not losses.is_floating_point():
-            raise ValueError(
+            raise UserError(
                 f"losses must be floats in nats, got {losses.dtype}; pass token_losses(logits, "
                 "labels), not predictions"
             )

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from heedful.checks import UserError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -55,7 +57,7 @@ def words(stems: Sequence[str], endings: Sequence[str] = ()) -> "Tokenizer":
 
     names = ["<unk>", *stems, *(_JOINED + ending for ending in endings)]
     if len(set(names)) < len(names):
-        raise ValueError("stems and endings must each be there once")
+        raise UserError("stems and endings must each be there once")
     model = models.WordPiece(
         vocab={name: i for i, name in enumerate(names)},
         unk_token="<unk>",

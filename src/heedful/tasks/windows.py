@@ -5,7 +5,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.data import corpus
 
 Encode = Callable[[str], tuple[list[int], list[int]]]
@@ -90,5 +90,5 @@ def domain_windows(
         if len(result) >= count:
             break
     if not result:
-        raise ValueError(f"data {', '.join(paths)} holds no two tokens; give more text")
+        raise UserError(f"data {', '.join(paths)} holds no two tokens; give more text")
     return result[:count]

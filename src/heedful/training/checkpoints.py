@@ -8,6 +8,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.records.files import write_whole
 
 _IDENTITY = "run.json"
@@ -31,22 +32,22 @@ class Checkpoints:
     def __init__(self, folder: Path, identity: dict) -> None:
         self.folder = folder
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"folder must be a folder, got the file {folder}")
+            raise UserError(f"folder must be a folder, got the file {folder}")
         identity = json.loads(json.dumps(identity))
         path = folder / _IDENTITY
         if path.is_file():
             try:
                 before = json.loads(path.read_bytes())
             except ValueError as error:
-                raise ValueError(f"{path} is damaged ({error}); delete {folder}") from error
+                raise UserError(f"{path} is damaged ({error}); delete {folder}") from error
             if before != identity:
-                raise ValueError(
+                raise UserError(
                     f"folder={folder} holds the state of another run: "
                     f"{'; '.join(differences(before, identity))}; choose another folder, or delete "
                     "this one"
                 )
         elif any(not x.name.startswith(f".{_IDENTITY}.") for x in folder.glob("*")):
-            raise ValueError(
+            raise UserError(
                 f"folder={folder} must be empty or hold this run's state, but it has no "
                 f"{_IDENTITY}; choose another folder, or delete this one"
             )

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.hf.family.modules import layers_of
 from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
@@ -69,7 +70,7 @@ class EvictionOrderLoss:
         self._layers = ordering_layers(model)
         self._maskers = [layer for layer in self._layers if layer.hides]
         if any(layer.query is None for layer in self._maskers):
-            raise ValueError(
+            raise UserError(
                 "targets='maps' trains selectors of their own, and these are heads of the base; "
                 "take --mechanism selective:selector=extra"
             )
@@ -111,7 +112,7 @@ class EvictionOrderLoss:
         """The loss of the newest forward pass, for a cache of so many tokens per layer."""
         reports, self._reports = self._reports, []
         if not reports:
-            raise ValueError("no layer has reported: draw(labels, step), then run the model")
+            raise UserError("no layer has reported: draw(labels, step), then run the model")
         f, visible = (torch.cat([getattr(x, name) for x in reports]) for name in ("f", "visible"))
         shares = cached_shares(f, visible, tokens).chunk(len(reports))
         total = f.new_zeros(())
@@ -182,7 +183,7 @@ class EvictionOrderLoss:
         inputs: LayerInputs,
     ) -> LayerInputs:
         if self._queries is None:
-            raise ValueError("draw(labels, step) chooses the queries, before the model runs")
+            raise UserError("draw(labels, step) chooses the queries, before the model runs")
         tokens = k.shape[2]
         dense = visibility.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         if layer.hides:
@@ -270,7 +271,7 @@ def check_length(length: int, tokens: int) -> None:
     """Raise if no query of a sequence comes after a cache of so many tokens has evicted."""
     first = CHUNK * -(-(tokens + 1) // CHUNK)
     if length <= first:
-        raise ValueError(
+        raise UserError(
             f"length must be above {first} with soft_budgets from {tokens}: the imitated cache "
             f"evicts after every {CHUNK} tokens, and a sequence of {length} would teach nothing"
         )
@@ -284,14 +285,14 @@ def ordering_layers(model: nn.Module) -> list[Layer]:
     """
     layers = layers_of(model)
     if any("gate" in x.keeps and x.reports_memory for x in layers):
-        raise ValueError(
+        raise UserError(
             "targets='maps' trains gates that change no output, and these have a window, beyond "
             "which they act on logits; take --mechanism retention-gate without one, or train these "
             "with the model (--recipe adapt --train lora --memory-loss 0.1)"
         )
     layers = [x for x in layers if x.reports_memory or "gate" in x.keeps]
     if not layers:
-        raise ValueError(
+        raise UserError(
             f"targets='maps' teaches what a cache evicts by what is masked, or by gates, and no "
             f"layer of this {type(model).__name__} masks or has a gate; take --mechanism "
             "selective:selector=extra or retention-gate"

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.nn import Layer, LayerOutput
 from heedful.nn.layer import GroupingReport
 from heedful.ops import Visibility
@@ -35,12 +36,12 @@ class _Reports:
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model must be a converted model, got {type(model).__name__}")
+            raise UserError(f"model must be a converted model, got {type(model).__name__}")
         layers = [x for x in model.modules() if isinstance(x, Layer)]
         self._layers = [layer for layer in layers if self._reports_of(layer)]
         if not self._layers:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
-            raise ValueError(
+            raise UserError(
                 f"model must have layers that report {self.what}, and this {type(model).__name__} "
                 f"has none (its heedful layers: {kinds}); call {self.way_out}"
             )
@@ -64,9 +65,9 @@ class _Reports:
         reports, self._reports = self._reports, []
         if not self._hooks:
             name = type(self).__name__
-            raise ValueError(f"this {name} was removed; make a new one: {name}(model)")
+            raise UserError(f"this {name} was removed; make a new one: {name}(model)")
         if not reports:
-            raise ValueError(
+            raise UserError(
                 f"no layer has reported {self.what} since the last call: run the model, as in "
                 "model(**batch), before each call of this; in eval mode with use_cache=False"
             )
@@ -90,7 +91,7 @@ class _Reports:
 
     def _begin(self, model: nn.Module, args: tuple) -> None:
         if getattr(model, "_is_replica", False):
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} does not work under torch.nn.DataParallel, whose replicas "
                 "run at once; use DistributedDataParallel"
             )
@@ -106,7 +107,7 @@ class _Reports:
         if not self._under_way:
             return
         if self._trains and not torch.is_grad_enabled():
-            raise ValueError(
+            raise UserError(
                 f"this {self.what} would have no gradient: the layers run without grad inside a "
                 "forward pass with it, as under reentrant checkpointing; give its kwargs "
                 "{'use_reentrant': False}"
@@ -154,12 +155,12 @@ class MemoryLoss(_Reports):
 
     def __init__(self, model: nn.Module, tau: float = 1.0) -> None:
         if tau is None:
-            raise ValueError("tau must be a positive number, got None")
+            raise UserError("tau must be a positive number, got None")
         self.tau = check_tau(tau)
         super().__init__(model)
         if any(layer.tau is not None for layer in self._layers):
             self.remove()
-            raise ValueError(
+            raise UserError(
                 "model has a memory loss already, or a tau of its own: use that one, or remove() it"
             )
         for layer in self._layers:
@@ -198,7 +199,7 @@ def _term(report: _MemoryReport, tau: float) -> Float[Tensor, ""]:
     memory, keys = report.memory, report.keys
     visibility = Visibility() if report.visibility is None else report.visibility
     if memory.shape[1] != keys or not visibility.in_place:
-        raise ValueError(
+        raise UserError(
             f"memory() needs whole sequences, and the newest forward pass went on from a cache "
             f"({memory.shape[1]} new of {keys} tokens); call it right after a pass without cache"
         )

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers import TrainerCallback
 
-from heedful.checks import check_choice
+from heedful.checks import UserError, check_choice
 from heedful.records.files import write_whole
 from heedful.training.checkpoints import Checkpoints
 from heedful.training.trainer import LayerTrainer
@@ -43,7 +43,7 @@ def check_device(device: str) -> None:
     """Raise unless training can run there."""
     check_choice("device", device, ("auto", "cpu", "cuda"))
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda', but torch sees no CUDA device; use auto or cpu")
+        raise UserError("device='cuda', but torch sees no CUDA device; use auto or cpu")
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class RunCallback(TrainerCallback):
         try:
             saved = json.loads((checkpoint / _BESIDE).read_text())
         except (OSError, ValueError):
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} was saved by another version of heedful, or is damaged; delete "
                 f"{self.checkpoints.folder} to begin again"
             ) from None

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm
 
+from heedful.checks import UserError
 from heedful.data import Piece, pieces
 from heedful.records.files import write_whole, writing_to
 
@@ -116,7 +117,7 @@ def encode(
         for name, writer in (("data", train), ("held_out", others)):
             if writer.tokens < length:
                 whole = train.tokens + others.tokens if apart else writer.tokens
-                raise ValueError(
+                raise UserError(
                     f"{'data' if apart else name} has {whole} tokens, too few for sequences of "
                     f"{length}{' to train and to evaluate on' if apart else ''}; give more "
                     "text, or a shorter length"
@@ -136,7 +137,7 @@ def _read_back(folder: Path) -> list[TokenFile]:
     for name, numbers in about.items():
         file = TokenFile(folder / f"{name}.tokens", **numbers)
         if not file.path.is_file() or file.path.stat().st_size != 4 * file.tokens:
-            raise ValueError(f"{file.path} is cut short or gone; delete {folder / _ABOUT}")
+            raise UserError(f"{file.path} is cut short or gone; delete {folder / _ABOUT}")
         files.append(file)
     return files
 
@@ -182,7 +183,7 @@ def encode_documents(
             if train.tokens >= most_tokens:
                 break
         if not train.tokens:
-            raise ValueError("data has a part without a document; leave it out")
+            raise UserError("data has a part without a document; leave it out")
     about = {"train": {"tokens": train.tokens, "text_bytes": train.text_bytes, "bos": bos}}
     write_whole(folder / _ABOUT, json.dumps(about))
     return _read_back(folder)[0]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import ModelOutput
 
+from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
@@ -102,7 +103,7 @@ class LayerTrainer(TrainerSteps, Trainer):
         self._order = None
         if soft_budgets is not None:
             if memory_loss or teacher is not None:
-                raise ValueError(
+                raise UserError(
                     "soft_budgets take their loss from attention maps alone: leave out memory_loss "
                     "and teacher"
                 )

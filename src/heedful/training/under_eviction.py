@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.eviction import Eviction, LowestGate, MostHidden
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
@@ -54,7 +55,7 @@ class EvictionInTraining:
 
     def __init__(self, model: nn.Module, eviction: Eviction) -> None:
         if not isinstance(eviction, MostHidden | LowestGate):
-            raise ValueError(
+            raise UserError(
                 f"eviction must be MostHidden or LowestGate, whose order a model learns, got "
                 f"{eviction}; search budgets with heedful budget --eviction auto"
             )
@@ -67,7 +68,7 @@ class EvictionInTraining:
             if tokens is None:
                 continue
             if not _orders(layer, eviction):
-                raise ValueError(
+                raise UserError(
                     f"eviction gives {type(layer).__name__} {tokens} tokens, and it masks "
                     "none: only layers of selective attention, or with the policy LowestGate those "
                     "with retention gates, can have a budget in training"

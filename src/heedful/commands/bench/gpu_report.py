@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.commands.bench.options import Bench
 from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, work
 from heedful.records.files import write_whole
@@ -66,7 +67,7 @@ def report(file: Path, sizes: ReportSizes = FULL) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(
+        raise UserError(
             f"--gpu-report needs a GPU, and torch {torch.__version__} sees none here; on this "
             "machine heedful doctor alone says what works"
         )
@@ -78,9 +79,9 @@ def write_report(file: Path, sizes: ReportSizes) -> int:
     from heedful.records.environment import environment
 
     if file.exists():
-        raise ValueError(f"--gpu-report {file}: is there already; name a new file")
+        raise UserError(f"--gpu-report {file}: is there already; name a new file")
     if not file.parent.is_dir():
-        raise ValueError(f"--gpu-report {file}: there is no folder {file.parent}")
+        raise UserError(f"--gpu-report {file}: there is no folder {file.parent}")
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "cases.jsonl"
         command = [sys.executable, "-m", "heedful.commands.bench.gpu_report", str(lines)]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.commands.bench.cases import Leaves, call, draw, exists, obstacle
 from heedful.commands.bench.clock import milliseconds, peak_mib, spread
 from heedful.commands.bench.options import Bench, sizes
@@ -46,7 +47,7 @@ def bench(config: Bench) -> list[dict]:
     """
     cases, _ = cases_here(config)
     if not cases:
-        raise ValueError(f"impls: none of {', '.join(config.impls)} can run these cases here")
+        raise UserError(f"impls: none of {', '.join(config.impls)} can run these cases here")
     check(config, cases)
     about = environment()
     records = []
@@ -72,13 +73,13 @@ def write(records: list[dict], out: Path) -> None:
 def check_new(out: Path) -> None:
     """Raise unless records and their picture can be written without replacing anything."""
     if not out.name or out.suffix == ".svg":
-        raise ValueError(f"out must be a file for JSON lines such as bench.jsonl, got {str(out)!r}")
+        raise UserError(f"out must be a file for JSON lines such as bench.jsonl, got {str(out)!r}")
     for path in (out, out.with_suffix(".svg")):
         if path.exists():
-            raise ValueError(f"{path} is there already: choose another name for out, or delete it")
+            raise UserError(f"{path} is there already: choose another name for out, or delete it")
     above = next(path for path in out.absolute().parents if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"out={out}: {above} is no folder that can be written to; choose another")
+        raise UserError(f"out={out}: {above} is no folder that can be written to; choose another")
 
 
 def cases_here(config: Bench) -> tuple[list[Case], dict[Case, str]]:
@@ -120,7 +121,7 @@ def check(
                 try:
                     assert_matches_oracle(f"result {number}", *parts, terms=tokens)
                 except AssertionError as error:
-                    raise ValueError(
+                    raise UserError(
                         f"{mechanism} {case.impl} is wrong, not timed: {error}"
                     ) from None
 

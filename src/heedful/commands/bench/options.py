@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 
 CaseName = Literal[
     "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
@@ -54,9 +54,9 @@ class Bench:
         for name in ("batch", "heads", "dim", "rounds"):
             check_whole(name, getattr(self, name), 1)
         if self.heads % 2:
-            raise ValueError(f"heads must be even (differential pairs them), got {self.heads}")
+            raise UserError(f"heads must be even (differential pairs them), got {self.heads}")
         if not self.lengths:
-            raise ValueError("lengths must name at least one number of tokens, got none")
+            raise UserError("lengths must name at least one number of tokens, got none")
         for length in self.lengths:
             check_whole("lengths", length, 1)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.rows import Rows, read_rows
 from heedful.commands.budget.search import (
@@ -85,7 +86,7 @@ def search_by_head(options: BudgetSearch) -> SearchResult:
         for tokens in (n if isinstance(n, tuple) else (n,) * count)
     )
     if start and max(start) > options.length:
-        raise ValueError(
+        raise UserError(
             f"length must be at least the {max(start)} tokens of the largest budget, got "
             f"{options.length}: the sum of the budgets could not stay; give longer sequences"
         )
@@ -123,7 +124,7 @@ def _budgets_before(folder: Path, model: PreTrainedModel, restart: bool) -> Evic
     """The budgets that are there, or those that a search was begun with, to go on with it."""
     path = folder / NAME
     if not path.is_file():
-        raise ValueError(
+        raise UserError(
             f"by_head shares out the budgets that a folder has, and {path} is not there; search "
             "budgets of layers first (heedful budget without --by-head)"
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 from heedful.commands.options import RECALL, EvictionName, ModelDevice, ModelDtype, check_device
 
 
@@ -62,21 +62,21 @@ class BudgetSearch:
         check_literals(self)
         check_device(self.device)
         if not self.data:
-            raise ValueError("data must name at least one text file: add --data FILE")
+            raise UserError("data must name at least one text file: add --data FILE")
         if set(self.data) == {RECALL}:
-            raise ValueError("data must name a text beside recall, for facts to stand in: add one")
+            raise UserError("data must name a text beside recall, for facts to stand in: add one")
         if self.tokens is not None:
             check_whole("tokens", self.tokens, self.recent + 1, self.length)
             if self.reference is not None:
-                raise ValueError(
+                raise UserError(
                     "tokens gives the sum of the budgets and reference their limit: leave one out"
                 )
         if self.eviction == "none":
-            raise ValueError("eviction='none' keeps everything: there is nothing to search")
+            raise UserError("eviction='none' keeps everything: there is nothing to search")
         if self.eviction == "bounded":
-            raise ValueError("eviction='bounded' has no budget of tokens: there is none to search")
+            raise UserError("eviction='bounded' has no budget of tokens: there is none to search")
         if self.eviction == "triattention":
-            raise ValueError(
+            raise UserError(
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "
                 "search with another policy"
             )
@@ -89,14 +89,14 @@ class BudgetSearch:
         check_whole("recent", self.recent, 0)
         check_whole("trials", self.trials, 0)
         if not 0 <= self.loss < float("inf"):
-            raise ValueError(f"loss must be a percentage of at least 0, got {self.loss}")
+            raise UserError(f"loss must be a percentage of at least 0, got {self.loss}")
 
     def _check_by_head(self) -> None:
         """Raise where an option asks for other budgets than those that the folder has."""
         names = ("tokens", "reference", "eviction", "sinks", "recent", "loss")
         defaults = {field.name: field.default for field in fields(self)}
         if others := [name for name in names if getattr(self, name) != defaults[name]]:
-            raise ValueError(
+            raise UserError(
                 f"by_head shares out what the folder's budgets.json has, its policy and its "
                 f"protected tokens included: leave {' and '.join(others)} out"
             )

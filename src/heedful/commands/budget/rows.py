@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.options import RECALL
 from heedful.commands.train.mixture import fact_documents
 from heedful.data import corpus
@@ -51,7 +52,7 @@ def read_rows(data: tuple[str, ...], tokenizer, length: int, rows: int) -> Rows:
         if len(ids) >= needed:
             break
     if len(ids) < needed:
-        raise ValueError(
+        raise UserError(
             f"data has {len(ids)} tokens, and {rows} sequences of {length} are requested; give "
             "more text, or fewer or shorter sequences"
         )

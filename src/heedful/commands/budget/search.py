@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.rows import Rows, perplexity, read_rows
 from heedful.commands.budget.shrink import (
@@ -108,7 +109,7 @@ def search(options: BudgetSearch) -> SearchResult:
     """
     folder, begun = Path(options.adapter or options.model), time.perf_counter()
     if not folder.is_dir():
-        raise ValueError(
+        raise UserError(
             f"model must be a folder, as budgets.json is written into it, got {options.model!r}; "
             f"heedful convert {options.model} OUT --mechanism standard makes one"
         )
@@ -120,7 +121,7 @@ def search(options: BudgetSearch) -> SearchResult:
         budgets=False,
     )
     if model.config.is_encoder_decoder:
-        raise ValueError(
+        raise UserError(
             f"model {options.model!r} has an encoder, and budgets are searched for decoders alone; "
             "give heedful generate a number of tokens with --budget"
         )
@@ -130,7 +131,7 @@ def search(options: BudgetSearch) -> SearchResult:
     policy, start = _start(options, model)
     least = least_budget(policy, model)
     if options.tokens is not None and options.tokens < least:
-        raise ValueError(
+        raise UserError(
             f"tokens must be at least the {least} that every budget holds, got "
             f"{options.tokens}; give more, or protect fewer with --sinks and --recent"
         )
@@ -146,7 +147,7 @@ def search(options: BudgetSearch) -> SearchResult:
             exact = rough if options.tokens else Measure(model, rows, policy, log, bar)
             whole, limit = exact(start), None
             if not math.isfinite(whole):
-                raise ValueError(f"model {options.model!r} has a perplexity of {whole} on the data")
+                raise UserError(f"model {options.model!r} has a perplexity of {whole} on the data")
             if options.tokens is not None:
                 budgets, ended = _spread(start, least, options.tokens, rough, most)
             else:
@@ -310,16 +311,16 @@ class SearchLog:
                 else:
                     self.others[line["name"]] = float(line["perplexity"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} is damaged ({error!r}); add --restart to search from the beginning"
             ) from None
         if first.get("format") == 1:
-            raise ValueError(
+            raise UserError(
                 f"{path} was written by an older version, which did not note the adapter and the "
                 "weights that its trials belong to; add --restart to search from the beginning"
             )
         if first != identity:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds another search: {'; '.join(differences(first, identity))}; give the "
                 "same options to go on there, or --restart to search from the beginning"
             )
@@ -377,7 +378,7 @@ def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Bud
         raise reasons[0]
     least = least_budget(policy, model)
     if all(tokens is None or tokens <= least for tokens in start):
-        raise ValueError(
+        raise UserError(
             f"length must be more than the {least} tokens that every budget holds, got "
             f"{options.length}; give longer sequences, or protect fewer tokens"
         )
@@ -440,7 +441,7 @@ def check_rows_fit(options: BudgetSearch, model: PreTrainedModel, name: str) -> 
     """Raise unless the model has positions for the sequences."""
     most = longest(model)
     if most is not None and options.length > most:
-        raise ValueError(
+        raise UserError(
             f"length must be at most the {most} tokens that {name} has positions for, got "
             f"{options.length}"
         )
@@ -453,7 +454,7 @@ def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
     check_rows_fit(options, model, options.reference)
     theirs = read_rows(options.data, tokenizer, options.length, options.rows)
     if not torch.equal(theirs.ids, rows.ids):
-        raise ValueError(
+        raise UserError(
             f"reference {options.reference!r} splits the data into other tokens than "
             f"{options.model!r}, so that perplexities per token do not compare; take a reference "
             "with the same tokenizer, or --loss"
@@ -463,7 +464,7 @@ def _reference(options: BudgetSearch, rows: Rows) -> PreTrainedModel:
 
 def _check_reference(name: str, whole: float, limit: float) -> None:
     if whole > limit * (1 + 1e-6):
-        raise ValueError(
+        raise UserError(
             f"reference {name!r} has a perplexity of {limit:.4f}, and the model with its whole "
             f"cache has {whole:.4f}: no budget can reach that; give --loss in place of --reference"
         )

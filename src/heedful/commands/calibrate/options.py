@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 from heedful.commands.options import ModelDevice, ModelDtype, check_device
 
 
@@ -39,6 +39,6 @@ class CalibrationRun:
         check_literals(self)
         check_device(self.device)
         if not self.out:
-            raise ValueError("out must be a file, got an empty text; leave it out for the default")
+            raise UserError("out must be a file, got an empty text; leave it out for the default")
         check_whole("length", self.length, 1)
         check_whole("rows", self.rows, 1)

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+from heedful.checks import UserError
 from heedful.commands.budget.rows import read_rows
 from heedful.commands.calibrate.options import CalibrationRun
 from heedful.commands.models import longest, open_model, open_tokenizer
@@ -18,7 +19,7 @@ def calibrate_model(options: CalibrationRun) -> str:
         ValueError: an option cannot be read, or the model cannot be calibrated.
     """
     if Path(options.out).is_dir():
-        raise ValueError(f"out must be a file, got the folder {options.out!r}; name a file in it")
+        raise UserError(f"out must be a file, got the folder {options.out!r}; name a file in it")
     model = open_model(
         options.model,
         options.device,
@@ -29,7 +30,7 @@ def calibrate_model(options: CalibrationRun) -> str:
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     most = longest(model)
     if most is not None and options.length > most:
-        raise ValueError(
+        raise UserError(
             f"length must be at most the {most} positions of the model, got {options.length}"
         )
     ids = read_rows(options.data, tokenizer, options.length, options.rows).ids

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from heedful.checks import UserError
 from heedful.commands.compare.findings import BASELINE, number
 from heedful.records import METRICS, SHARES, Record
 
@@ -103,7 +104,7 @@ def array(name: str, value: ArrayLike, *shape: int | None) -> np.ndarray:
     )
     if not fits:
         want = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} must have the shape [{want}], got {list(values.shape)}")
+        raise UserError(f"{name} must have the shape [{want}], got {list(values.shape)}")
     return values
 
 
@@ -310,7 +311,7 @@ def attention_map(exhibit: MapExhibit) -> "Figure":
     weight[np.triu(weight == 0, k=1)] = np.nan  # the future shows grey, apart from small weights
     rows = list(range(count)) if exhibit.rows is None else list(exhibit.rows)
     if not rows or any(not 0 <= row < count for row in rows):
-        raise ValueError(f"rows must be positions from 0 to {count - 1}, got {exhibit.rows!r}")
+        raise UserError(f"rows must be positions from 0 to {count - 1}, got {exhibit.rows!r}")
     values = weight[rows]
     top = float(np.nanmax(np.abs(values))) if np.isfinite(values).any() else 1.0
     signed = bool((values < 0).any())

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
+from heedful.checks import UserError
 from heedful.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
 from heedful.records.tables import format_table
 
@@ -67,7 +68,7 @@ def summarise(records: Iterable[Record]) -> list[Row]:
     for task, mechanisms in groups.items():
         metrics = sorted({record.metric for runs in mechanisms.values() for record in runs})
         if len(metrics) > 1:
-            raise ValueError(
+            raise UserError(
                 f"records of one task must have one metric, got {' and '.join(metrics)} for "
                 f"{task!r}; report them in separate folders"
             )
@@ -81,7 +82,7 @@ def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
     runs = sorted(runs, key=lambda record: record.seed)
     seeds = tuple(record.seed for record in runs)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(
+        raise UserError(
             f"records must hold each seed of a mechanism on a task once, got seeds {list(seeds)} "
             f"for {mechanism!r} on {task!r}; keep one of each or report them in separate folders"
         )

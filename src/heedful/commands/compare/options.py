@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 from heedful.commands.options import Device, check_memory_loss
 
 TaskName = Literal[
@@ -88,7 +88,7 @@ class Comparison:
     def __post_init__(self) -> None:
         check_literals(self)
         if self.tasks and self.tour != "short":
-            raise ValueError(
+            raise UserError(
                 f"tour={self.tour!r} chooses the tasks, and tasks names {', '.join(self.tasks)}: "
                 "leave one of both out"
             )
@@ -99,31 +99,31 @@ class Comparison:
         for share in self.budgets:
             number = isinstance(share, int | float) and not isinstance(share, bool)
             if not number or not 0 < share < math.inf:
-                raise ValueError(
+                raise UserError(
                     "budgets must be shares of a sequence such as 0.25, or numbers of tokens "
                     f"above 1, got {share!r}"
                 )
             if share > 1 and (share != int(share) or share < LEAST_TOKENS):
-                raise ValueError(
+                raise UserError(
                     f"budgets above 1 are whole numbers of tokens, at least {LEAST_TOKENS} (the "
                     f"first 4, the newest 8 and the next one), got {share!r}"
                 )
         if self.budgets and not {"text", "recall"} & tasks.keys():
-            raise ValueError("budgets are for the tasks text and recall: add one to the tasks")
+            raise UserError("budgets are for the tasks text and recall: add one to the tasks")
         paired = [task for task in PAIR_TASKS if task in tasks]
         reading = [task for task in TEXT_TASKS if task in tasks] + paired
         if self.tokenizer != "byte" and not (reading if self.data else reading != paired):
-            raise ValueError(
+            raise UserError(
                 "tokenizer is for the tasks text and spans, and for translate and summarise with "
                 "data: add one to the tasks"
             )
         if self.data and not reading:
-            raise ValueError(
+            raise UserError(
                 f"data is read by the tasks {', '.join(TEXT_TASKS + PAIR_TASKS)}: add one to the "
                 "tasks"
             )
         if self.data and paired and reading != paired:
-            raise ValueError(
+            raise UserError(
                 f"data are texts for {' and '.join(TEXT_TASKS)}, and pairs for "
                 f"{' and '.join(PAIR_TASKS)}: compare {', '.join(reading)} in two calls"
             )

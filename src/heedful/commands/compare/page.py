@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from heedful.checks import UserError
 from heedful.commands.compare import figures
 from heedful.commands.compare import small_cache_tables as budgets
 from heedful.commands.compare.figures import (
@@ -76,11 +77,11 @@ def write_report(
     """
     records = list(records)
     if not records:
-        raise ValueError("records must hold at least one finished run, got none; train first")
+        raise UserError("records must hold at least one finished run, got none; train first")
     exhibits = list(exhibits)
     for exhibit in exhibits:
         if not isinstance(exhibit, _ORDER):
-            raise ValueError(
+            raise UserError(
                 f"exhibits must hold {', '.join(kind.__name__ for kind in _ORDER)}, got "
                 f"{type(exhibit).__name__}"
             )
@@ -273,7 +274,7 @@ def _panel(exhibit: KernelExhibit | MapExhibit | MixExhibit, everything: list[Ex
         return picture(figures.svg(figures.attention_map(exhibit)), text)
     side = {"pre": "before", "post": "after"}.get(exhibit.kind)
     if side is None:
-        raise ValueError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
+        raise UserError(f"kind must be 'pre' or 'post', got {exhibit.kind!r}")
     if isinstance(exhibit, MixExhibit):
         text = f"{where}: head mixing {side} the softmax."
         return picture(figures.svg(figures.mixing(exhibit)), text)

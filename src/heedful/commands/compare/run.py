@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from heedful.checks import UserError
 from heedful.commands.compare.one_model import Diverged, train
 from heedful.commands.compare.options import Comparison
 from heedful.commands.compare.scoring import write
@@ -217,7 +218,7 @@ def _read_runs(results: Path) -> list[Record]:
     for number, record in numbered:
         key = record.task, record.mechanism, record.seed
         if key in lines:
-            raise ValueError(
+            raise UserError(
                 f"{results}, lines {lines[key]} and {number}: both hold {record.mechanism} on "
                 f"{record.task} with seed {record.seed}, which is one run; delete one of the lines"
             )
@@ -387,7 +388,7 @@ def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
             is_known = setup is not None and record.mechanism in setup.mechanisms
             own = _run_config(setup, record.mechanism) if is_known else None
             if record.config != json.loads(json.dumps(own)):
-                raise ValueError(
+                raise UserError(
                     f"{out} holds results of another comparison and no config.json; choose another "
                     "folder with --out"
                 )
@@ -397,7 +398,7 @@ def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
         if differing := differences({**before, "seeds": 0}, {**config, "seeds": 0}):
             more = len(differing) - 6
             listed = "; ".join(differing[:6]) + f"; and {more} more" * (more > 0)
-            raise ValueError(
+            raise UserError(
                 f"{out} holds another comparison: {listed}. Ask for the same, choose another "
                 "folder with --out, or delete this one"
             )
@@ -418,10 +419,10 @@ def _read_comparison(path: Path) -> dict:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged ({error}); choose another folder with --out or, if a comparison "
             "made this one, delete that file: the same command then goes on with its finished runs"
         ) from error
     if not isinstance(config, dict) or not isinstance(config.get("seeds"), int):
-        raise ValueError(f"{path} is not that of a comparison; choose another folder with --out")
+        raise UserError(f"{path} is not that of a comparison; choose another folder with --out")
     return config

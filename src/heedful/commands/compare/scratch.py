@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from heedful.checks import check_whole
+from heedful.checks import UserError, check_whole
 from heedful.hf import load, revert
 from heedful.hf.convert import replace_attention
 from heedful.nn import LocalGlobal, Mechanism, Simplicial, to_json
@@ -43,7 +43,7 @@ class Size:
         if self.intermediate is not None:
             check_whole("intermediate", self.intermediate, 1)
         if self.hidden % self.heads or self.hidden // self.heads % 2:
-            raise ValueError(
+            raise UserError(
                 f"hidden must be an even multiple of heads (rotary embedding), got hidden="
                 f"{self.hidden} with heads={self.heads}"
             )
@@ -78,7 +78,7 @@ class Hyperparameters:
         for name in ("learning_rate", "mechanism_rate"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
+                raise UserError(f"{name} must be a positive number, got {value!r}")
 
 
 Attention = Mechanism | dict[Mechanism, tuple[int, ...]]

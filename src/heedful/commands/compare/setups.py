@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
+from heedful.checks import UserError
 from heedful.commands.compare.options import WITH_MEMORY_LOSS, Comparison
 from heedful.commands.compare.scratch import (
     Attention,
@@ -93,7 +94,7 @@ def chosen_setups(comparison: Comparison) -> dict[str, Setup]:
         _check_evictable(result)
     names = [name for setup in result.values() for name in setup.mechanisms]
     if comparison.memory_loss and not any(name.endswith(WITH_MEMORY_LOSS) for name in names):
-        raise ValueError(
+        raise UserError(
             f"memory_loss={comparison.memory_loss} needs a mechanism that reports memory, and "
             f"{', '.join(dict.fromkeys(names))} do not: add selective to the mechanisms"
         )
@@ -107,7 +108,7 @@ def _check_evictable(overridden: dict[str, Setup]) -> None:
     left_out = [name for name, setup in names.items() if not setup.evictable(name)]
     listed = ", ".join(left_out)
     if len(left_out) == len(names):
-        raise ValueError(
+        raise UserError(
             f"budgets need a mechanism whose cache can evict tokens, and {listed} cannot (a "
             "convolution over keys, or summaries): add standard or selective to the mechanisms"
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_literals
+from heedful.checks import UserError, check_literals
 from heedful.commands.options import ModelDtype, RoleName
 
 
@@ -34,6 +34,6 @@ class FolderConversion:
     def __post_init__(self) -> None:
         check_literals(self)
         if self.revert and self.mechanism:
-            raise ValueError("give either --mechanism, or --revert to take it out")
+            raise UserError("give either --mechanism, or --revert to take it out")
         if self.where and self.revert:
-            raise ValueError("where is for --mechanism: --revert takes everything out")
+            raise UserError("where is for --mechanism: --revert takes everything out")

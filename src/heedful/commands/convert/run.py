@@ -5,6 +5,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.models import dtype_option, is_converted, mechanisms_named, opening
 from heedful.hf import conversion_of, convert, load, revert
@@ -35,9 +36,9 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
     source = Path(options.source)
     converted, adapter = is_converted(source), is_adapter(source)
     if not (options.mechanism or options.revert or adapter):
-        raise ValueError("give either --mechanism, or --revert to take it out")
+        raise UserError("give either --mechanism, or --revert to take it out")
     if adapter and (options.mechanism or options.revert):
-        raise ValueError(
+        raise UserError(
             f"source {options.source!r} is an adapter, which is written with its base: leave "
             "--mechanism and --revert out"
         )
@@ -45,7 +46,7 @@ def _rewritten(options: FolderConversion) -> tuple[str, PreTrainedModel]:
         state, way = "is no converted model", "there is nothing to take out"
         if converted:
             state, way = "is converted already", "take its mechanism out first, with --revert"
-        raise ValueError(f"source {options.source!r} {state}; {way}")
+        raise UserError(f"source {options.source!r} {state}; {way}")
     mechanisms = mechanisms_named(options.mechanism)
     with opening("source", options.source):
         if converted or adapter:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.evaluate.items import Texts, reply_room
 from heedful.commands.evaluate.numbers import SHARES
 from heedful.commands.evaluate.on_disk import ON_DISK, task_files
@@ -55,7 +56,7 @@ def harness_names(options: Evaluation) -> list[str]:
         if name not in tasks:
             near = get_close_matches(name, tasks, n=3)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ValueError(
+            raise UserError(
                 f"tasks: lm-evaluation-harness has no task {name!r}{hint} (`lm_eval ls tasks` "
                 "lists them; --lm-eval-tasks names a folder with more)"
             )
@@ -74,7 +75,7 @@ def _manager(folders: tuple[str, ...], names: tuple[str, ...]):
     folders = tuple(task_files() if x == ON_DISK else x for x in folders)
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ValueError(f"lm_eval_tasks names {folder!r}, which is no folder")
+            raise UserError(f"lm_eval_tasks names {folder!r}, which is no folder")
     if folders:
         own = TaskManager(include_path=list(folders), include_defaults=False)
         if set(names) <= set(own.all_tasks):
@@ -98,7 +99,7 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = "")
     from lm_eval.models.huggingface import HFLM
 
     if isinstance(tokenizer, ByteTokenizer):
-        raise ValueError(
+        raise UserError(
             "lm-evaluation-harness needs a tokenizer of transformers, and 'bytes' is none; save "
             "one with the model"
         )
@@ -112,7 +113,7 @@ def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = "")
 
         def generate_until(self, requests, *args, **options):
             if cache:
-                raise ValueError(
+                raise UserError(
                     "tasks of lm-evaluation-harness that generate text run with the whole cache "
                     f"alone, not with {cache!r}; leave --budget and --cache-dtype out, or take "
                     "needles"
@@ -132,7 +133,7 @@ def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
     if tokens + room > most:
         more = f" and {room} to write" if room else ""
         begin = " ".join((context or "").split())[:60]
-        raise ValueError(
+        raise UserError(
             f"a request of lm-evaluation-harness has {tokens} tokens{more}, and the model has "
             f"positions for {most} ({begin!r}...); it would be cut on the left, so leave the task "
             "out, or take fewer examples or a model with more"

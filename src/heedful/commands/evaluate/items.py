@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from heedful.checks import UserError
 from heedful.commands.compare.setups import setups
 from heedful.commands.evaluate.answers import Likelihood
 from heedful.commands.evaluate.options import READ, ROWS, WRITTEN, Evaluation
@@ -222,7 +223,7 @@ def encoded(tokenizer, text: str) -> tuple[list[int], list[int]]:
         ids = tokenizer.encode(text)
         return ids, list(range(1, len(ids) + 1))
     if not tokenizer.is_fast:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {type(tokenizer).__name__} does not say where its tokens stand in the "
             "text, which bits per byte need; take a fast one, or leave perplexity out"
         )
@@ -261,7 +262,7 @@ def by_position(nats: Sequence[float]) -> dict[str, list[float]]:
 
 def _rows(options: Evaluation, name: str, task: Task, vocabulary: int, model: str) -> list[Item]:
     if task.vocab_size != vocabulary:
-        raise ValueError(
+        raise UserError(
             f"task {name!r} has {task.vocab_size} tokens and model {model!r} has {vocabulary}; it "
             f"is for models that `heedful compare --tasks {name}` trained"
         )
@@ -292,7 +293,7 @@ def check_fits(requests: Sequence[Item], most: int | None, model: str) -> None:
         return
     hint = f"give a smaller {way_out[longest.task]}" if longest.task in way_out else "leave it out"
     reply = f" and up to {longest.room} written" if longest.room else ""
-    raise ValueError(
+    raise UserError(
         f"model {model!r} has positions for {most} tokens, and {longest.task} asks for "
         f"{len(longest.ids)}{reply} ({longest.key}); {hint}, nothing is cut off"
     )
@@ -310,5 +311,5 @@ def finite(values: dict[str, float]) -> dict[str, float]:
     """
     for name, value in values.items():
         if not math.isfinite(value):
-            raise ValueError(f"the model gives {name} = {value}; its weights or its dtype are off")
+            raise UserError(f"the model gives {name} = {value}; its weights or its dtype are off")
     return values

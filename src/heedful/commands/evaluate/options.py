@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_choice, check_literals, check_whole
+from heedful.checks import UserError, check_choice, check_literals, check_whole
 from heedful.commands.options import (
     CacheDtype,
     EvictionName,
@@ -106,16 +106,16 @@ class Evaluation:
         check_literals(self)
         check_device(self.device)
         if not self.models:
-            raise ValueError("models must name at least one model")
+            raise UserError("models must name at least one model")
         if not self.tasks:
-            raise ValueError("tasks must name at least one task")
+            raise UserError("tasks must name at least one task")
         _check_different("models", self.models)
         _check_different("tasks", self.tasks)
         for name in self.tasks:
             if not name.startswith(LM_EVAL):
                 check_choice("tasks", name, (*WRITTEN, *READ, *ROWS, f"{LM_EVAL}NAME"))
             if name in (LM_EVAL, f"{LM_EVAL}NAME"):
-                raise ValueError(f"tasks: {name!r} names no task; write lm-eval:hellaswag,arc_easy")
+                raise UserError(f"tasks: {name!r} names no task; write lm-eval:hellaswag,arc_easy")
         for name in ("samples", "queries", "batch"):
             check_whole(name, getattr(self, name), 1)
         check_whole("seed", self.seed, 0)
@@ -124,30 +124,30 @@ class Evaluation:
             check_whole("stride", self.stride, 1, self.length - 1)
         for name, least in (("lengths", 0), ("needles", 1), ("kinds", 1)):
             if not getattr(self, name):
-                raise ValueError(f"{name} must hold at least one number")
+                raise UserError(f"{name} must hold at least one number")
             _check_different(name, getattr(self, name))
             for value in getattr(self, name):
                 check_whole(name, value, least, 5 if name == "kinds" else None)
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths must lie between 0 and 1, got {self.depths}")
+            raise UserError(f"depths must lie between 0 and 1, got {self.depths}")
         _check_different("depths", self.depths)
         if "needles" in self.tasks and not any(self.lengths):
-            raise ValueError("lengths must hold one above 0 for needles; add 1024")
+            raise UserError("lengths must hold one above 0 for needles; add 1024")
         _check_different("budget", self.budget)
         for word in self.budget:
             bounded, number = self.eviction == "bounded", word.isdecimal() and int(word) > 0
             if word != OWN and not (is_share(word) if bounded else number):
                 what = "numbers between 0 and 1" if bounded else "numbers of tokens"
-                raise ValueError(f"budget must be {what}, or {OWN!r}, got {word!r}")
+                raise UserError(f"budget must be {what}, or {OWN!r}, got {word!r}")
         if self.eviction == "none":
-            raise ValueError("eviction='none' keeps everything: leave --budget out")
+            raise UserError("eviction='none' keeps everything: leave --budget out")
         check_calibration(self.eviction, self.calibration)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
-            raise ValueError(f"eviction={self.eviction!r} needs a budget: add --budget N")
+            raise UserError(f"eviction={self.eviction!r} needs a budget: add --budget N")
         if self.export_lm_eval is not None:
             own = [x for x in self.tasks if x in (*WRITTEN, "lambada", "lambada-detokenised")]
             if own != list(self.tasks):
-                raise ValueError(
+                raise UserError(
                     "export_lm_eval writes needles, babilong, lambada and lambada-detokenised, got "
                     f"{', '.join(self.tasks)}; name some of these with --tasks"
                 )
@@ -155,4 +155,4 @@ class Evaluation:
 
 def _check_different(name: str, values: tuple) -> None:
     if len(set(values)) < len(values):
-        raise ValueError(f"{name} must be different, got {', '.join(map(str, values))}")
+        raise UserError(f"{name} must be different, got {', '.join(map(str, values))}")

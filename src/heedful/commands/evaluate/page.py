@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from heedful.checks import UserError
 from heedful.commands.compare import figures
 from heedful.commands.evaluate.numbers import (
     RULE,
@@ -47,7 +48,7 @@ def write_evaluation(
         ValueError: there is neither a sample nor anything of the harness.
     """
     if not samples and not harness:
-        raise ValueError("samples must hold at least one answer, got none; evaluate a model first")
+        raise UserError("samples must hold at least one answer, got none; evaluate a model first")
     lines = summed_up(samples, about.get("config", {}).get("seed", 0))
     note = f"<p class='note'>{html.escape(RULE)}</p>"
     sections = [

@@ -11,6 +11,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.evaluate.answers import Answers, LanguageModel
 from heedful.commands.evaluate.harness import (
     HarnessResult,
@@ -178,12 +179,12 @@ def prepare(options: Evaluation) -> list[EvaluationPlan]:
     for name in options.models:
         config, _ = configuration_of(name)
         if not _is_causal(config):
-            raise ValueError(
+            raise UserError(
                 f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
                 "causal language model; only those can be evaluated"
             )
         if OWN in options.budget and not (Path(options.adapter or name) / NAME).is_file():
-            raise ValueError(
+            raise UserError(
                 f"budget 'own': no {NAME} stands beside {name!r}; search one with `heedful budget "
                 f"{name} --data FILE`, or give a number"
             )
@@ -234,7 +235,7 @@ def _caches(
         try:
             new_cache(model, policy, dtype=dtype)
         except ValueError as error:
-            raise ValueError(f"model {plan.name!r}: {error}") from None
+            raise UserError(f"model {plan.name!r}: {error}") from None
     caches = {WHOLE: LanguageModel(model, plan.tokenizer)}
     for name, policy in policies.items():
         caches[name] = LanguageModel(model, plan.tokenizer, policy, dtype=dtype)
@@ -265,13 +266,13 @@ def ask(
         if (sample := by_item[_name(item)]) is None:
             continue
         if sample.identity != identity:
-            raise ValueError(
+            raise UserError(
                 f"{store.path} holds answers of {plan.name!r} {cache or 'with its whole cache'} "
                 "with other weights, another adapter, other budgets or another dtype; choose "
                 "another --out, or add --restart"
             )
         if sample.digest != item.digest:
-            raise ValueError(
+            raise UserError(
                 f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
                 f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
                 "another --out, or add --restart"
@@ -338,19 +339,19 @@ class AnswerStore:
             try:
                 self.about |= json.loads(self.about_path.read_bytes())
                 if self.about["format"] not in (1, _FORMAT):
-                    raise ValueError(f"its format is {self.about['format']}, not {_FORMAT}")
+                    raise UserError(f"its format is {self.about['format']}, not {_FORMAT}")
                 if not all(isinstance(self.about[x], dict) for x in ("models", "lm_eval")):
-                    raise ValueError("it lists no models")
+                    raise UserError("it lists no models")
             except (ValueError, TypeError) as error:
-                raise ValueError(
+                raise UserError(
                     f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
                     "is read again, or add --restart to begin anew"
                 ) from None
             if self.about["format"] == 1:
-                raise ValueError(f"{self.about_path} {_OLDER}")
+                raise UserError(f"{self.about_path} {_OLDER}")
         samples = read_samples(self.path)
         if not all(sample.identity for sample in samples):
-            raise ValueError(f"{self.path} {_OLDER}")
+            raise UserError(f"{self.path} {_OLDER}")
         self._samples = {(x.model, x.cache, x.task, x.key): x for x in samples}
         self.about["config"] = json.loads(json.dumps(vars(options)))
         self.about["environment"] = environment()
@@ -373,7 +374,7 @@ class AnswerStore:
         changed = [name for name in about if name in before and before[name] != about[name]]
         if changed:
             verb = "differs" if len(changed) == 1 else "differ"
-            raise ValueError(
+            raise UserError(
                 f"{self.about_path} knows another model by the name {plan.name!r} "
                 f"({', '.join(changed)} {verb}); choose another --out, or add --restart"
             )
@@ -381,7 +382,7 @@ class AnswerStore:
         noted = before.get("caches", {})
         for name in noted.keys() & own.keys():
             if noted[name] != own[name]:
-                raise ValueError(
+                raise UserError(
                     f"{self.about_path} has answers of {plan.name!r} with another cache by the "
                     f"name {name!r}: {'; '.join(differences(noted[name], own[name]))}; choose "
                     "another --out, or add --restart"

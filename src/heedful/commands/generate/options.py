@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 from heedful.commands.options import (
     CacheDtype,
     EvictionName,
@@ -68,11 +68,11 @@ class Generation:
         check_literals(self)
         check_device(self.device)
         if (self.prompt is None) == (self.file is None):
-            raise ValueError("prompt must be given, or a file with it, and not both")
+            raise UserError("prompt must be given, or a file with it, and not both")
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("seed", self.seed, 0)
         if self.chunk is not None:
             check_whole("chunk", self.chunk, 1)
         if not self.temperature >= 0 or self.temperature == float("inf"):
-            raise ValueError(f"temperature must be 0 or a number above it, got {self.temperature}")
+            raise UserError(f"temperature must be 0 or a number above it, got {self.temperature}")
         check_eviction(self.eviction, self.budget, self.calibration)

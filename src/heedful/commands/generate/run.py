@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
+from heedful.checks import UserError
 from heedful.commands.generate.options import Generation
 from heedful.commands.models import longest, open_model, open_tokenizer, read_text
 from heedful.commands.policies import cache_dtype_of, policy_of, reads_budgets
@@ -84,7 +85,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
     cache = new_cache(model, policy_of(options, model), dtype=dtype)
     if options.beside_whole:
         if not _policies(cache) and dtype is None:
-            raise ValueError(
+            raise UserError(
                 "beside_whole needs a smaller cache to compare; give a --budget or a --cache-dtype"
             )
         yield _generate(options, model, tokenizer, ids, new_cache(model, eviction=False), write)
@@ -148,14 +149,14 @@ def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool
             ("max_new_tokens asks for", options.max_new_tokens),
         ):
             if tokens > most:
-                raise ValueError(
+                raise UserError(
                     f"{what} {tokens} tokens, and the model has {most} positions; give fewer"
                 )
         return
     if most is None or prompt + options.max_new_tokens <= most:
         return
     way_out = "shorten it" if prompt >= most else f"give --max-new-tokens {most - prompt} at most"
-    raise ValueError(
+    raise UserError(
         f"prompt has {prompt} tokens, and with {options.max_new_tokens} new ones that is more than "
         f"the {most} that the model has positions for; {way_out}"
     )
@@ -170,7 +171,7 @@ def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
         return encoding["input_ids"]
     ids = tokenizer.encode(text)
     if not ids:
-        raise ValueError("prompt has no tokens; give at least one word")
+        raise UserError("prompt has no tokens; give at least one word")
     return torch.tensor([ids])
 
 

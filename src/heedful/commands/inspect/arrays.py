@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
 from heedful.hf.look import LayerLook
 
@@ -72,7 +73,7 @@ def page_data(
     layers = []
     for index, look in looks:
         if look.weights.shape[-1] != len(tokens):
-            raise ValueError(
+            raise UserError(
                 f"tokens must be those of the maps, got {len(tokens)} for maps of "
                 f"{look.weights.shape[-1]}"
             )
@@ -238,7 +239,7 @@ def _most_keys(arrays: dict[str, np.ndarray]) -> int:
     per_key = sum(arrays[name][..., 0].nbytes for name in cut)
     keys = min(most, (MOST_BYTES - fixed) // max(per_key, 1))
     if keys < min(most, LEAST_KEYS):
-        raise ValueError(
+        raise UserError(
             f"text and heads are too many for one page: {LEAST_KEYS} keys of every row would be "
             f"{(fixed + LEAST_KEYS * per_key) / 2**20:,.0f} MiB, and {MOST_BYTES / 2**20:.0f} are "
             "the most; take fewer --tokens, or only some --layers"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from heedful.checks import check_literals, check_whole
+from heedful.checks import UserError, check_literals, check_whole
 from heedful.commands.options import (
     EvictionName,
     ModelDevice,
@@ -64,14 +64,14 @@ class Inspection:
         check_literals(self)
         check_device(self.device)
         if (self.text is None) == (self.file is None):
-            raise ValueError("text must be given, or a file with it, and not both")
+            raise UserError("text must be given, or a file with it, and not both")
         if self.text is not None and os.path.isfile(self.text):
-            raise ValueError(
+            raise UserError(
                 f"text must be what is looked at, got the name of a file, {self.text!r}; give it "
                 "as --file to look at what is in it"
             )
         if not self.out:
-            raise ValueError("out must be a file, got an empty text; leave it out for inspect.html")
+            raise UserError("out must be a file, got an empty text; leave it out for inspect.html")
         if self.tokens is not None:
             check_whole("tokens", self.tokens, 1, MOST_TOKENS)
         for index in self.layers:

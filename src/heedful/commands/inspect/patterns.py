@@ -7,6 +7,8 @@ paper names them without a measure, so that the rules here are ours. Energy is t
 import numpy as np
 from numpy.typing import ArrayLike
 
+from heedful.checks import UserError
+
 _REST = 0.05  # share of the energy off the identity's entries below which there is nothing else
 _MOST = 0.5  # share of what is not the identity that a pattern holds
 _SUM = 0.2  # of an edge: |sum| over the sum of absolute values
@@ -34,7 +36,7 @@ def kernel_pattern(kernel: ArrayLike, two_sided: bool = False) -> str:
     """
     k = np.asarray(kernel, dtype=np.float64)
     if k.ndim != 2 or 0 in k.shape or not np.isfinite(k).all():
-        raise ValueError(f"kernel must be finite numbers [c_q, c_k], got shape {k.shape}")
+        raise UserError(f"kernel must be finite numbers [c_q, c_k], got shape {k.shape}")
     row, column = (len(k) // 2 if two_sided else len(k) - 1), k.shape[1] // 2
     energy = k**2
     whole, rest = energy.sum(), energy.sum() - energy[row, column]
@@ -73,7 +75,7 @@ def mixing_pattern(mix: ArrayLike) -> str:
     """
     m = np.asarray(mix, dtype=np.float64)
     if m.ndim != 2 or len(m) == 0 or m.shape[0] != m.shape[1] or not np.isfinite(m).all():
-        raise ValueError(f"mix must be finite numbers [g, g], got shape {m.shape}")
+        raise UserError(f"mix must be finite numbers [g, g], got shape {m.shape}")
     own = np.diag(m)
     off = m - np.diag(own)
     if (own > 0).all() and (off**2).sum() < _REST * (m**2).sum():

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.commands.inspect.options import MOST_TOKENS, Inspection
 from heedful.commands.models import longest, open_model, open_tokenizer, read_text
 from heedful.commands.policies import policy_of, reads_budgets
@@ -52,7 +53,7 @@ def inside(options: Inspection) -> InspectionResult:
     """
     text = options.text if options.file is None else read_text(Path(options.file))
     if not text:
-        raise ValueError("text must have at least one character, got an empty one")
+        raise UserError("text must have at least one character, got an empty one")
     model = open_model(
         options.model,
         options.device,
@@ -61,7 +62,7 @@ def inside(options: Inspection) -> InspectionResult:
         budgets=reads_budgets(options),
     )
     if model.config.is_encoder_decoder:
-        raise ValueError(
+        raise UserError(
             f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "
             "cross-attention looks at two sequences; name a decoder or an encoder"
         )
@@ -101,11 +102,11 @@ def _tokens(
     spelled = spelled_tokens(text, ids, tokenizer)[: options.tokens]
     ids = ids[: options.tokens]
     if not ids:
-        raise ValueError("text has no tokens; give at least one word")
+        raise UserError("text has no tokens; give at least one word")
     most = MOST_TOKENS if positions is None else min(positions, MOST_TOKENS)
     if len(ids) > most:
         whose = "a page shows" if most == MOST_TOKENS else "the model has positions for"
-        raise ValueError(
+        raise UserError(
             f"text has {len(ids):,} tokens, and {whose} {most:,} at most; shorten it, or take the "
             f"first with --tokens {most}"
         )
@@ -131,7 +132,7 @@ def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
 
 def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
     if not causal and options.budget is not None:
-        raise ValueError(
+        raise UserError(
             f"budget is for decoders, and {options.model!r} is an encoder, which keeps nothing "
             "between calls; leave it out"
         )

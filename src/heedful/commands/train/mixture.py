@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from heedful.checks import UserError
 from heedful.commands.options import RECALL
 from heedful.commands.train.options import Part
 from heedful.tasks.background import Background, prose, sentences
@@ -66,7 +67,7 @@ def read_mixture(
     bos, whole = leading_bos(tokenizer), sum(part.weight for part in parts)
     texts = tuple(x for part in parts if _is_text(part) for x in part.data)
     if not any(map(_is_text, parts)):
-        raise ValueError("data must name a text beside recall and conversations, to evaluate on")
+        raise UserError("data must name a text beside recall and conversations, to evaluate on")
     for number, part in enumerate(parts):
         most = -(-tokens * part.weight // whole) + 1
         place = folder / str(number)
@@ -91,7 +92,7 @@ def read_mixture(
             files.append(text.train)
             evaluation = evaluation or text.held_out
         if files[-1].tokens < length:
-            raise ValueError(
+            raise UserError(
                 f"data: {part.data[0]!r} has {files[-1].tokens} tokens, too few for a sequence of "
                 f"{length}; give more, or a shorter length"
             )
@@ -126,7 +127,7 @@ def _messages(path: Path) -> Iterator[list[dict[str, str]] | None]:
                 if number == 1:
                     yield None
                     return
-                raise ValueError(
+                raise UserError(
                     f'data: line {number} of {path} must hold "messages", each with "role" and '
                     '"content"; mend it or leave it out'
                 ) from None
@@ -136,7 +137,7 @@ def _messages(path: Path) -> Iterator[list[dict[str, str]] | None]:
 def _conversations(path: Path, tokenizer) -> Iterator[EncodedDocument]:
     spell = _chat_of(tokenizer)
     if spell is None:
-        raise ValueError(
+        raise UserError(
             f"data: {path} holds conversations, and this tokenizer has no chat template; name "
             "another with --tokenizer"
         )
@@ -155,7 +156,7 @@ def fact_documents(
         ValueError: the tokenizer does not tell where its tokens stand in a text.
     """
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
+        raise UserError(
             "data: recall needs a tokenizer that tells where tokens stand in a text (a fast one of "
             "transformers); name another with --tokenizer"
         )

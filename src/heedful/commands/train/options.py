@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
-from heedful.checks import check_choice, check_literals, check_whole, is_whole
+from heedful.checks import UserError, check_choice, check_literals, check_whole, is_whole
 from heedful.commands.options import RECALL, Device, RoleName, check_memory_loss
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -211,35 +211,35 @@ class Training:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < most):
                 limit = "" if most == math.inf else f" below {most:g}"
-                raise ValueError(f"{name} must be a number above 0{limit}, got {value!r}")
+                raise UserError(f"{name} must be a number above 0{limit}, got {value!r}")
         if self.weight_decay is not None and not (
             _is_number(self.weight_decay) and 0 <= self.weight_decay < math.inf
         ):
-            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
+            raise UserError(f"weight_decay must be at least 0, got {self.weight_decay!r}")
         if self.memory_loss is not None:
             check_memory_loss(self.memory_loss)
         if self.soft_budgets is not None:
             least, most = self.soft_budgets
             check_whole("soft_budgets", least, 1)
             if not is_whole(most, least):
-                raise ValueError(
+                raise UserError(
                     f"soft_budgets must be two numbers of tokens, the smaller first, got {least} "
                     f"{most}"
                 )
         paths = [path for part in self.parts() for path in part.data]
         if paths == [RECALL]:
-            raise ValueError("data must name a text beside recall, such as books:3 recall:1")
+            raise UserError("data must name a text beside recall, such as books:3 recall:1")
         for evaluation, training in product(self.held_out, paths):
             first, second = Path(evaluation).resolve(), Path(training).resolve()
             if first == second or second in first.parents or first in second.parents:
-                raise ValueError(
+                raise UserError(
                     f"held_out names {evaluation!r}, and data {training!r}: what is trained on "
                     "tells nothing when it is scored; keep them apart"
                 )
         if self.schedule is not None:
             check_choice("schedule", self.schedule, ("cosine", "linear", "constant"))
         if self.where and not self.mechanism:
-            raise ValueError("where says where a mechanism stands: add --mechanism")
+            raise UserError("where says where a mechanism stands: add --mechanism")
 
     def parts(self) -> list[Part]:
         """The mixture that `data` names; without weights, all of it is one part.
@@ -252,12 +252,12 @@ class Training:
             return [Part(self.data, 1)]
         if not all(words):
             without = next(w for w, match in zip(self.data, words, strict=True) if not match)
-            raise ValueError(
+            raise UserError(
                 f"data: {without!r} has no weight, and others have one; write {without}:1"
             )
         parts = [Part((match[1],), int(match[2])) for match in words]
         if empty := [part.data[0] for part in parts if part.weight == 0]:
-            raise ValueError(f"data: {empty[0]!r} has the weight 0; leave it out, or give it 1")
+            raise UserError(f"data: {empty[0]!r} has the weight 0; leave it out, or give it 1")
         return parts
 
     def mechanisms(self) -> tuple[str, ...]:
@@ -272,36 +272,36 @@ class Training:
         own = {field: getattr(self, field) for field in TrainingRecipe._fields}
         recipe = RECIPES[name]._replace(**{k: v for k, v in own.items() if v is not None})
         if recipe.train != "all" and not has_weights:
-            raise ValueError(
+            raise UserError(
                 f"train={recipe.train!r} freezes the weights of MODEL, and {self.model!r} has "
                 "none; name a trained model, or --train all"
             )
         if recipe.train != "all" and self.fsdp:
-            raise ValueError(
+            raise UserError(
                 f"fsdp shares what is trained, and train={recipe.train!r} trains little: leave it "
                 "out, and each process holds the frozen base"
             )
         if recipe.targets == "base" and recipe.train == "all":
-            raise ValueError(
+            raise UserError(
                 "targets='base' needs a frozen base: add --train mechanism or --train lora"
             )
         if (recipe.targets == "maps") != (recipe.soft_budgets is not None):
-            raise ValueError(
+            raise UserError(
                 "targets='maps' and soft_budgets go together: the loss is what caches of that size "
                 "evict of the base's attention; give both, or neither"
             )
         if recipe.targets == "maps" and (recipe.train != "mechanism" or recipe.memory_loss):
-            raise ValueError(
+            raise UserError(
                 "targets='maps' trains the mechanism alone, without a memory loss: add --train "
                 "mechanism --memory-loss 0"
             )
         if self.recipe == EVICT and recipe.train != "lora":
-            raise ValueError(
+            raise UserError(
                 f"recipe='evict' trains low-rank matrices, got train={recipe.train!r}; leave out "
                 "--train"
             )
         if recipe.batch % self.accumulate:
-            raise ValueError(
+            raise UserError(
                 f"accumulate must divide the batch of {recipe.batch} sequences, got "
                 f"{self.accumulate}"
             )
@@ -317,7 +317,7 @@ class Training:
             least, most = (max(1, n * length // default.length) for n in default.soft_budgets)
             return least, most
         if self.soft_budgets[0] >= length:
-            raise ValueError(
+            raise UserError(
                 f"soft_budgets must begin below the length of {length} tokens, got "
                 f"{self.soft_budgets[0]}: such a cache would evict nothing"
             )

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from heedful.checks import UserError
 from heedful.commands.train.inputs import run_inputs
 from heedful.commands.train.mixture import Mixture, read_mixture
 from heedful.commands.train.options import HARMLESS, Training, TrainingRecipe, run_identity
@@ -103,7 +104,7 @@ def _check_reports(names: tuple[str, ...]) -> None:
         for callback in get_reporting_integration_callbacks(list(names)):
             callback()
     except (ValueError, RuntimeError, ImportError) as error:
-        raise ValueError(f"report_to={' '.join(names)}: {error}") from None
+        raise UserError(f"report_to={' '.join(names)}: {error}") from None
 
 
 class _RunParts(NamedTuple):
@@ -118,7 +119,7 @@ def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | 
     if not path.is_file():
         others = sorted(x.name for x in out.glob("*") if not x.name.startswith("."))
         if others and others != [_UNFINISHED]:
-            raise ValueError(
+            raise UserError(
                 f"out={str(out)!r} holds {', '.join(others[:3])} and no {_ABOUT}, so no run of "
                 "this command made it; choose another folder"
             )
@@ -126,15 +127,15 @@ def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | 
     try:
         about = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); choose another folder") from None
+        raise UserError(f"{path} is damaged ({error}); choose another folder") from None
     if "inputs" not in about:
-        raise ValueError(
+        raise UserError(
             f"{path} was written by an older version, which noted no digests of model, data and "
             "budgets; choose another folder, or delete this one"
         )
     changed = differences(about["options"], identity["options"])
     if changed := changed + differences(about["inputs"], identity["inputs"], "digests"):
-        raise ValueError(
+        raise UserError(
             f"out={str(out)!r} is the folder of another run: {'; '.join(changed)}; choose another "
             "folder, or delete this one"
         )
@@ -148,7 +149,7 @@ def _check_gates(model: PreTrainedModel) -> None:
     """Raise for retention gates where nothing would train them."""
     layers = [x for x in model.modules() if isinstance(x, Layer)]
     if any("gate" in x.keeps and not x.reports_memory for x in layers):
-        raise ValueError(
+        raise UserError(
             "retention gates without a window change no prediction, so only attention maps train "
             "them: add --recipe hide, or give them a window (--mechanism retention-gate:window=32)"
         )
@@ -171,7 +172,7 @@ def _begin(
     folder = out / _UNFINISHED
     fresh = not folder.exists()
     if fresh and arguments.process_index:
-        raise ValueError(
+        raise UserError(
             f"out={str(out)!r} must be on a file system that all nodes share: the first process "
             f"has begun a run there, and process {arguments.process_index} finds none"
         )
@@ -290,7 +291,7 @@ def _optimizer(recipe: TrainingRecipe, model: torch.nn.Module) -> torch.optim.Op
 def _refuse_divergence(step: int, checkpoints: Checkpoints) -> None:
     newest = checkpoints.newest()
     last = "no checkpoint is good" if newest is None else f"{newest} is the last good checkpoint"
-    raise ValueError(
+    raise UserError(
         f"the loss stopped being finite before step {step}, and training stopped; {last}. Try a "
         "lower --learning-rate, a longer --warmup or --dtype float32, in another folder"
         + ("" if newest is None else f" (MODEL may be {newest})")
@@ -427,7 +428,7 @@ def _arguments(options: Training, recipe: TrainingRecipe, folder: Path) -> Train
     )
     parts = arguments.world_size * options.accumulate
     if recipe.batch % parts:
-        raise ValueError(
+        raise UserError(
             f"batch must be a multiple of {parts} (processes x accumulate), got {recipe.batch}"
         )
     arguments.per_device_train_batch_size = recipe.batch // parts

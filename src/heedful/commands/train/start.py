@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from heedful.checks import UserError
 from heedful.commands.models import (
     configuration_of,
     is_converted,
@@ -84,7 +85,7 @@ def starting_point(
     torch.manual_seed(options.seed)
     if has_weights(options.model):
         if options.tokenizer == _BPE or options.vocabulary is not None:
-            raise ValueError(
+            raise UserError(
                 f"model {options.model!r} has weights for the vocabulary that it was trained with; "
                 "leave out --vocabulary and --tokenizer bpe"
             )
@@ -97,18 +98,18 @@ def starting_point(
         )
         model = _from_scratch(config, options, tokenizer, recipe.length)
     if not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(
+        raise UserError(
             f"model {options.model!r} is a {type(model).__name__}, and heedful train trains models "
             "that predict the next token"
         )
     room = longest(model)
     if room is not None and recipe.length > room:
-        raise ValueError(
+        raise UserError(
             f"length must be at most {room}, the model's positions, got {recipe.length}"
         )
     if recipe.train == "all":
         if is_adapter(options.model):
-            raise ValueError(
+            raise UserError(
                 f"model {options.model!r} is an adapter, whose base stays what it is: add --train "
                 "mechanism, or write it with its base first, heedful convert ADAPTER OUT"
             )
@@ -126,7 +127,7 @@ def _beside_frozen(
     if options.recipe == EVICT:
         _check_budgets(options.model)
     if isinstance(model, ConvertedModel):
-        raise ValueError(
+        raise UserError(
             f"model {options.model!r} is converted, and --train {recipe.train} goes beside a model "
             "without a mechanism: take it out first, heedful convert MODEL OUT --revert"
         )
@@ -136,7 +137,7 @@ def _beside_frozen(
         teacher = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
     if is_adapter(options.model):
         if options.mechanism or has_low_rank(options.model):
-            raise ValueError(
+            raise UserError(
                 f"model {options.model!r} is an adapter: leave out --mechanism, which it has"
                 if options.mechanism
                 else f"model {options.model!r} has low-rank matrices, which training does not "
@@ -147,7 +148,7 @@ def _beside_frozen(
         _give_mechanism(model, options)
     own = conversion_of(model).parameters().values()
     if not own and recipe.train == "mechanism":
-        raise ValueError(
+        raise UserError(
             "train='mechanism' needs a mechanism with parameters; name one, such as --mechanism "
             "selective:selector=extra or --mechanism mta"
         )
@@ -170,7 +171,7 @@ def _beside_frozen(
 def _check_budgets(name: str) -> None:
     """Raise unless a name is that of an adapter with budgets."""
     if not is_adapter(name) or not (Path(name) / NAME).is_file():
-        raise ValueError(
+        raise UserError(
             f"recipe='evict' trains under the budgets of an adapter, and {name!r} is none with a "
             f"{NAME}; make an adapter with --recipe hide and its budgets with heedful budget"
         )
@@ -184,7 +185,7 @@ def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
         if any(
             own.get(x) is None or layers not in (None, own[x]) for x, layers in mechanisms.items()
         ):
-            raise ValueError(
+            raise UserError(
                 f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
                 "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
             )
@@ -200,7 +201,7 @@ def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedToke
         return stock_tokenizer(folder)
     name = _BPE if options.tokenizer is None else options.tokenizer
     if name == _BPE and room <= BYTES + 2:
-        raise ValueError(
+        raise UserError(
             f"vocabulary must be more than {BYTES + 2} (the bytes, BOS and EOS) for byte pairs, "
             f"got {room}; use --tokenizer bytes"
         )
@@ -209,7 +210,7 @@ def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedToke
     else:
         tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _opened_tokenizer(name)
     if len(tokenizer) > room:
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name!r} has {len(tokenizer)} tokens and the model room for {room}; set "
             f"vocab_size in the configuration, or --vocabulary {len(tokenizer)} with a size"
         )
@@ -223,7 +224,7 @@ def _opened_tokenizer(name: str):
         return stock_tokenizer(name)
     except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
         problem = " ".join(str(error).split())[:200]
-        raise ValueError(f"tokenizer {name!r} cannot be read ({problem})") from None
+        raise UserError(f"tokenizer {name!r} cannot be read ({problem})") from None
 
 
 def _first(data: tuple[str, ...], characters: int) -> Iterator[str]:
@@ -263,7 +264,7 @@ def _config(name: str) -> PreTrainedConfig:
         )
     config = configuration_of(name)[0]
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(
+        raise UserError(
             f"model {name!r} is of type {config.model_type!r}, which has no model that predicts "
             "the next token"
         )
@@ -286,7 +287,7 @@ def _with_weights(name: str) -> PreTrainedModel:
     name = base_of(name)
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise ValueError(f"model {name!r} is a folder without a config.json; name a model's folder")
+        raise UserError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if is_converted(folder):
             return load(folder, budgets=False, dtype=torch.float32)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from heedful.checks import UserError
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.owner import Owner
@@ -113,16 +114,14 @@ class AttentionCache(CacheLayerMixin):
         """
         count, undoable = -tokens_to_remove, self._undoable()
         if count < 0:
-            raise ValueError(
+            raise UserError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
             )
         if count > undoable:
             advice = ": call activate_past_recording() before the calls that may be undone"
             if self.record_past or undoable == self.counters.total:
                 advice = ""
-            raise ValueError(
-                f"crop can take back {undoable} tokens here, asked for {count}{advice}"
-            )
+            raise UserError(f"crop can take back {undoable} tokens here, asked for {count}{advice}")
         self._take_back(count)
         self._measure()
 
@@ -178,7 +177,7 @@ class AttentionCache(CacheLayerMixin):
         """Raise unless a call of so many sequences fits; returns how many there are."""
         cached = self.batch
         if cached is not None and cached != batch:
-            raise ValueError(
+            raise UserError(
                 f"the cache has a batch of {cached} sequences and the call has {batch}; use "
                 "batch_select_indices or batch_repeat_interleave, or a new cache"
             )

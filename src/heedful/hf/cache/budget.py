@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.eviction.gather import Moves, Protection
 from heedful.hf.family.modules import logit_bound
@@ -50,7 +51,7 @@ def layer_budgets(
         return [None] * len(modules)
     calibration = getattr(policy, "calibration", None)
     if calibration is not None and not is_of(calibration.model, model):
-        raise ValueError(
+        raise UserError(
             f"eviction: {type(policy).__name__} has the calibration of another model, or of this "
             "one before it was converted or trained on; calibrate this one with heedful calibrate"
         )

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.eviction.gather import Moves
 from heedful.hf.cache.budget import Budget
@@ -88,7 +89,7 @@ class ByHeadCache(LayerCache):
         """Add the keys and values of new tokens; returns these, as no one tensor has all."""
         heads = len(self.budget.tokens)
         if key_states.shape[1] != heads:
-            raise ValueError(
+            raise UserError(
                 f"keys must have the {heads} key heads that the layer has budgets for, got "
                 f"{key_states.shape[1]}; give the layer one number of tokens"
             )

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter, nbytes_of
@@ -78,7 +79,7 @@ class CrossLayerCache(AttentionCache):
     ) -> tuple[Tensor, Tensor]:
         """Take the keys and values of a source, `[B, Hk, n, D]`, once; returns them."""
         if self.is_initialized:
-            raise ValueError(
+            raise UserError(
                 "the cache has the keys of a source already, and cross-attention was called with "
                 "another's; call its reset(), or make one with heedful.new_cache(model)"
             )
@@ -106,7 +107,7 @@ class CrossLayerCache(AttentionCache):
         `visibility` is the source's, `target` as for `of_source`.
         """
         if inputs.bias is not None and self._past_queries:
-            raise ValueError(
+            raise UserError(
                 f"{type(layer).__name__} needs earlier query rows, and this family adds a bias to "
                 "the logits of its cross-attention, which is kept for none; use_cache=False"
             )
@@ -159,7 +160,7 @@ class BiasedLayerCache(LayerCache):
         int8: bool = False,
     ) -> None:
         if budget is not None:
-            raise ValueError(
+            raise UserError(
                 f"{type(budget.policy).__name__} cannot serve this family, which adds a position "
                 "bias for every key of the sequence in order; use heedful.new_cache(model, "
                 "eviction=False)"

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.eviction.gather import Moves
 from heedful.hf.cache.slots import Slots
 
@@ -113,7 +114,7 @@ def heads_read_together(
 def is_int8(dtype: torch.dtype | None) -> bool:
     """Whether a cache of that dtype quantizes; raises for those that there are not."""
     if dtype not in (None, torch.int8):
-        raise ValueError(
+        raise UserError(
             f"dtype must be torch.int8, or None for what the model computes in, got {dtype!r}"
         )
     return dtype is not None

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int, Int8
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, EvictionStep
@@ -50,7 +51,7 @@ class LayerCache(AttentionCache):
         int8: bool = False,
     ) -> None:
         if layer.past_queries and layer.keeps:
-            raise ValueError(f"{type(layer).__name__} needs both query rows and a state")
+            raise UserError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
         self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
         self._index = layer.shape.layer
@@ -106,7 +107,7 @@ class LayerCache(AttentionCache):
 
     def activate_past_recording(self) -> None:
         if not self.is_croppable:
-            raise ValueError(
+            raise UserError(
                 f"{type(self.policy).__name__} cannot take tokens back, as assisted decoding asks: "
                 "its scores add up over queries; decode without, or with another policy"
             )
@@ -152,12 +153,12 @@ class LayerCache(AttentionCache):
         """
         recorded = torch.is_grad_enabled() and key_states.requires_grad
         if self.budget is not None and recorded:
-            raise ValueError(
+            raise UserError(
                 "the cache evicts tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
             )
         if self._int8 and recorded:
-            raise ValueError(
+            raise UserError(
                 "the cache quantizes tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or with a cache without dtype"
             )
@@ -190,7 +191,7 @@ class LayerCache(AttentionCache):
             return
         if k is not returned[0] or v is not returned[1]:
             name = type(layer).__name__
-            raise ValueError(
+            raise UserError(
                 f"{name}: this family changes keys or values after the cache has returned them, "
                 f"which {self._blind_to_changes} does not see; {self._way_out}"
             )
@@ -239,7 +240,7 @@ class LayerCache(AttentionCache):
             inputs = inputs._replace(beside=self._tokens.beside.contents)
         if self.reads_positions:
             if inputs.positions is None:
-                raise ValueError(
+                raise UserError(
                     f"{type(self.policy).__name__} needs the positions of the tokens: pass "
                     "inputs=LayerInputs(positions=...)"
                 )
@@ -293,7 +294,7 @@ class LayerCache(AttentionCache):
             return
         drops = self.window is not None and self.counters.total >= self.window > 0
         if drops and visibility.window is None and visibility.documents is None:
-            raise ValueError(
+            raise UserError(
                 f"{kind_of(layer)}: this family's cache drops tokens that its mask shows, so that "
                 "earlier query rows cannot be computed again; call the model with use_cache=False"
             )

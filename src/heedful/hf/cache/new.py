@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, layer_budgets
@@ -138,18 +139,18 @@ def new_cache(
     """
     int8 = is_int8(dtype)
     if offloading and "cuda" not in (devices := _device_types(model)):
-        raise ValueError(
+        raise UserError(
             f"offloading=True (cache_implementation='offloaded') needs a model on a CUDA device, "
             f"this one is on {', '.join(sorted(devices))}; leave it out"
         )
     attention = attention_modules(model)
     if not attention and attention_modules(model, "encoder"):
-        raise ValueError(
+        raise UserError(
             f"model must have a decoder: {type(model).__name__} is an encoder, which keeps nothing "
             "between calls"
         )
     if not attention:
-        raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+        raise UserError("model must be converted; heedful.convert(model, 'standard') is enough")
     policy = _policy(model, eviction)
     layers = stock_layers(model)
     places = cache_places(attention, layers)
@@ -173,7 +174,7 @@ def _policy(model: nn.Module, eviction: object) -> Eviction | None:
     if eviction is None:
         eviction = getattr(getattr(model, "_heedful", None), "eviction", None)
     if eviction is not None and eviction is not False and not isinstance(eviction, Eviction):
-        raise ValueError(
+        raise UserError(
             f"eviction must be a policy such as heedful.eviction.StreamingLLM(tokens=256), None or "
             f"False, got {eviction!r}"
         )
@@ -184,7 +185,7 @@ def _source_layers(model: nn.Module, meter: Meter) -> list[CrossLayerCache]:
     """The layers of an encoder-decoder's cross-attention cache."""
     crossing = {m.layer_idx: m.heedful for m in attention_modules(model, "cross")}
     if sorted(crossing) != list(range(len(crossing))):
-        raise ValueError(
+        raise UserError(
             f"model: cross-attention of {type(model).__name__} stands in layers "
             f"{sorted(crossing)} only, which a cache of heedful does not serve; use_cache=False"
         )
@@ -236,7 +237,7 @@ def cache_places(attention: list[nn.Module], layers: list) -> dict[int, nn.Modul
         elif index < len(layers) and type(layers[index]) in _STOCK:
             kind = ""
         if kind:
-            raise ValueError(
+            raise UserError(
                 f"model: {type(module).__name__} {index} keeps its tokens in {kind}, which a cache "
                 "of heedful cannot replace; leave cache out"
             )
@@ -295,7 +296,7 @@ def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:
     _check_grows(part)
     if layer.plain_cache or _unused(part):
         return None  # of an empty one nothing is needed yet
-    raise ValueError(
+    raise UserError(
         f"the cache holds keys and values only ({type(part).__name__}), and "
         f"{type(layer).__name__} needs more of earlier tokens ({kept_beside(layer)}): pass "
         "heedful.new_cache(model), or leave cache out"
@@ -314,7 +315,7 @@ def _source_cache(cache: Cache | None, layer: Layer, index: int) -> CrossLayerCa
             return None
         cache.layers[index] = CrossLayerCache(layer)
         return cache.layers[index]
-    raise ValueError(
+    raise UserError(
         f"the cache holds keys and values only of the source, and {type(layer).__name__} "
         f"needs more of earlier tokens ({kept_beside(layer)}): pass heedful.new_cache(model), or "
         "leave cache out"
@@ -338,12 +339,12 @@ def _unused(part: CacheLayerMixin | None) -> bool:
 def _check_grows(part: CacheLayerMixin | None) -> None:
     """Raise for the layers of caches that a converted model cannot serve."""
     if type(part).__name__.startswith("Static"):
-        raise ValueError(
+        raise UserError(
             "cache must not be a static cache: a converted model's cache grows; leave "
             "cache and cache_implementation out, or pass heedful.new_cache(model)"
         )
     if "Quantized" in type(part).__name__:
-        raise ValueError(
+        raise UserError(
             "cache must not be a quantized cache of transformers, which a converted model does not "
             "serve; pass heedful.new_cache(model, dtype=torch.int8)"
         )

@@ -2,6 +2,7 @@
 
 import weakref
 
+from heedful.checks import UserError
 from heedful.nn import Layer
 
 
@@ -39,7 +40,7 @@ class Owner:
         if owner is layer:
             return
         if self._kind != kind_of(layer) or (owner is not None and used):
-            raise ValueError(
+            raise UserError(
                 f"the cache belongs to another model or mechanism ({self._kind}, and this "
                 f"layer is {kind_of(layer)}); make one with heedful.new_cache(model)"
             )
@@ -48,7 +49,7 @@ class Owner:
     def for_undo(self, undoable: int) -> Layer:
         """The layer, to compute anew what `crop` leaves of `undoable` tokens."""
         if (layer := self.layer()) is None:
-            raise ValueError(
+            raise UserError(
                 "crop cannot compute a part of a call anew in a cache that comes from a file: call "
                 f"the model with it first, or take back all {undoable} tokens"
             )

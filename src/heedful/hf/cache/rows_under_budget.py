@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from heedful.checks import is_whole
+from heedful.checks import UserError, is_whole
 from heedful.eviction import Eviction
 from heedful.hf.adapters import converted_inside
 from heedful.hf.after_eviction import calls_of
@@ -82,10 +82,10 @@ def evicting(
     """
     modules, peaks = attention_modules(model), Peaks()
     if not modules:
-        raise ValueError("model must be converted; heedful.convert(model, 'standard') is enough")
+        raise UserError("model must be converted; heedful.convert(model, 'standard') is enough")
     for name, value in (("whole", whole), ("step", step)):
         if not is_whole(value, 1):
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            raise UserError(f"{name} must be a whole number of at least 1, got {value!r}")
     int8 = is_int8(dtype)
     if eviction is None and not int8:
         yield peaks
@@ -93,7 +93,7 @@ def evicting(
     if any(
         isinstance(x.around, _Routes) and modules[0].heedful in x.layers for x in interceptors()
     ):
-        raise ValueError("model is evicting already; leave the outer `evicting` first")
+        raise UserError("model is evicting already; leave the outer `evicting` first")
     routes = {}
     for module, budget in zip(modules, layer_budgets(eviction, modules, model), strict=True):
         if budget is not None or int8:
@@ -141,7 +141,7 @@ class _Route:
         q, k, v, visibility, scale, inputs = call
         total = q.shape[2]
         if k.shape[2] != total:
-            raise ValueError(
+            raise UserError(
                 "evicting computes whole rows: call the model with use_cache=False and without "
                 "a cache"
             )

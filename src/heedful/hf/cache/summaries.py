@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from heedful.checks import UserError
 from heedful.eviction import gather
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget
@@ -48,7 +49,7 @@ class SummaryCache(AttentionCache):
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
         if int8:
-            raise ValueError(
+            raise UserError(
                 f"dtype: {type(layer).__name__} keeps summaries of groups, which are not "
                 "quantized; leave dtype out"
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import is_tracing
 
+from heedful.checks import UserError
 from heedful.hf.versions import cache_among, cache_of
 from heedful.nn.layer import Shared
 from heedful.ops import Visibility
@@ -132,7 +133,7 @@ def require(condition: Tensor, message: str) -> None:
     if is_tracing(condition):
         torch._assert_async(condition, message)
     elif not bool(condition):
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def _read(
@@ -144,7 +145,7 @@ def _read(
     it. Positions of padding mean nothing: `generate` fills them with whatever number.
     """
     if getattr(cache_among(arguments), _PACKED, False):
-        raise ValueError(
+        raise UserError(
             "the cache holds packed documents, and a new token would see all of them; generate "
             "from one document per row"
         )

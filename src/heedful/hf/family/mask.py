@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils import is_tracing
 
+from heedful.checks import UserError
 from heedful.hf.family.call import forward_pass, require
 from heedful.hf.intercept import Interceptor, interceptors
 from heedful.nn.layer import Shared
@@ -362,16 +363,16 @@ def _alone_when_packed(
 
 def _check_lengths(queries: int, keys: int, q_offset, kv_offset, mask: Tensor | None) -> None:
     if mask is not None and q_offset == 0 and kv_offset == 0 and mask.shape[1] == keys != queries:
-        raise ValueError(
+        raise UserError(
             f"attention_mask must have one entry per token ({queries}), got {mask.shape[1]}"
         )
     if kv_offset + keys != q_offset + queries:
-        raise ValueError(
+        raise UserError(
             "the cache holds keys after the newest token, as static caches do; a converted model "
             "needs a dynamic cache or use_cache=False"
         )
     if mask is not None and mask.shape[1] != kv_offset + keys:
-        raise ValueError(
+        raise UserError(
             f"attention_mask must have one entry per token seen so far, those in the cache "
             f"included ({kv_offset + keys}), got {mask.shape[1]}"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from heedful.checks import UserError
 from heedful.nn import HeadShape, Layer, Role
 from heedful.nn.layer import Term
 
@@ -55,7 +56,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
         if role == "cross" and not decodes:
             reason = "it does not tell causal self-attention from cross-attention"
         if reason is not None:
-            raise ValueError(
+            raise UserError(
                 f"model: {type(model).__name__} cannot be converted: its {type(module).__name__} "
                 f"({name}) does not fit because {reason}"
             )
@@ -63,7 +64,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
         encoders += role == "encoder"
         modules[name] = Attention(module, role, index)
     if not modules:
-        raise ValueError(
+        raise UserError(
             f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
             "index that goes through transformers' attention interface was found; decoder-only "
             "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one, "
@@ -118,7 +119,7 @@ def find_mlp(model: PreTrainedModel, attention: nn.Module) -> nn.Module:
             for name in ("mlp", "block_sparse_moe", "feed_forward"):
                 if isinstance(mlp := getattr(layer, name, None), nn.Module):
                     return mlp
-    raise ValueError(
+    raise UserError(
         f"model: no MLP was found beside attention layer {attention.layer_idx} of "
         f"{type(model).__name__}, which input_scaling needs; use input_scaling='none'"
     )

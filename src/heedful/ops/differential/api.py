@@ -3,6 +3,7 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import (
     check_bias,
     check_dense,
@@ -75,16 +76,16 @@ def differential_attention(
     pairs = q.shape[1] // 2
     for name, x in (("q", q), ("k", k)):
         if x.shape[1] % 2:
-            raise ValueError(f"{name} must have an even number of heads (pairs), got {x.shape[1]}")
+            raise UserError(f"{name} must have an even number of heads (pairs), got {x.shape[1]}")
     if v.shape[1] * 2 != k.shape[1]:
-        raise ValueError(
+        raise UserError(
             f"v must have {k.shape[1] // 2} heads (one per pair of k's), got {v.shape[1]}; join "
             "the values of two heads along the head dim"
         )
     visibility = check_visibility(visibility, q, k.shape[2])
     check_dense("lam", lam, "[] or [P] (one number per pair)")
     if lam.shape not in ((), (pairs,)):
-        raise ValueError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
+        raise UserError(f"lam must be a tensor [] or [{pairs}] (one per pair), got {shown(lam)}")
     check_parameter("lam", lam, tuple(lam.shape), q)
     check_bias(bias, q, k.shape[2])
     softcap = check_softcap(softcap)

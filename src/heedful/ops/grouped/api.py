@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import (
     check_bias,
     check_dense,
@@ -93,52 +94,52 @@ def grouped_attention(
     check_length("window", window)
     check_flag("local", local)
     if not isinstance(groups, Groups):
-        raise ValueError(
+        raise UserError(
             f"groups must be Groups, got {shown(groups)}; fixed_groups(16, {keys}) makes some"
         )
     groups.check(q.shape[0], keys)
     groups.check_places(visibility)
     if visibility.mutual is not None or visibility.positions is not None:
-        raise ValueError(
+        raise UserError(
             "visibility must be causal or not, a window, documents and padding for grouped "
             "attention: images (mutual) and evicted caches (positions) are not defined for it"
         )
     crossing = visibility.queries is not None
     if crossing and (visibility.causal or visibility.documents is not None):
-        raise ValueError(
+        raise UserError(
             "visibility with queries of their own must be Visibility(causal=False, queries=...) "
             "without documents for grouped attention: give each document a row of its own"
         )
     if groups.first and visibility.documents is not None:
-        raise ValueError("visibility.documents is not defined where earlier tokens are away")
+        raise UserError("visibility.documents is not defined where earlier tokens are away")
     if summaries is None:
         if groups.first:
-            raise ValueError("summaries must be given where earlier tokens are away")
+            raise UserError("summaries must be given where earlier tokens are away")
         summaries = summarise(k, v, groups)
     summaries = Summaries(*cast_inputs(*summaries))
     _check_summaries(summaries, groups, q, k, v)
     if query_groups is not None:
         if not crossing or summaries.q is None:
-            raise ValueError(
+            raise UserError(
                 "query_groups must be None but in a cross-attention where groups ask "
                 "(summaries.q): else the queries' groups are groups"
             )
         query_groups.check(q.shape[0], q.shape[2], "query_groups")
     if summaries.q is not None:
         if crossing and query_groups is None:
-            raise ValueError(
+            raise UserError(
                 "query_groups must be given where groups ask in a cross-attention: those of the "
                 "target's tokens"
             )
         count = (query_groups or groups).count
         if summaries.q.shape[2] != count:
-            raise ValueError(
+            raise UserError(
                 f"summaries.q must have one query for each of the {count} groups that ask, got "
                 f"{shown(summaries.q)}"
             )
     check_bias(bias, q, keys)
     if bias is not None and (summaries.q is not None or groups.first):
-        raise ValueError(
+        raise UserError(
             "bias must be None where groups ask, and where earlier tokens are away: it is one "
             "number per token that asks and token that is there"
         )
@@ -179,11 +180,11 @@ def _log_size(
     heads = q.shape[1]
     if isinstance(beta, Tensor):
         if beta.shape not in ((), (heads,)):
-            raise ValueError(f"beta must be one number or [{heads}] (per head), got {shown(beta)}")
+            raise UserError(f"beta must be one number or [{heads}] (per head), got {shown(beta)}")
         check_parameter("beta", beta, tuple(beta.shape), q)
         beta = beta.to(wide).expand(heads)[None, :, None]
     elif not isinstance(beta, int | float) or isinstance(beta, bool) or not math.isfinite(beta):
-        raise ValueError(f"beta must be a finite number or a tensor [{heads}], got {shown(beta)}")
+        raise UserError(f"beta must be a finite number or a tensor [{heads}], got {shown(beta)}")
     size = groups.mass.to(wide).clamp(min=_NO_MASS).log()[:, None]
     return (beta * size).expand(q.shape[0], heads, -1)
 
@@ -213,9 +214,9 @@ def _check_summaries(summaries: Summaries, groups: Groups, q: Tensor, k: Tensor,
         want = expected[name]
         if len(x.shape) != 4 or any(w not in (None, n) for w, n in zip(want, x.shape, strict=True)):
             shape = ["M" if w is None else w for w in want]
-            raise ValueError(f"summaries.{name} must be {shape}, got {shown(x)}")
+            raise UserError(f"summaries.{name} must be {shape}, got {shown(x)}")
         if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
+            raise UserError(
                 f"summaries.{name} must have q's dtype and device ({q.dtype}, {q.device}), got "
                 f"{x.dtype}, {x.device}"
             )

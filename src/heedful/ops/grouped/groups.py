@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import check_dense, shown
 from heedful.ops.visibility import Visibility, is_whole_number
 
@@ -98,14 +99,14 @@ class Groups:
     def check(self, batch: int, tokens: int, name: str = "groups") -> None:
         """Raise unless these groups fit `batch` rows of `tokens` keys."""
         if self.index.shape[0] not in (1, batch) or self.index.shape[1] != tokens:
-            raise ValueError(
+            raise UserError(
                 f"{name} must be of [{batch} or 1, {tokens}] tokens, got those of "
                 f"{tuple(self.index.shape[:2])}; make them for the same row"
             )
         if self.count and self.start.device.type == "cpu" and not torch.compiler.is_compiling():
             span = (self.end - self.start + 1).where(self.there, 0).max().item()
             if span > self.longest:
-                raise ValueError(
+                raise UserError(
                     f"groups have one of {span} tokens, and longest={self.longest}: its summary "
                     "would leave the others out"
                 )
@@ -121,7 +122,7 @@ class Groups:
         start, end = (_at_tokens(segments, x) for x in (self.start, self.end))
         apart = (start != end) & self.there
         if bool((inside & (segments < 0)).any()) or bool(apart.any()):
-            raise ValueError(
+            raise UserError(
                 "groups hold padding or cross documents, which their summaries would mix in; make "
                 "them with the same visibility=, as in fixed_groups(16, tokens, "
                 "visibility=visibility)"
@@ -171,13 +172,13 @@ def places_of(
     """Documents and padding of a row of so many tokens."""
     segments = None if visibility is None else visibility.segments()
     if visibility is not None and visibility.mutual is not None:
-        raise ValueError("visibility.mutual (images) is not defined beside groups; leave it out")
+        raise UserError("visibility.mutual (images) is not defined beside groups; leave it out")
     if segments is None:
         token = torch.arange(tokens, device=device)[None]
         zero = torch.zeros_like(token)
         return Places(zero == 0, zero, zero + tokens, True)
     if segments.shape[1] != tokens:
-        raise ValueError(f"visibility must be of the same {tokens} tokens, got {segments.shape[1]}")
+        raise UserError(f"visibility must be of the same {tokens} tokens, got {segments.shape[1]}")
     token = torch.arange(tokens, device=segments.device).expand(segments.shape)
     edge = segments.diff(dim=1) != 0
     start = torch.nn.functional.pad(token[:, 1:] * edge, (1, 0)).cummax(1).values
@@ -250,7 +251,7 @@ def sliding_groups(
     check_length("span", span)
     check_length("stride", stride)
     if stride > span:
-        raise ValueError(
+        raise UserError(
             f"stride must be at most the span {span}, or tokens between two groups would be in "
             f"none, got {stride}"
         )
@@ -304,7 +305,7 @@ def sentence_groups(
     """
     check_dense("token_ids", token_ids, "[B, T]")
     if token_ids.ndim != 2:
-        raise ValueError(f"token_ids must be [B, T], got {shown(token_ids)}")
+        raise UserError(f"token_ids must be [B, T], got {shown(token_ids)}")
     check_closing(closing)
     check_lengths(shortest, longest)
     places = places_of(token_ids.shape[1], visibility, token_ids.device)
@@ -373,7 +374,7 @@ def count_of(places: Places, size: int) -> int | None:
 def check_length(name: str, x: object, least: int = 1) -> None:
     """Raise unless `x` is a whole number of tokens."""
     if not (is_whole_number(x) and x >= least):
-        raise ValueError(f"{name} must be a whole number of tokens of at least {least}, got {x!r}")
+        raise UserError(f"{name} must be a whole number of tokens of at least {least}, got {x!r}")
 
 
 def check_lengths(shortest: object, longest: object) -> None:
@@ -381,7 +382,7 @@ def check_lengths(shortest: object, longest: object) -> None:
     check_length("shortest", shortest)
     check_length("longest", longest)
     if shortest > longest:
-        raise ValueError(f"shortest must be at most longest ({longest}), got {shortest}")
+        raise UserError(f"shortest must be at most longest ({longest}), got {shortest}")
 
 
 def check_closing(closing: object) -> None:
@@ -391,7 +392,7 @@ def check_closing(closing: object) -> None:
         or not closing
         or not all(is_whole_number(x) and x >= 0 for x in closing)
     ):
-        raise ValueError(
+        raise UserError(
             "closing must be a tuple of token ids, those of '.', '!', '?' and line ends say, got "
             f"{closing!r}; a tokenizer tells them: tokenizer.convert_tokens_to_ids('.')"
         )

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import check_dense, shown
 from heedful.ops.grouped.groups import (
     NEVER,
@@ -148,9 +149,9 @@ def slot_groups(
     ):
         if not fits:
             least = "at least" if name == "spread" else "above"
-            raise ValueError(f"{name} must be a finite number of {least} 0, got {x}")
+            raise UserError(f"{name} must be a finite number of {least} 0, got {x}")
     if slots > block:
-        raise ValueError(f"slots must be at most the block's {block} tokens, got {slots}")
+        raise UserError(f"slots must be at most the block's {block} tokens, got {slots}")
     places = places_of(z.shape[1], visibility, z.device)
     return slots_from(places, z, block, slots, spread, temperature, rounds)
 
@@ -207,7 +208,7 @@ def _check_per_token(name: str, x: object, ndim: int) -> None:
     what = "[B, T]" if ndim == 2 else "[B, T, C]"
     check_dense(name, x, what)
     if x.ndim != ndim or not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating-point tensor {what}, got {shown(x)}")
+        raise UserError(f"{name} must be a floating-point tensor {what}, got {shown(x)}")
 
 
 def _check_between(name: str, x: Tensor, least: float, most: float, way_out: str) -> None:
@@ -216,6 +217,6 @@ def _check_between(name: str, x: Tensor, least: float, most: float, way_out: str
         return
     low, high = x.detach().amin().item(), x.detach().amax().item()
     if not (low >= least - 1e-6 and high <= most + 1e-6):  # NaN is neither
-        raise ValueError(
+        raise UserError(
             f"{name} must be from {least:.4g} to {most:.4g}, got {low:.4g} to {high:.4g}; {way_out}"
         )

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import check_dense, shown
 from heedful.ops.common.precision import widen
 from heedful.ops.common.tiles import in_blocks
@@ -107,11 +108,11 @@ def summarise(
         check_dense("logits", logits, "[B, Hk, T] or [B, Hk, T, D]")
         fits = logits.shape[:3] == k.shape[:3] and logits.shape[3:] in ((), k.shape[3:])
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"logits must be {list(k.shape[:3])} or {list(k.shape)}, got {shown(logits)}"
             )
         if logits.ndim == 4 and v.shape[3] != k.shape[3]:
-            raise ValueError(
+            raise UserError(
                 f"logits per channel need values as wide as keys ({k.shape[3]}), got {v.shape[3]}"
             )
     groups.check(k.shape[0], k.shape[2])

@@ -3,6 +3,7 @@
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import (
     check_bias,
     check_dense,
@@ -99,19 +100,19 @@ def multi_token_attention(
     visibility = check_visibility(visibility, q, k.shape[2])
     check_flag("two_sided", two_sided)
     if two_sided and visibility.causal:
-        raise ValueError(
+        raise UserError(
             "two_sided reads later queries, which causal order forbids; give visibility="
             "Visibility(causal=False), or leave two_sided out"
         )
     for name, kernel in (("conv", conv), ("post_conv", post_conv)):
         if kernel is not None and visibility.positions is not None:
-            raise ValueError(
+            raise UserError(
                 f"{name} joins neighbours, and with visibility.positions keys need not be any; "
                 "leave the positions out, or the kernel"
             )
         _check_kernel(name, kernel, heads, q)
         if two_sided and kernel is not None and kernel.shape[1] % 2 == 0:
-            raise ValueError(
+            raise UserError(
                 f"{name} must have an odd c_q where two_sided centres it over queries, got "
                 f"{kernel.shape[1]}; add a row of zeros"
             )
@@ -165,11 +166,11 @@ def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) ->
         return
     check_dense(name, kernel, "[H, c_q, c_k]")
     if kernel.ndim != 3 or kernel.shape[0] != heads:
-        raise ValueError(
+        raise UserError(
             f"{name} must be [{heads}, c_q, c_k] (one kernel per query head), got {shown(kernel)}"
         )
     if kernel.shape[1] < 1 or kernel.shape[2] % 2 == 0:
-        raise ValueError(
+        raise UserError(
             f"{name} must have c_q >= 1 and an odd c_k (keys are centred), got c_q="
             f"{kernel.shape[1]}, c_k={kernel.shape[2]}; add a zero column to make c_k odd"
         )
@@ -181,12 +182,12 @@ def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> N
         return
     check_dense(name, weights, "[H/g, g, g]")
     if weights.ndim != 3:
-        raise ValueError(
+        raise UserError(
             f"{name} must be [H/g, g, g] indexed [group, out, in], got {shown(weights)}"
         )
     size = weights.shape[1]
     if size < 1 or heads % size:
-        raise ValueError(
+        raise UserError(
             f"{name} mixes groups of {size} heads, which does not divide the {heads} heads; use a "
             "group size that does"
         )

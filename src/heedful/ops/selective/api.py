@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from heedful.checks import UserError
 from heedful.ops.common.checks import (
     check_bias,
     check_dense,
@@ -112,11 +113,11 @@ def selective_attention(
     keys = k.shape[2]
     visibility = check_visibility(visibility, q, keys)
     if not visibility.causal:
-        raise ValueError(
+        raise UserError(
             "visibility must be causal for selective attention: F sums over earlier queries"
         )
     if (selector_q is None) != (selector_k is None):
-        raise ValueError("selector_q and selector_k must be given together, or neither (head 0)")
+        raise UserError("selector_q and selector_k must be given together, or neither (head 0)")
     if selector_q is None:
         selector_q, selector_k = q[:, :1], k[:, :1]
     _check_selector(selector_q, selector_k, q, keys)
@@ -173,21 +174,19 @@ def _check_selector(selector_q: Tensor, selector_k: Tensor, q: Tensor, keys: int
     for name, x, tokens in (("selector_q", selector_q, queries), ("selector_k", selector_k, keys)):
         check_dense(name, x, "[B, 1 or H, T, Ds]")
         if x.ndim != 4 or x.shape[0] != batch or x.shape[2] != tokens:
-            raise ValueError(
-                f"{name} must be [{batch}, 1 or {heads}, {tokens}, Ds], got {shown(x)}"
-            )
+            raise UserError(f"{name} must be [{batch}, 1 or {heads}, {tokens}, Ds], got {shown(x)}")
         if x.shape[1] not in (1, heads):
-            raise ValueError(
+            raise UserError(
                 f"{name} must have 1 selector or one per head ({heads}), got {x.shape[1]}; "
                 "concatenate heads along Ds for their mean"
             )
         if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(
+            raise UserError(
                 f"{name} must have q's dtype and device ({q.dtype}, {q.device}), got {x.dtype}, "
                 f"{x.device}"
             )
     if selector_q.shape[1::2] != selector_k.shape[1::2]:
-        raise ValueError(
+        raise UserError(
             f"selector_k must match selector_q in selectors and Ds "
             f"{tuple(selector_q.shape[1::2])}, got {tuple(selector_k.shape[1::2])}"
         )
@@ -197,16 +196,16 @@ def _whole_state(state: Tensor | None, shape: tuple[int, int, int], q: Tensor) -
     if state is None:
         return None
     if isinstance(state, SelectiveOutput):
-        raise ValueError("state must be a tensor, got a whole SelectiveOutput; pass its .state")
+        raise UserError("state must be a tensor, got a whole SelectiveOutput; pass its .state")
     check_dense("state", state, "[B, Hs, T]")
     if state.ndim != 3 or state.shape[:2] != shape[:2] or state.shape[2] > shape[2]:
-        raise ValueError(
+        raise UserError(
             f"state must be [{shape[0]}, {shape[1]}, at most {shape[2]}] (one F per key), got "
             f"{shown(state)}"
         )
     wide = torch.promote_types(q.dtype, torch.float32)
     if state.dtype != wide or state.device != q.device:
-        raise ValueError(
+        raise UserError(
             f"state must be {wide} on {q.device} (half precision loses the sum), got "
             f"{state.dtype} on {state.device}"
         )
