@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
 from heedful import doctor
+from heedful.checks import UserError
 from heedful.cli import main
 from heedful.commands.bench import cases
 from heedful.commands.bench import options as config
@@ -259,13 +260,39 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, messag
     assert first == "warning: a word of warning" and second.startswith(f"heedful: {message}")
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("illegal memory access"),
+        ValueError("only one element tensors can be converted"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+        json.JSONDecodeError("Expecting value", "", 0),
+        KeyError("weights"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, error):
     def fail(command):
-        raise RuntimeError("illegal memory access")
+        raise error
 
     monkeypatch.setattr("heedful.cli._run", fail)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
+    with pytest.raises(type(error)) as raised:
         main(["doctor"])
+    assert raised.value is error
+
+
+def test_a_mistake_of_the_user_is_one_line(monkeypatch, capsys):
+    def fail(command):
+        raise UserError("steps must be a whole number of at least 1, got 0")
+
+    monkeypatch.setattr("heedful.cli._run", fail)
+    assert refusal(capsys, "doctor") == "heedful: steps must be a whole number of at least 1, got 0"
+
+
+def test_python_catches_it_as_a_value_error():
+    with pytest.raises(ValueError, match="mechanism must be one of") as raised:
+        heedful.nn.mechanism("mtaa")
+    assert type(raised.value) is UserError
 
 
 @pytest.mark.filterwarnings("default")

@@ -183,7 +183,7 @@ def _answer(arguments: list[str]) -> int:
     except OSError as error:
         place = f": {error.filename}" if error.filename is not None else ""
         problem = f"{error.strerror}{place}" if error.strerror else str(error)
-    except (ValueError, ImportError) as error:
+    except (UserError, ImportError) as error:
         problem = str(error)
     except (MemoryError, RuntimeError) as error:
         texts = ("out of memory", "can't allocate memory")  # torch's, on a GPU and on a CPU
