@@ -39,6 +39,7 @@ from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import new_cache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.calibration import read_calibration
+from heedful.hf.identity import json_digest, model_identity
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
 from heedful.records.files import append_line
@@ -87,6 +88,7 @@ def measure(name: str, options: argparse.Namespace) -> None:
             )
         calibration = read_calibration(options.calibration, model)
     settings = [("whole", options.length), *product(policies, options.tokens)]
+    identity = model_identity(model)
     fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype", "numbers")
     former = {"cache_dtype": "auto", "numbers": 1}  # of records without these fields
     records = read_partial(options.out)
@@ -94,11 +96,17 @@ def measure(name: str, options: argparse.Namespace) -> None:
     for policy, tokens in tqdm(settings, desc=name):
         common = (options.length, options.chunk, options.cache_dtype, options.numbers)
         setting = (name, policy, tokens, *common)
+        eviction = eviction_of(policy, model, name, tokens, calibration)
+        own = json_digest([identity, repr(eviction)])
         if setting in done:
             check_size(done[setting], options)
+            if done[setting].get("identity", own) != own:  # earlier records have none
+                raise SystemExit(
+                    f"{options.out} has {name} under {policy} with other weights, another adapter "
+                    "or other budgets: choose another --out"
+                )
             continue
-        eviction = eviction_of(policy, model, name, tokens, calibration)
-        line = dict(zip(fields, setting, strict=True))
+        line = dict(zip(fields, setting, strict=True)) | {"identity": own}
         line |= perplexity(model, eviction, rows(tokenizer, options), options)
         if options.needles:
             line["hits"] = needles(model, tokenizer, eviction, options)

@@ -22,7 +22,7 @@ from heedful.commands.compare.scratch import (
     from_scratch,
     from_trained,
 )
-from heedful.hf.fingerprints import fingerprint
+from heedful.hf.identity import model_identity
 from heedful.tasks import Task
 from heedful.testing import process_peak_mib
 from heedful.training.checkpoints import Checkpoints
@@ -121,7 +121,7 @@ def train(
         MemoryLoss(model).remove()  # refused before anything is written
     identity = _run_identity(task, mechanism, size, hyperparameters, seed, rows)
     identity |= {"memory_loss": memory_loss} if memory_loss else {}
-    identity |= {} if start is None else {"start": fingerprint(model)}
+    identity |= {} if start is None else {"start": model_identity(model)}
     checkpoints = Checkpoints(Path(folder), identity)
     schedule = _schedule(task, hyperparameters, save_seconds)
     callback = RunCallback(schedule, checkpoints, should_stop)
