@@ -24,12 +24,11 @@ from heedful.checks import UserError
 from heedful.cli import main
 from heedful.commands.bench import cases
 from heedful.commands.bench import options as config
-from heedful.commands.budget import options as decoding
 from heedful.commands.compare import one_model as train
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare import setups
 from heedful.commands.policies import spelled
-from heedful.eviction import POLICIES, Bounded, TriAttention
+from heedful.eviction import POLICIES, TriAttention
 from heedful.nn import NAMES
 from heedful.tasks import TASKS
 from helpers.command_line import refusal, status_of
@@ -217,12 +216,13 @@ def test_help_lists_what_the_rooms_accept(capsys):
         config.PassName: cases.PASSES,
         config.Dtype: ("float32", "bfloat16", "float16"),
     }
-    policies = {spelled(policy.__name__) for policy in (*POLICIES, Bounded, TriAttention)}
-    lists[decoding.EvictionName] = {"auto", "none"} | policies
+    policies = {spelled(policy.__name__) for policy in (*POLICIES, TriAttention)}
+    assert {*EVICTIONS} == {"auto", "none"} | policies
     printed = ""
     for command in ("compare", "generate", "budget", "bench"):
         status_of(command, "--help")
         printed += re.sub(r"[│\s]", "", capsys.readouterr().out)
+    assert f"{{{','.join(EVICTIONS)},MODULE:CLASS}}" in printed
     for options, accepted in lists.items():
         assert set(get_args(options)) == set(accepted)
         assert f"{{{','.join(get_args(options))}}}" in printed

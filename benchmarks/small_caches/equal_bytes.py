@@ -4,9 +4,8 @@ The measure is what the first model's whole cache takes at its peak for one sequ
 of it are what every model's cache may take at its own peak. Which policy a model is scored with
 follows from what it has: selective attention evicts what is most masked, retention gates the lowest
 gate (also with half of the tokens the newest, or with those of the gates' window), forgetting
-attention what its error bound allows, a hybrid nothing but what its windows leave and the oldest
-tokens, and standard attention has the policies without training. `Bounded` takes an error,
-`--epsilons`, in place of bytes: its lines say how many it took.
+attention the oldest, a hybrid nothing but what its windows leave and the oldest tokens, and
+standard attention has the policies without training.
 
     python -m benchmarks.small_caches.equal_bytes standard=runs/recall-standard \
         selective=runs/recall-selective --task recall --out runs/equal-bytes.jsonl
@@ -30,7 +29,6 @@ from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score_rows
 from heedful.eviction import (
     TOVA,
-    Bounded,
     Eviction,
     LowestGate,
     MostHidden,
@@ -38,11 +36,9 @@ from heedful.eviction import (
     StreamingLLM,
     TriAttention,
 )
-from heedful.hf import conversion_of
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.calibration import calibrate
-from heedful.nn import Forgetting
 from heedful.records.environment import environment
 from heedful.records.files import append_line
 from heedful.tasks import Task
@@ -56,7 +52,6 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="NAME=FOLDER of trained models")
     add_task_options(parser, "recall")
     parser.add_argument("--shares", type=float, nargs="+", default=[1, 0.5, 0.25, 0.125])
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.5, 0.1, 0.01])
     parser.add_argument("--rows", type=int, default=128, help="evaluation sequences")
     parser.add_argument("--batch", type=int, default=32, help="sequences that are scored at once")
     parser.add_argument("--out", type=Path, required=True)
@@ -97,10 +92,6 @@ def settings(
 ) -> Iterator[tuple[str, float | None, Callable[[int], Eviction]]]:
     """Policies with shares of bytes, and how each is made of a number of tokens."""
     layers = [module.heedful for module in attention_modules(model)]
-    if isinstance(conversion_of(model).mechanism, Forgetting):
-        for epsilon in args.epsilons:
-            yield f"Bounded {epsilon:g}", None, lambda _, epsilon=epsilon: Bounded(epsilon)
-        return
     policies: dict[str, Callable[[int], Eviction]] = {}
     if all(layer.hides for layer in layers):
         policies["MostHidden"] = MostHidden
@@ -163,13 +154,11 @@ def scored(
     model: PreTrainedModel, eviction: Eviction, task: Task, args: argparse.Namespace
 ) -> dict:
     """Scores by split, the judged one first, and the peak of a sequence."""
-    # Sequences of a batch evict equally many tokens, which an error bound should not depend on.
-    batch = 1 if isinstance(eviction, Bounded) else args.batch
     final = {}
     with torch.no_grad(), evicting(model, eviction) as peaks:
         for split, other in task.under_budgets().items():
             rows = other.held_out(args.rows)
-            final[split] = score_rows(model, other, rows, batch)[task.metric]
+            final[split] = score_rows(model, other, rows, args.batch)[task.metric]
     return {
         "tokens": eviction.tokens,
         "metric": task.metric,

@@ -14,13 +14,13 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 import heedful
-from heedful.eviction import TOVA, Bounded, LowestGate, MostHidden, StreamingLLM
+from heedful.eviction import TOVA, LowestGate, MostHidden, StreamingLLM
 from heedful.hf import conversion_of
 from heedful.hf.after_eviction import AfterEviction, Calls
 from heedful.hf.budgets import read_budgets, write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.versions import cache_argument
-from heedful.nn import Forgetting, RetentionGate
+from heedful.nn import RetentionGate
 from heedful.training.under_eviction import EvictionInTraining
 from helpers.families import logits, stir, tiny, tokens
 
@@ -313,13 +313,6 @@ def test_what_cannot_hold_them_refuses(adapter, tmp_path):
     with (
         pytest.raises(ValueError, match="StreamingLLM evicts not by the number of tokens alone"),
         evicting(model, StreamingLLM(tokens=15, keep_prompt=True)),
-    ):
-        pass
-    forgetting = selective(mechanism=Forgetting())
-    with_matrices(forgetting)
-    with (
-        pytest.raises(ValueError, match="Bounded evicts not by the number of tokens alone"),
-        evicting(forgetting.eval(), Bounded(1e-3)),
     ):
         pass
 

@@ -8,10 +8,11 @@ import tyro
 
 from heedful.checks import UserError, check_choice
 
-EvictionName = Literal[
+EVICTIONS = (
     "auto", "most-hidden", "lowest-gate", "streaming-llm", "h2o", "tova", "snap-kv", "window",
-    "random", "triattention", "bounded", "none",
-]  # fmt: skip
+    "random", "knorm", "keydiff", "triattention", "none",
+)  # fmt: skip
+EvictionName = Annotated[str, tyro.conf.arg(metavar=f"{{{','.join(EVICTIONS)},MODULE:CLASS}}")]
 CacheDtype = Literal["auto", "int8"]
 RoleName = Literal["decoder", "encoder", "cross"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -37,24 +38,28 @@ def check_device(device: str) -> None:
         check_choice("device", device, ("auto", "cpu", "cuda"))
 
 
-def check_eviction(
-    eviction: EvictionName, budget: str | None, calibration: str | None = None
-) -> None:
+def check_eviction_name(eviction: str) -> None:
+    """Raise unless it names a policy: one of heedful's, or MODULE:CLASS."""
+    if not is_users_policy(eviction):
+        check_choice("eviction", eviction, (*EVICTIONS, "MODULE:CLASS"))
+
+
+def is_users_policy(eviction: str) -> bool:
+    """Whether a policy is one of a user's file: MODULE:CLASS, such as my_module:Landmarks."""
+    return re.fullmatch(r"[\w./\\-]+:[A-Za-z_]\w*", str(eviction)) is not None
+
+
+def check_eviction(eviction: str, budget: str | None, calibration: str | None = None) -> None:
     """Raise unless a policy is named with its budget, and its calibration where it needs one."""
+    check_eviction_name(eviction)
     check_calibration(eviction, calibration)
     if eviction not in ("auto", "none") and budget is None:
-        example = "1e-4" if eviction == "bounded" else "N"
-        raise UserError(f"eviction={eviction!r} needs a budget: add --budget {example}")
-    if eviction == "bounded" and not is_share(budget):
-        raise UserError(
-            "budget must be a number between 0 and 1 with eviction='bounded', the share of "
-            f"attention that may be lost, such as 1e-4, got {budget!r}"
-        )
+        raise UserError(f"eviction={eviction!r} needs a budget: add --budget N")
     if eviction == "none" and budget is not None:
         raise UserError("eviction='none' keeps everything: leave the budget out")
 
 
-def check_calibration(eviction: EvictionName, calibration: str | None) -> None:
+def check_calibration(eviction: str, calibration: str | None) -> None:
     """Raise unless there is a calibration for the policy that needs one, and for no other."""
     if eviction == "triattention" and calibration is None:
         raise UserError(
@@ -65,14 +70,6 @@ def check_calibration(eviction: EvictionName, calibration: str | None) -> None:
         raise UserError(
             f"calibration is for eviction='triattention', got eviction={eviction!r}; leave one out"
         )
-
-
-def is_share(word: str) -> bool:
-    """Whether a word is a number between 0 and 1: what the policy `bounded` has for a budget."""
-    try:
-        return 0 < float(word) < 1
-    except ValueError:
-        return False
 
 
 def check_memory_loss(factor: float) -> None:

@@ -1,5 +1,7 @@
 """Eviction policies as commands name them."""
 
+import importlib.util
+import sys
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -8,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.commands.options import CacheDtype, EvictionName
-from heedful.eviction import POLICIES, Bounded, Eviction, TriAttention
+from heedful.commands.options import CacheDtype, is_users_policy
+from heedful.eviction import POLICIES, Eviction, TriAttention
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.calibration import read_calibration
@@ -20,7 +22,7 @@ class CacheOptions(Protocol):
     """The options of a command whose model has a cache."""
 
     budget: str | None
-    eviction: EvictionName
+    eviction: str
     calibration: str | None
     seed: int
 
@@ -41,8 +43,6 @@ def policy_of(options: CacheOptions, model: PreTrainedModel) -> Eviction | bool 
         return False
     if options.budget is None:
         return None
-    if options.eviction == "bounded":
-        return Bounded(float(options.budget))
     if options.budget.isdecimal():
         return policy_named(
             options.eviction, model, int(options.budget), **arguments_of(options, model)
@@ -82,8 +82,37 @@ def policy_named(name: str, model: nn.Module, tokens: int | tuple[int, ...], **o
     """
     if name == "auto":
         name = _suited(model)
+    if is_users_policy(name):
+        return _users_policy(name)(tokens=tokens, **options)
     kind = {spelled(policy.__name__): policy for policy in (*POLICIES, TriAttention)}[name]
     return kind(tokens=tokens, **options)
+
+
+def _users_policy(name: str) -> type[Eviction]:
+    """The class of a policy in a user's file: MODULE:CLASS, where MODULE may be a path.
+
+    Raises:
+        ValueError: there is no such module or class, or it is no policy.
+    """
+    module, _, kind = name.rpartition(":")
+    path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    try:
+        if path.is_file():  # in the folder where the command runs
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            found = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = found  # dataclasses look their module up
+            spec.loader.exec_module(found)
+        else:
+            found = importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"eviction={name!r}: {module} cannot be imported ({error})") from None
+    policy = getattr(found, kind, None)
+    if not isinstance(policy, type) or not issubclass(policy, Eviction):
+        raise UserError(
+            f"eviction={name!r}: {module} has no policy {kind}, which must be a class derived from "
+            "heedful.eviction.Eviction"
+        )
+    return policy
 
 
 def _suited(model: nn.Module) -> str:
@@ -98,6 +127,6 @@ def _suited(model: nn.Module) -> str:
 def spelled(name: str) -> str:
     """A policy's class name as the command line spells it: `StreamingLLM` is `streaming-llm`."""
     names = {"H2O": "h2o", "TOVA": "tova", "StreamingLLM": "streaming-llm", "SnapKV": "snap-kv"}
-    names |= {"TriAttention": "triattention"}
+    names |= {"TriAttention": "triattention", "KeyDiff": "keydiff"}
     words = "".join("-" + c.lower() if c.isupper() else c for c in name)
     return names.get(name, words.lstrip("-"))

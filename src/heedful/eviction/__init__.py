@@ -1,10 +1,11 @@
-"""Eviction policies: which tokens leave a KV cache, when its budget is full or F allows it."""
+"""Eviction policies: which tokens leave a KV cache."""
 
 from heedful.eviction.policies import (
     H2O,
     POLICIES,
     TOVA,
-    Bounded,
+    KeyDiff,
+    Knorm,
     LowestGate,
     MostHidden,
     Random,
@@ -19,10 +20,11 @@ __all__ = [
     "H2O",
     "POLICIES",
     "TOVA",
-    "Bounded",
     "CachedTokens",
     "Calibration",
     "Eviction",
+    "KeyDiff",
+    "Knorm",
     "LowestGate",
     "MostHidden",
     "Random",

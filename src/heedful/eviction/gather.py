@@ -37,18 +37,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
             f"cached tokens; give this layer None tokens (it caches its {layer.window} newest), or "
             "as many"
         )
-    if policy.reads_hidden and not layer.hides:
-        raise UserError(
-            f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
-            f"attention), and this layer is {type(layer).__name__}; take another policy"
-        )
-    if policy.reads_gate and "gate" not in layer.keeps:
-        raise UserError(
-            f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer is "
-            f"{type(layer).__name__}; take another policy"
-        )
-    if getattr(policy, "calibration", None) is not None:
-        _check_calibration(policy, layer)
+    policy.check(layer)
     if isinstance(tokens, tuple):
         _check_heads(policy, layer, tokens)
         tokens = min(tokens)
@@ -67,30 +56,16 @@ def _check_heads(policy: Eviction, layer: Layer, tokens: tuple[int, ...]) -> Non
             f"tokens of a layer must be one number, or one for each of its {heads} key heads, got "
             f"{len(tokens)} numbers"
         )
-    if policy.observes != 0 or policy.reads_keys:
+    if policy.observes != 0 or "keys" in policy.needs or "values" in policy.needs:
         raise UserError(
-            f"eviction: {name} reads what all heads attend to, and heads with budgets of their own "
-            "do not cache the same tokens; give the layer one number of tokens, or take "
+            f"eviction: {name} reads what all heads attend to or have, and heads with budgets of "
+            "their own do not cache the same tokens; give the layer one number of tokens, or take "
             "MostHidden, LowestGate, StreamingLLM or Random"
         )
     if not (layer.any_heads and layer.host.own_cache):
         raise UserError(
             f"eviction: budgets of key heads need a layer whose heads are independent of each "
             f"other, and {type(layer).__name__} is none here; give the layer one number of tokens"
-        )
-
-
-def _check_calibration(policy: Eviction, layer: Layer) -> None:
-    """Raise unless the policy's calibration has a layer of this one's heads."""
-    layers, shape = policy.calibration.layers, layer.shape
-    own = (shape.heads * layer.queries_per_head, shape.dim)
-    heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
-    if heads != own:
-        there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"
-        raise UserError(
-            f"eviction: {type(policy).__name__} has the calibration of another model: layer "
-            f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
-            "calibrate this one with heedful calibrate"
         )
 
 
@@ -158,13 +133,11 @@ def slots_to_evict(
     score: Float[Tensor, "B n"],
     positions: Int[Tensor, "B n"],
     policy: Eviction,
-    tokens: int | None,
+    tokens: int,
     protection: Protection,
     kept: Bool[Tensor, "B n"] | None = None,
 ) -> Int[Tensor, "B m"]:
     """The slots to evict, so that less than `tokens` tokens are left.
-
-    Without `tokens` these are as many as every sequence has below `policy.evicts_below`.
 
     Padding comes first, and what no query sees any more; protected tokens never. Of equal scores
     the oldest token is evicted.
@@ -173,7 +146,7 @@ def slots_to_evict(
         score: the policy's.
         positions: of the tokens in all slots.
         policy: for what it protects.
-        tokens: the budget, or `None`.
+        tokens: the budget.
         protection: what else decides.
         kept: tokens that stay whatever they are, fewer than `tokens`.
 
@@ -188,10 +161,8 @@ def slots_to_evict(
     protected = (positions < first) | (positions >= protection.total - policy.recent)
     if policy.keep_prompt:
         protected |= positions < protection.prompt
-    if policy.keep_prompt and tokens is not None:
         _check_room(protected if real is None else protected & real, policy, tokens, protection)
-    score = score if tokens is None else score.float()
-    score = score.masked_fill(protected, float("inf"))
+    score = score.float().masked_fill(protected, float("inf"))
     unseen = torch.zeros_like(protected) if real is None else ~real
     for window in protection.windows:
         unseen = unseen | (positions <= protection.total - window)
@@ -200,10 +171,7 @@ def slots_to_evict(
     score = score.masked_fill(unseen, float("-inf"))
     if kept is not None:
         score = score.masked_fill(kept, float("inf"))
-    if tokens is None:
-        count = int((score < policy.evicts_below).sum(1).min())
-    else:
-        count = positions.shape[1] - (tokens - 1)
+    count = positions.shape[1] - (tokens - 1)
     by_age = positions.argsort(dim=1)
     lowest = score.gather(1, by_age).argsort(dim=1, stable=True)[:, :count]
     return by_age.gather(1, lowest).sort(dim=1).values

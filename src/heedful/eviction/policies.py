@@ -10,21 +10,21 @@
 | `SnapKV` | what the last queries of the prompt attend to least | attention of 32 queries |
 | `Window` | the oldest | positions |
 | `Random` | random tokens | positions |
-| `TriAttention` | what later queries are expected to attend to least | keys, a calibration |
+| `Knorm` | what has the longest key | keys |
+| `KeyDiff` | what points nearest to where all keys point | keys |
+| `TriAttention` | what later queries may attend to least | keys, positions, a calibration |
 
-`Bounded` has no budget: it evicts what F proves to be negligible. `TriAttention` is in
-`triattention.py`.
+`TriAttention` is in `triattention.py`.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from heedful.checks import UserError
 from heedful.eviction.policy import CachedTokens, Eviction
 from heedful.ops.selective.soft_eviction import AGE
 
@@ -43,7 +43,7 @@ class MostHidden(Eviction):
     section 4.
     """
 
-    reads_hidden = True
+    needs = ("F",)
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """`-F`, and so little of the position that it decides between equals."""
@@ -60,7 +60,7 @@ class LowestGate(Eviction):
     Source: see `heedful.RetentionGate`.
     """
 
-    reads_gate = True
+    needs = ("gate",)
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The gate."""
@@ -92,7 +92,7 @@ class H2O(Eviction):
     Source: Zhang et al., "H2O: Heavy-Hitter Oracle", arXiv 2306.14048, section 4.
     """
 
-    observes = None
+    needs = (("attention", None),)
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The attention received so far."""
@@ -106,7 +106,7 @@ class TOVA(Eviction):
     Source: Oren et al., "Transformers are Multi-State RNNs", arXiv 2401.06104, section 3.
     """
 
-    observes = 1
+    needs = (("attention", 1),)
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The newest query's weight."""
@@ -126,7 +126,7 @@ class SnapKV(Eviction):
     arXiv 2404.14469, section 4.
     """
 
-    observes: ClassVar[int] = 32
+    needs = (("attention", 32),)
     pool: ClassVar[int] = 7
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
@@ -172,72 +172,42 @@ class Random(Eviction):
 
 
 @dataclass(frozen=True)
-class Bounded(Eviction):
-    r"""Evicts every token that F proves to be negligible for all later queries; no budget.
+class Knorm(Eviction):
+    """Evicts the token with the longest key, mean over the heads: short keys draw attention.
 
-    Let no logit exceed $U$ in size before F is subtracted. A query sees its own token, which has
-    F = 0, so its softmax's sum is at least $e^{-U}$, and a key's weight at most $e^{2U - F}$. F
-    never falls, so this holds for all later queries too. The token at position t is evicted when
-
-    $$ F \ge 2U + \log\frac{(t + 1)(t + 2)}{\epsilon}, \qquad
-       \sum_t \frac{\epsilon}{(t + 1)(t + 2)} \le \epsilon $$
-
-    in every head of the layer, so that all evicted tokens together have at most `epsilon` of any
-    later query's weight, however long the sequence is. The layer's output changes by at most
-    $2 \epsilon \max_j |v_j|$, beside rounding.
-
-    In a batch every sequence evicts as many tokens as the one that can evict fewest.
-
-    Arguments:
-        epsilon: the share of a query's weight that may be lost, between 0 and 1.
-        logits: U, for all layers. `None` takes what the layer's family makes sure of: its soft cap,
-            or norms of queries and keys per head, as in Qwen 3. Elsewhere it takes the largest
-            norms of the queries and keys so far, which proves nothing of those to come.
-        sinks, recent, keep_prompt: as of every policy.
-
-    Source: the threshold is that of "Adaptive Computation Pruning for the Forgetting Transformer",
-        arXiv 2504.06949, with a share for every position in place of a length that is known.
+    Source: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache
+    Compression", arXiv 2406.11430, section 3.
     """
 
-    tokens: None = field(default=None, init=False)
-    epsilon: float = 1e-4
-    logits: float | None = None
-    sinks: int = field(default=0, kw_only=True)
-    recent: int = field(default=0, kw_only=True)
-    keep_prompt: bool = field(default=False, kw_only=True)
-
-    reads_hidden = True
-    reads_logits = True
-    evicts_below = 0.0
-
-    def __post_init__(self) -> None:
-        if not _is_number(self.epsilon) or not 0 < self.epsilon < 1:
-            raise UserError(
-                f"epsilon must be a number between 0 and 1, the share of attention that may be "
-                f"lost, such as 1e-4, got {self.epsilon!r}"
-            )
-        if self.logits is not None and not (_is_number(self.logits) and self.logits >= 0):
-            raise UserError(
-                f"logits must be a number of at least 0 that no logit exceeds, or None (what is "
-                f"known of the family), got {self.logits!r}"
-            )
-        super().__post_init__()
-
-    def budgets(self, layers: int) -> tuple[None, ...]:
-        """No layer has one."""
-        return (None,) * layers
+    needs = ("keys",)
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
-        """How much F is short of what proves the token negligible, below 0 if nothing."""
-        bound = cached.logits[:, None] if self.logits is None else self.logits
-        at = cached.positions.to(cached.hidden.dtype)
-        share = torch.log(at + 1) + torch.log(at + 2) - math.log(self.epsilon)
-        return 2 * bound + share - cached.hidden
+        """Minus the key's norm."""
+        return -cached.keys.float().norm(dim=-1).mean(1)
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+@dataclass(frozen=True)
+class KeyDiff(Eviction):
+    r"""Evicts the token whose key points most nearly where all keys point, mean over the heads.
+
+    $$ s_j = -\frac{1}{H} \sum_h \cos(k_{hj}, a_h), \qquad
+       a_h = \frac{1}{n} \sum_i \frac{k_{hi}}{|k_{hi}|} $$
+
+    Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM
+    Inference in Resource-Constrained Environments", arXiv 2504.15364, section 3.
+    """
+
+    needs = ("keys",)
+
+    def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
+        """Minus the cosine to the mean direction of the real tokens' keys."""
+        keys = normalize(cached.keys.float(), dim=-1)
+        real = keys if cached.real is None else keys * cached.real[:, None, :, None]
+        anchor = normalize(real.sum(2, keepdim=True), dim=-1)
+        return -(keys * anchor).sum(-1).mean(1)
 
 
-POLICIES = (MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random, LowestGate)
+POLICIES = (
+    MostHidden, StreamingLLM, H2O, TOVA, SnapKV, Window, Random, LowestGate, Knorm, KeyDiff,
+)  # fmt: skip
 """Those that need a budget of tokens and nothing else."""

@@ -1,12 +1,25 @@
 """What an eviction policy is: a budget, the tokens that are never evicted, and one score."""
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from heedful.checks import UserError, is_whole
+from heedful.nn import Layer
+
+_Part = Literal["F", "gate", "keys", "values", "positions"]
+Need = _Part | tuple[Literal["attention"], int | None]
+"""What a policy reads of the cached tokens, beside their positions."""
+
+_NEEDS = get_args(_Part)
+
+
+def _is_attention(need: object) -> bool:
+    if not isinstance(need, tuple) or len(need) != 2 or need[0] != "attention":
+        return False
+    return need[1] is None or is_whole(need[1], 1)
 
 
 class CachedTokens(NamedTuple):
@@ -19,17 +32,18 @@ class CachedTokens(NamedTuple):
         `[B, n]`; `None` where the mechanism masks nothing.
     gate: the retention gate of each token, `[B, n]`; `None` where the mechanism has none.
     attention: the weights of the newest queries on each token, summed over these queries, mean of
-        the heads' absolute values, `[B, n]`; `None` unless the policy observes queries.
+        the heads' absolute values, `[B, n]`; `None` unless the policy needs attention.
     queries: how many queries `attention` sums over.
     score: the policy's own score after the last call, 0 for tokens that came since, `[B, n]`;
         `None` at the first call.
-    logits: what no logit exceeds in size before F is subtracted, `[B]`; as far as is known
-        (`Bounded`), and `None` unless the policy reads it.
     keys: every token's key, after the rotary embedding, `[B, Hk, n, D]`; `None` unless the policy
-        reads keys, as are the next three.
+        needs keys.
+    values: every token's value, `[B, Hk, n, Dv]`; `None` unless the policy needs values.
     layer: the number of the attention layer.
-    next: the position of the next token as the rotary embedding counts, `[B]`.
-    real: `True` for a token that is no padding, `[B, n]`; `None` also where all are real.
+    next: the position of the next token as the rotary embedding counts, `[B]`; `None` unless the
+        policy needs positions.
+    real: `True` for a token that is no padding, `[B, n]`; `None` where all are real, or where the
+        policy needs neither keys nor values.
     """
 
     positions: Int[Tensor, "B n"]
@@ -39,8 +53,8 @@ class CachedTokens(NamedTuple):
     attention: Float[Tensor, "B n"] | None = None
     queries: int = 0
     score: Float[Tensor, "B n"] | None = None
-    logits: Float[Tensor, " B"] | None = None
     keys: Float[Tensor, "B Hk n D"] | None = None
+    values: Float[Tensor, "B Hk n Dv"] | None = None
     layer: int | None = None
     next: Int[Tensor, " B"] | None = None
     real: Bool[Tensor, "B n"] | None = None
@@ -60,7 +74,13 @@ class Eviction:
             have budgets of their own, one number per key head.
         sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
-        keep_prompt: never evict what the model was called with before its first step of one token.
+        keep_prompt: never evict what the model was called with before its first step of one token;
+            `generate` knows the prompt's length, also where its last chunk has one token.
+
+    Attributes:
+        needs: what `score` reads of the cached tokens beside their positions: `"F"`, `"gate"`,
+            `"keys"`, `"values"`, `"positions"` (as the rotary embedding counts), or
+            `("attention", n)`, the weights of the newest n queries, of all with `None`.
     """
 
     tokens: int | tuple[int | tuple[int, ...] | None, ...]
@@ -68,19 +88,17 @@ class Eviction:
     recent: int = 8
     keep_prompt: bool = False
 
-    # How many of the newest queries' weights `score` reads; `None` is those of all queries.
-    observes: ClassVar[int | None] = 0
-    # Whether `score` reads F, how strongly tokens are masked.
-    reads_hidden: ClassVar[bool] = False
-    # Whether `score` reads retention gates.
-    reads_gate: ClassVar[bool] = False
-    # Whether `score` reads how large logits are.
-    reads_logits: ClassVar[bool] = False
-    # Whether `score` reads keys, and is calibrated for one model.
-    reads_keys: ClassVar[bool] = False
-    # Evict the tokens whose score is below it, however many these are, and no others; `None` evicts
-    # down to the budget. A policy that has it has no `tokens`.
-    evicts_below: ClassVar[float | None] = None
+    needs: ClassVar[tuple[Need, ...]] = ()
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        for need in cls.needs:
+            if need not in _NEEDS and not _is_attention(need):
+                names = ", ".join(map(repr, _NEEDS))
+                raise UserError(
+                    f"needs of {cls.__name__} must be of {names} and ('attention', n), with n of "
+                    f"the newest queries or None for all, got {need!r}"
+                )
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
@@ -91,10 +109,6 @@ class Eviction:
                 )
         if not isinstance(self.keep_prompt, bool):
             raise UserError(f"keep_prompt must be True or False, got {self.keep_prompt!r}")
-        if self.evicts_below is None:
-            self._check_tokens()
-
-    def _check_tokens(self) -> None:
         layers = (self.tokens,)
         if isinstance(self.tokens, tuple | list):
             layers = tuple(tuple(x) if isinstance(x, list) else x for x in self.tokens)
@@ -108,6 +122,25 @@ class Eviction:
                         "tokens must be whole numbers of at least sinks + recent + 1 = "
                         f"{least}, got {count!r}; give the layer more tokens, or protect fewer"
                     )
+
+    @property
+    def observes(self) -> int | None:
+        """How many of the newest queries' weights `score` reads; `None` is those of all queries."""
+        return next((need[1] for need in self.needs if _is_attention(need)), 0)
+
+    def check(self, layer: Layer) -> None:
+        """Raise a `ValueError` unless the policy can serve a layer."""
+        name, kind = type(self).__name__, type(layer).__name__
+        if "F" in self.needs and not layer.hides:
+            raise UserError(
+                f"eviction: {name} needs a mechanism that hides tokens (selective or forgetting "
+                f"attention), and this layer is {kind}; take another policy"
+            )
+        if "gate" in self.needs and "gate" not in layer.keeps:
+            raise UserError(
+                f"eviction: {name} needs a retention gate (heedful.RetentionGate), and this layer "
+                f"is {kind}; take another policy"
+            )
 
     def budgets(self, layers: int) -> tuple[int | tuple[int, ...] | None, ...]:
         """The budget of every attention layer of a model, or of each of its key heads."""

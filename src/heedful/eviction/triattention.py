@@ -19,6 +19,7 @@ from torch import Tensor
 
 from heedful.checks import UserError, check_choice
 from heedful.eviction.policy import CachedTokens, Eviction
+from heedful.nn import Layer
 
 OFFSETS = tuple(2**i for i in range(17))
 """How many tokens ahead of the next one the queries are that a key is scored for: 1 to 65,536."""
@@ -134,7 +135,7 @@ class TriAttention(Eviction):
     calibration: Calibration | None = field(default=None, kw_only=True, repr=False)
     heads: Literal["max", "mean"] = field(default="max", kw_only=True)
 
-    reads_keys = True
+    needs = ("keys", "positions")
 
     def __post_init__(self) -> None:
         if not isinstance(self.calibration, Calibration):
@@ -145,6 +146,20 @@ class TriAttention(Eviction):
             )
         check_choice("heads", self.heads, ("max", "mean"))
         super().__post_init__()
+
+    def check(self, layer: Layer) -> None:
+        """Raise a `ValueError` unless the calibration has a layer of this one's heads."""
+        super().check(layer)
+        layers, shape = self.calibration.layers, layer.shape
+        own = (shape.heads * layer.queries_per_head, shape.dim)
+        heads = tuple(layers[shape.layer].centre.shape) if shape.layer < len(layers) else None
+        if heads != own:
+            there = "no such layer" if heads is None else f"{heads[0]} query heads of {heads[1]}"
+            raise UserError(
+                f"eviction: {type(self).__name__} has the calibration of another model: layer "
+                f"{shape.layer} has {own[0]} query heads of {own[1]} here, and {there} there; "
+                "calibrate this one with heedful calibrate"
+            )
 
     def score(self, cached: CachedTokens) -> Float[Tensor, "B n"]:
         """The standardised score, joined over the heads."""

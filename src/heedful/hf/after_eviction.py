@@ -195,7 +195,7 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
     """
     budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache)]
     for policy in (budget.policy for budget in budgets if budget is not None):
-        if policy.keep_prompt or policy.evicts_below is not None:
+        if policy.keep_prompt:
             raise UserError(
                 f"eviction: {type(policy).__name__} evicts not by the number of tokens alone, and "
                 "this model's matrices act after the first eviction: measure with steps through a "

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from heedful.checks import UserError
-from heedful.eviction import POLICIES, Bounded, Eviction
+from heedful.eviction import POLICIES, Eviction
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.identity import matrices_digest
@@ -35,7 +35,7 @@ def write_budgets(path: Path, eviction: Eviction, model: nn.Module, about: dict)
             f"eviction: {type(eviction).__name__} has a calibration, which budgets.json does not "
             "hold; write budgets of another policy"
         )
-    if type(eviction) not in (*POLICIES, Bounded):
+    if type(eviction) not in POLICIES:
         raise UserError(
             f"eviction: budgets.json names heedful's own policies, and {type(eviction).__name__} "
             "is none of them; hand it to heedful.new_cache"
@@ -96,7 +96,7 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
     eviction = data.get("eviction")
     fields = dict(eviction) if isinstance(eviction, dict) else {}
     name = fields.pop("kind", None)
-    kind = next((x for x in (*POLICIES, Bounded) if x.__name__ == name), None)
+    kind = next((x for x in POLICIES if x.__name__ == name), None)
     if kind is None or set(fields) - _arguments(kind):
         raise UserError(
             f"budgets {path} names no policy of this version of heedful; search budgets again with "

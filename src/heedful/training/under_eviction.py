@@ -191,6 +191,6 @@ def _attendable(cached: Bool[Tensor, "B C T"], tokens: int) -> Bool[Tensor, "B T
 
 def _orders(layer: Layer, eviction: Eviction) -> bool:
     """Whether the layer says what the policy evicts."""
-    if eviction.reads_gate:
+    if "gate" in eviction.needs:
         return "gate" in layer.keeps
     return layer.hides and layer.reports_memory

@@ -408,7 +408,7 @@ WRONG = {
     "length must be a whole number of at least 32, got 16": ["--length", "16"],
     "data has 5120 tokens, and 1000 sequences of 48 are requested": ["--rows", "1000"],
     "eviction='none' keeps everything: there is nothing": ["--eviction", "none"],
-    "eviction='bounded' has no budget of tokens": ["--eviction", "bounded"],
+    "eviction='my_module:Landmarks' is a policy of yours": ["--eviction", "my_module:Landmarks"],
     "eviction must be one of .* got 'snapkv'; did you mean 'snap-kv'": ["--eviction", "snapkv"],
     "trials must be a whole number of at least 0, got -1": ["--trials", "-1"],
     "loss must be a percentage of at least 0, got -1.0": ["--loss", "-1"],

@@ -367,7 +367,6 @@ def test_a_wrong_question_is_answered_at_once():
         ({"kinds": (6,)}, "kinds must be a whole number from 1 to 5"),
         ({"lengths": (0,)}, "lengths must hold one above 0 for needles"),
         ({"budget": ("few",)}, "budget must be numbers of tokens, or 'own'"),
-        ({"eviction": "bounded", "budget": ("20",)}, "budget must be numbers between 0 and 1"),
         ({"eviction": "h2o"}, "needs a budget"),
         ({"eviction": "triattention", "budget": ("20",)}, "needs a calibration: add --calib"),
         ({"calibration": "x"}, "calibration is for eviction='triattention'"),

@@ -119,16 +119,6 @@ def test_the_same_model_in_another_precision_is_another(tmp_path, folder):
         evaluate(evaluation_of(tmp_path, str(tmp_path / "model"), **READ))
 
 
-def test_answers_do_not_depend_on_the_batch(tmp_path):
-    """Also where a policy evicts from a batch what all of its sequences can spare."""
-    options = READ | {"budget": ("0.99",), "eviction": "bounded", "samples": 4}
-    one, many = (
-        evaluate(evaluation_of(tmp_path / str(batch), "selective", batch=batch, **options))
-        for batch in (1, 4)
-    )
-    assert nats(one, "bounded 0.99") == nats(many, "bounded 0.99") != nats(many, "")
-
-
 def test_answers_of_an_older_version_are_refused_and_stay(tmp_path):
     evaluate(evaluation_of(tmp_path, **READ))
     about, samples = (tmp_path / "run" / x for x in ("evaluation.json", "samples.jsonl"))

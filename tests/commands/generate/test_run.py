@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from heedful.cli import main
 from heedful.commands.calibrate.options import CalibrationRun
 from heedful.commands.calibrate.run import calibrate_model
 from heedful.commands.generate.run import CHUNK
-from heedful.commands.options import EvictionName
+from heedful.commands.options import EVICTIONS
 from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, Bounded, MostHidden, StreamingLLM, TriAttention
+from heedful.eviction import POLICIES, MostHidden, StreamingLLM, TriAttention
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate
 from heedful.nn import MultiToken
@@ -92,9 +91,7 @@ def test_a_cache_can_be_quantized(folders, budget):
     assert quantized.nbytes < whole.nbytes / 2
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*get_args(EvictionName)} - {"none", "bounded", "triattention", "lowest-gate"})
-)
+@pytest.mark.parametrize("name", sorted({*EVICTIONS} - {"none", "triattention", "lowest-gate"}))
 def test_every_policy_can_be_named(folders, name):
     generation, _ = generation_of(
         folders / "selective", eviction=name, budget="20", max_new_tokens=24, chunk=8
@@ -107,6 +104,44 @@ def test_every_policy_can_be_named(folders, name):
     assert cache.tokens == [19, 19]
     assert generation.nbytes == cache.nbytes < generation.whole_nbytes / 2
     assert generation.peak_nbytes == cache.peak_nbytes
+
+
+LANDMARKS = """
+from dataclasses import dataclass
+from heedful.eviction import Eviction
+
+@dataclass(frozen=True)
+class Landmarks(Eviction):
+    every: int = 8
+
+    def score(self, cached):
+        landmark = cached.positions % self.every == 0
+        return cached.positions.float() + cached.total * landmark
+
+Other = int
+"""
+
+
+@pytest.mark.parametrize("module", ["my_policies", "my_policies.py", "folder/my_policies.py"])
+def test_a_policy_of_a_user_s_file(folders, tmp_path, monkeypatch, module):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for folder in (tmp_path, tmp_path / "folder"):
+        (folder / "my_policies.py").write_text(LANDMARKS)
+    options = {"budget": "20", "max_new_tokens": 24, "chunk": 8}
+    generation, _ = generation_of(folders / "plain", eviction=f"{module}:Landmarks", **options)
+    assert generation.cached == (19, 19)
+    oldest, _ = generation_of(folders / "plain", eviction="streaming-llm", **options)
+    assert generation.text != oldest.text
+    for name, message in (
+        (f"{module}:Landmark", "has no policy Landmark, which must be a class derived from"),
+        (f"{module}:Other", "has no policy Other, which must be a class derived from heedful"),
+        ("no_such_module:Landmarks", r"no_such_module cannot be imported \(No module named"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generation_of(folders / "plain", eviction=name, **options)
+    with pytest.raises(ValueError, match="eviction must be one of .*, MODULE:CLASS, got 'tovaa'"):
+        generation_of(folders / "plain", eviction="tovaa", **options)
 
 
 def test_a_calibration_beside_the_budget(folders, tmp_path):
@@ -140,19 +175,6 @@ def test_a_calibration_beside_the_budget(folders, tmp_path):
     with pytest.raises(ValueError, match="out must be a file, got the folder"):
         calibrate_model(dataclasses.replace(calibration_run, out=str(tmp_path)))
     assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 2
-
-
-def test_a_share_of_attention_in_place_of_a_budget(folders):
-    generation, _ = generation_of(
-        folders / "selective", eviction="bounded", budget="0.5", max_new_tokens=24, chunk=8
-    )
-    model = heedful.load(folders / "selective")
-    cache = heedful.new_cache(model, Bounded(0.5))
-    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
-    assert generation.text == ByteTokenizer().decode(expected)
-    assert generation.nbytes == cache.nbytes and generation.cached == tuple(cache.tokens)
-    with pytest.raises(ValueError, match="budget must be a number between 0 and 1 with eviction="):
-        generation_of(folders / "selective", eviction="bounded", budget="20")
 
 
 def test_a_prompt_under_a_budget_comes_in_pieces_but_for_snapkv(folders):

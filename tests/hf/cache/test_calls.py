@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, JetMoeConfig
 
 import heedful
-from heedful.eviction import TOVA, Eviction, MostHidden, Random, StreamingLLM
+from heedful.eviction import TOVA, Eviction, KeyDiff, Knorm, MostHidden, Random, StreamingLLM
 from heedful.hf.cache.new import attention_layers
 from helpers.cached import converted, greedy, in_steps
 from helpers.families import tiny, tokens
@@ -109,25 +109,62 @@ def test_random_eviction_does_not_depend_on_padding(padding):
 
 
 @dataclass(frozen=True)
-class Knorm(Eviction):
-    """Evicts the token whose keys are longest (Devoto et al., arXiv 2406.11430)."""
+class Narrow(Eviction):
+    """A user's: evicts the token whose values are shortest."""
 
-    reads_keys = True
+    needs = ("values",)
 
     def score(self, cached):
-        return -cached.keys.norm(dim=-1).mean(1)
+        return cached.values.norm(dim=-1).mean(1)
 
 
-def test_a_user_s_policy_reads_keys():
-    model, ids = converted("standard", dtype=torch.float32), tokens(2, 30)
-    whole, cache = heedful.new_cache(model), heedful.new_cache(model, Knorm(tokens=16))
+def by_hand(policy, keys, values):
+    """Scores from the definitions."""
+    if policy is Knorm:
+        return -keys.norm(dim=-1).mean(1)
+    if policy is Narrow:
+        return values.norm(dim=-1).mean(1)
+    directions = keys / keys.norm(dim=-1, keepdim=True)
+    anchors = directions.mean(2)
+    cosines = [
+        torch.stack([directions[:, h, j] @ anchors[0, h] / anchors[0, h].norm()
+                     for j in range(keys.shape[2])], dim=1)
+        for h in range(keys.shape[1])
+    ]  # fmt: skip
+    return -torch.stack(cosines).mean(0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+@pytest.mark.parametrize("policy", [Knorm, KeyDiff, Narrow])
+def test_policies_that_read_keys_or_values(policy, dtype):
+    model, ids = converted("standard", dtype=torch.float32), tokens(1, 30)
+    whole = heedful.new_cache(model, dtype=dtype)
+    cache = heedful.new_cache(model, policy(tokens=16), dtype=dtype)
     for each in (whole, cache):
         in_steps(model, ids, [30], each)
     for layer, positions in zip(whole.layers, cache.positions(), strict=True):
-        score = -layer.keys.norm(dim=-1).mean(1)
+        score = by_hand(policy, layer.keys, layer.values)
         score[:, :4] = score[:, -8:] = torch.inf
         expected = score.topk(15, dim=1).indices.sort(1).values
         assert torch.equal(positions, expected)
+
+
+def test_the_mean_direction_is_that_of_real_tokens():
+    model, ids = converted("standard", dtype=torch.float32), tokens(1, 30)
+    alone, padded = (heedful.new_cache(model, KeyDiff(tokens=16)) for _ in range(2))
+    in_steps(model, ids, [30], alone)
+    mask = torch.cat([torch.zeros(1, 6), torch.ones(1, 30)], 1).long()
+    in_steps(model, torch.cat([ids[:, :6], ids], 1), [36], padded, attention_mask=mask)
+    for own, other in zip(alone.positions(), padded.positions(), strict=True):
+        assert torch.equal(own, other - 6)
+
+
+@pytest.mark.parametrize(
+    "needs", [("key",), "keys", (("attention", 0),), ("attention", 32), (("attention", True),)]
+)
+def test_unknown_needs_are_refused_where_the_class_is_made(needs):
+    with pytest.raises(ValueError, match=r"needs of Wrong must be of 'F', 'gate', 'keys', .*, got"):
+        type("Wrong", (Eviction,), {"needs": needs})
 
 
 def jetmoe(**options):

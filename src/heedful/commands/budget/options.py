@@ -6,7 +6,15 @@ from typing import Annotated
 import tyro
 
 from heedful.checks import UserError, check_literals, check_whole
-from heedful.commands.options import RECALL, EvictionName, ModelDevice, ModelDtype, check_device
+from heedful.commands.options import (
+    RECALL,
+    EvictionName,
+    ModelDevice,
+    ModelDtype,
+    check_device,
+    check_eviction_name,
+    is_users_policy,
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,12 @@ class BudgetSearch:
                 )
         if self.eviction == "none":
             raise UserError("eviction='none' keeps everything: there is nothing to search")
-        if self.eviction == "bounded":
-            raise UserError("eviction='bounded' has no budget of tokens: there is none to search")
+        check_eviction_name(self.eviction)
+        if is_users_policy(self.eviction):
+            raise UserError(
+                f"eviction={self.eviction!r} is a policy of yours, and budgets.json names those of "
+                "heedful: search with one of these, or hand yours to heedful.new_cache"
+            )
         if self.eviction == "triattention":
             raise UserError(
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "

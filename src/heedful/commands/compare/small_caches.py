@@ -34,7 +34,7 @@ def plans(model: PreTrainedModel, task: Task, budgets: tuple[float, ...]) -> Ite
     sizes = {round(x * task.length) if x <= 1 else int(x) for x in budgets}
     for tokens in sorted({max(n, LEAST_TOKENS) for n in sizes if n < task.length}, reverse=True):
         for policy in POLICIES:
-            if hides or not policy.reads_hidden:
+            if hides or "F" not in policy.needs:
                 yield policy(tokens=tokens)
 
 

@@ -72,9 +72,7 @@ class LanguageModel:
         Under a policy only those of one length are in one batch: padding would move the pieces in
         which they come, and so what is evicted.
         """
-        if len(prompts) > 1 and (
-            self._alone or (self.eviction and len(set(map(len, prompts))) > 1)
-        ):
+        if self.eviction and len({len(x) for x in prompts}) > 1:
             return [self.write([x], room)[0] for x in prompts]
         longest = max(map(len, prompts))
         pad = self.model.generation_config.pad_token_id or 0
@@ -100,11 +98,6 @@ class LanguageModel:
         new = output[:, longest:].tolist()
         return [self.tokenizer.decode(x, skip_special_tokens=True) for x in new]
 
-    @property
-    def _alone(self) -> bool:
-        """Whether the others in a batch would decide how much of a sequence is evicted."""
-        return bool(self.eviction) and self.eviction.evicts_below is not None
-
     def reading(self) -> AbstractContextManager:
         """Within it, calls without a cache compute what steps with its cache would."""
         return evicting(self.model, self.eviction or None, dtype=self.dtype)
@@ -114,7 +107,7 @@ class LanguageModel:
         """Sequences are padded on the right, where a causal model's padding changes nothing."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         longest = max(map(len, rows))
-        at_once = 1 if self._alone else max(1, _LOGITS // (longest * vocabulary))
+        at_once = max(1, _LOGITS // (longest * vocabulary))
         if at_once < len(rows):
             halves = (rows[:at_once], rows[at_once:])
             return [likelihood for half in halves for likelihood in self.read(half)]

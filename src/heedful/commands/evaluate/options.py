@@ -13,7 +13,7 @@ from heedful.commands.options import (
     ModelDtype,
     check_calibration,
     check_device,
-    is_share,
+    check_eviction_name,
 )
 
 WRITTEN = ("needles", "babilong")
@@ -46,7 +46,7 @@ class Evaluation:
     both folders as MODEL."""
     budget: Annotated[tuple[str, ...], tyro.conf.arg(metavar="N|own ...")] = ()
     """Evaluate each model also with caches of so many tokens per layer; own: by the budgets.json
-    beside it. With --eviction bounded: the share of attention that may be lost, such as 1e-4."""
+    beside it."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget, as in heedful generate."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -135,12 +135,11 @@ class Evaluation:
             raise UserError("lengths must hold one above 0 for needles; add 1024")
         _check_different("budget", self.budget)
         for word in self.budget:
-            bounded, number = self.eviction == "bounded", word.isdecimal() and int(word) > 0
-            if word != OWN and not (is_share(word) if bounded else number):
-                what = "numbers between 0 and 1" if bounded else "numbers of tokens"
-                raise UserError(f"budget must be {what}, or {OWN!r}, got {word!r}")
+            if word != OWN and not (word.isdecimal() and int(word) > 0):
+                raise UserError(f"budget must be numbers of tokens, or {OWN!r}, got {word!r}")
         if self.eviction == "none":
             raise UserError("eviction='none' keeps everything: leave --budget out")
+        check_eviction_name(self.eviction)
         check_calibration(self.eviction, self.calibration)
         if self.eviction != "auto" and not any(word != OWN for word in self.budget):
             raise UserError(f"eviction={self.eviction!r} needs a budget: add --budget N")

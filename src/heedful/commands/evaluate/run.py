@@ -1,5 +1,6 @@
 """Models answer the same questions side by side; every answer is kept as soon as it is there."""
 
+import inspect
 import json
 import time
 from collections import Counter
@@ -29,7 +30,7 @@ from heedful.commands.models import (
     tokenizer_named,
 )
 from heedful.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
-from heedful.eviction import Bounded, Eviction
+from heedful.eviction import POLICIES, Eviction, TriAttention
 from heedful.hf.budgets import NAME
 from heedful.hf.cache.new import new_cache
 from heedful.hf.identity import files_digest, json_digest, model_identity
@@ -223,9 +224,6 @@ def _caches(
     for word in options.budget:
         if word == OWN:
             name, policy = OWN, model._heedful.eviction
-        elif options.eviction == "bounded":
-            policy = Bounded(float(word))
-            name = f"bounded {word}"
         else:
             arguments = arguments_of(options, model)
             policy = policy_named(options.eviction, model, int(word), **arguments)
@@ -433,6 +431,8 @@ def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
     about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
     if getattr(policy, "calibration", None) is not None:
         about["calibration"] = files_digest([Path(options.calibration)])
+    if policy is not None and type(policy) not in (*POLICIES, TriAttention):
+        about["source"] = files_digest([Path(inspect.getfile(type(policy)))])
     return about
 
 

@@ -37,12 +37,12 @@ class Generation:
     base that it names."""
     budget: Annotated[str | None, tyro.conf.arg(metavar="N|FILE")] = None
     """How many tokens a layer's cache may hold, or a budgets.json. By default what stands beside
-    the model, if anything. With --eviction bounded: the share of attention that may be lost, such
-    as 1e-4."""
+    the model, if anything."""
     eviction: EvictionName = "auto"
     """Which tokens are evicted under --budget. auto: what selective attention has hidden most, or
     the lowest retention gate; for other mechanisms all but the first and the newest
-    (streaming-llm). none keeps everything."""
+    (streaming-llm). none keeps everything. MODULE:CLASS is a policy of yours, such as
+    my_module:Landmarks in my_module.py."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"

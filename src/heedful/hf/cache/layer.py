@@ -83,7 +83,7 @@ class LayerCache(AttentionCache):
     @property
     def reads_positions(self) -> bool:
         """Whether `attend` needs the positions of the new tokens."""
-        return self.budget is not None and self.budget.policy.reads_keys
+        return self.budget is not None and "positions" in self.budget.policy.needs
 
     @property
     def keys(self) -> Float[Tensor, "B Hk n D"] | None:
@@ -182,7 +182,12 @@ class LayerCache(AttentionCache):
     @property
     def _reads_itself(self) -> bool:
         """Whether attention or the policy reads keys from here, and not what `attend` is given."""
-        return self._by_heads or self.reads_positions
+        return self._by_heads or self._reads_rows
+
+    @property
+    def _reads_rows(self) -> bool:
+        """Whether the policy reads keys or values."""
+        return self.policy is not None and not {"keys", "values"}.isdisjoint(self.policy.needs)
 
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         """Raise where what attention reads is not what `update` has returned."""
@@ -253,9 +258,6 @@ class LayerCache(AttentionCache):
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
         output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
-        if self.policy is not None and self.policy.reads_logits:
-            new, keys = slice(self.length - q.shape[2], None), self._tokens.keys
-            self._step.note(q, keys.read(slice(None), new) if self._by_heads else k[:, :, new])
         keys = None if self._by_heads else k
         call = LastCall(q, visibility, scale, inputs._replace(state=before), keys)
         if self.record_past:
@@ -371,23 +373,22 @@ class LayerCache(AttentionCache):
     def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
         """All cached tokens as the policy scores them, and what else decides."""
         policy, counters, visibility = self.policy, self.counters, call.visibility
-        if policy.reads_keys or policy.observes != 0:
+        if "keys" in policy.needs or policy.observes != 0:
             self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
         cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
-        if policy.reads_hidden:
+        if "F" in policy.needs:
             cached = cached._replace(hidden=self._state.amin(1))
-        if policy.reads_gate:
+        if "gate" in policy.needs:
             cached = cached._replace(gate=self._state[:, 0])
-        if policy.reads_logits:
-            dim, softcap = self.keys.shape[3], call.inputs.softcap
-            cached = cached._replace(logits=self._step.logits(dim, call.scale, softcap))
-        if policy.reads_keys:
-            padding, newest = visibility.padding, call.inputs.positions[:, -1]
+        if "positions" in policy.needs:
+            cached = cached._replace(next=call.inputs.positions[:, -1] + 1)
+        if self._reads_rows:
+            padding = visibility.padding
             if padding is not None:
-                padding = padding.expand(len(newest), -1).gather(1, cached.positions)
-            cached = cached._replace(
-                keys=self.keys, layer=self._index, next=newest + 1, real=padding
-            )
+                padding = padding.expand(len(cached.positions), -1).gather(1, cached.positions)
+            keys = self.keys if "keys" in policy.needs else None
+            values = self.values if "values" in policy.needs else None
+            cached = cached._replace(keys=keys, values=values, layer=self._index, real=padding)
         if policy.observes != 0:
             queries = self._step.queries(call.queries.shape[2])
             before = counters.total - counters.pending

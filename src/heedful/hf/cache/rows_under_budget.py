@@ -99,7 +99,7 @@ def evicting(
         if budget is not None or int8:
             cache_for(module, None, budget, int8=int8)  # raises if it cannot be served
             routes[module.heedful] = _Route(module, budget, int8, Pieces(whole, step), peaks)
-    reads_positions = eviction is not None and eviction.reads_keys
+    reads_positions = eviction is not None and "positions" in eviction.needs
     needs = frozenset({"positions"} if reads_positions else ())
     acting = _matrices_acting(model, eviction, whole, step)
     with torch.no_grad(), acting, intercept(model, _Routes(routes), needs):
