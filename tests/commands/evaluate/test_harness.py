@@ -140,7 +140,7 @@ def test_the_harness_reads_under_a_budget_as_we_do(tmp_path, ended, exported):
     result = evaluate(evaluation_of(tmp_path, str(ended), tasks=tasks, **options), words.append)
     assert words == [
         "6 samples: 3 of lambada and at most 3 of lm-evaluation-harness's heedful_lambada, for 1 "
-        "model with 2 caches; --samples N changes how many"
+        "model with 2 caches; --samples N changes how many\ndevice: cpu"
     ]  # and no time, as a batch holds all
     nats = {}
     for x in result.samples:
