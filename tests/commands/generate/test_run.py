@@ -63,7 +63,12 @@ def test_it_goes_on_greedily_and_counts_the_cache(folders, name):
     tokens, row = len(PROMPT) + 11, 2 * 8 * 4  # the last token is never read
     per_token = 2 * (2 * row + (4 if name == "selective" else 0))
     assert generation.whole_nbytes == tokens * per_token
-    assert generation.whole_nbytes <= generation.nbytes <= generation.peak_nbytes
+    assert (
+        generation.contents_nbytes
+        == generation.whole_nbytes
+        <= generation.nbytes
+        <= generation.peak_nbytes
+    )
     assert generation.tokens_per_second > 0
 
 
@@ -276,14 +281,14 @@ def test_as_a_command_the_text_goes_to_stdout_and_the_sum_to_stderr(folders, cap
     assert status_of("generate", str(folders / "chat"), *words) == 0
     out, err = capsys.readouterr()
     assert out == expected.text + "\n"
-    size, peak, whole = (
-        f"{size / 1024:.1f} KiB"
-        for size in (expected.nbytes, expected.peak_nbytes, expected.whole_nbytes)
-    )
-    error = rf"41 tokens read, 12 written at [\d.]+ tokens/s; the cache holds {size} \(peak "
-    error += rf"{peak}\), without eviction {whole}; tokens per layer: 19\ndevice: cpu\n"
-    assert re.fullmatch(error, err)
-    assert float(size.split()[0]) < float(whole.split()[0])
+    keys = 2 * 2 * 2 * 8  # numbers of a token: two layers, keys and values, two heads of 8
+    assert expected.bf16_nbytes == 2 * keys * 52
+    size = expected.contents_nbytes
+    assert size < expected.nbytes
+    error = r"41 tokens read, 12 written at [\d.]+ tokens/s; the cache has 19 of 52 tokens per "
+    error += rf"layer in {size / 1024:.1f} KiB, {expected.bf16_nbytes / size:.1f} × smaller than a "
+    error += rf"full one in bf16 \({expected.bf16_nbytes / 1024:.1f} KiB\); peak with reserve "
+    assert re.fullmatch(error + rf"{expected.peak_nbytes / 1024:.1f} KiB\ndevice: cpu\n", err)
 
 
 WRONG = {

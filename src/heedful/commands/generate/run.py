@@ -29,8 +29,11 @@ class GenerationResult(NamedTuple):
     prompt, tokens: how many were read and written.
     tokens_per_second: of the tokens after the first; `None` where there is no other.
     nbytes, peak_nbytes: of the cache at the end, and at its largest.
+    contents_nbytes: of the cache at the end, without room for later tokens.
+    bf16_nbytes: of a full cache of the same tokens in bfloat16, without that room.
     whole_nbytes: what it would have taken at the end with nothing evicted or quantized.
     cached: how many tokens each layer's cache had at the end.
+    passed: how many tokens had gone through it, those that it has evicted included.
     """
 
     text: str
@@ -40,15 +43,19 @@ class GenerationResult(NamedTuple):
     nbytes: int
     peak_nbytes: int
     whole_nbytes: int
+    contents_nbytes: int
+    bf16_nbytes: int
     cached: tuple[int, ...]
+    passed: int
 
     def __str__(self) -> str:
-        size, peak, whole = (_size(x) for x in (self.nbytes, self.peak_nbytes, self.whole_nbytes))
         rate = self.tokens_per_second
         speed = "" if rate is None else f" at {rate:.1f} tokens/s"
         return (
-            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache holds {size} "
-            f"(peak {peak}), without eviction {whole}; tokens per layer: {self._tokens}"
+            f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache has "
+            f"{self._tokens} of {self.passed:,} tokens per layer in {_size(self.contents_nbytes)}, "
+            f"{self.bf16_nbytes / max(self.contents_nbytes, 1):.1f} × smaller than a full one in "
+            f"bf16 ({_size(self.bf16_nbytes)}); peak with reserve {_size(self.peak_nbytes)}"
         )
 
     @property
@@ -126,7 +133,10 @@ def _generate(
         nbytes=cache.nbytes,
         peak_nbytes=cache.peak_nbytes,
         whole_nbytes=cache.whole_nbytes,
+        contents_nbytes=cache.contents_nbytes,
+        bf16_nbytes=cache.bf16_nbytes,
         cached=tuple(cache.tokens),
+        passed=cache.get_seq_length(),
     )
 
 

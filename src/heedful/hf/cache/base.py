@@ -55,6 +55,16 @@ class AttentionCache(CacheLayerMixin):
     def whole_nbytes(self) -> int:
         """Bytes that it would take if nothing were evicted, without room for later tokens."""
 
+    @property
+    @abstractmethod
+    def bf16_nbytes(self) -> int:
+        """Bytes of keys and values in bfloat16, if nothing were evicted, without reserve."""
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of the room for later tokens."""
+        return 0
+
     @abstractmethod
     def _clear(self) -> None:
         """Begin anew."""

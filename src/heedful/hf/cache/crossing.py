@@ -70,6 +70,11 @@ class CrossLayerCache(AttentionCache):
         """Bytes of the source's keys and values."""
         return nbytes_of([self.keys, self.values])
 
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of the source's keys and values in bfloat16."""
+        return sum(2 * x.numel() for x in (self.keys, self.values) if x is not None)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The source alone: queries add no keys."""
         return self.length, 0

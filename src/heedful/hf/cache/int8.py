@@ -65,6 +65,16 @@ class Int8Slots:
         return self._codes.nbytes + self._scales.nbytes
 
     @property
+    def contents_nbytes(self) -> int:
+        """Bytes of the tokens, without room for later ones."""
+        return self._codes.contents_nbytes + self._scales.contents_nbytes
+
+    @property
+    def token_numbers(self) -> int:
+        """How many numbers one token of every sequence has."""
+        return self._codes.token_numbers
+
+    @property
     def token_nbytes(self) -> int:
         """Bytes of one token of every sequence, as the model gave it."""
         return 0 if self._dtype is None else self._codes.token_nbytes * self._dtype.itemsize

@@ -124,8 +124,23 @@ class LayerCache(AttentionCache):
         per_token = self._tokens.token_nbytes
         if self._state is not None and self._state.shape[2]:
             per_token += self._state[:, :, :1].numel() * self._state.element_size()
+        return per_token * self._whole_length
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of keys and values in bfloat16, if no token were evicted."""
+        return 2 * sum(x.token_numbers for x in self._tokens.of_heads) * self._whole_length
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of the room for later tokens."""
+        return self._tokens.reserve_nbytes
+
+    @property
+    def _whole_length(self) -> int:
+        """How many tokens would be cached without eviction."""
         total = self.counters.total
-        return per_token * (total if self.window is None else min(total, self._reach))
+        return total if self.window is None else min(total, self._reach)
 
     @property
     def _reach(self) -> int:

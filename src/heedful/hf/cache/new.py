@@ -48,8 +48,21 @@ class KVCache(Cache):
 
     @property
     def whole_nbytes(self) -> int:
-        """What it would take without eviction, and without room for later tokens."""
+        """Bytes that it would take without eviction and reserve, in the model's own precision.
+
+        `bf16_nbytes` is what compression is counted against.
+        """
         return sum(layer.whole_nbytes for layer in self._attention_layers)
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of a full bfloat16 cache of the same tokens without reserve."""
+        return sum(layer.bf16_nbytes for layer in self._attention_layers)
+
+    @property
+    def contents_nbytes(self) -> int:
+        """Bytes of what is cached, without room for later tokens."""
+        return self.nbytes - sum(layer.reserve_nbytes for layer in self._attention_layers)
 
     @property
     def tokens(self) -> list[int]:
@@ -83,8 +96,19 @@ class EncoderDecoderKVCache(EncoderDecoderCache):
 
     @property
     def whole_nbytes(self) -> int:
-        """What they would take without eviction."""
+        """Bytes that they would take without eviction, in the model's own precision."""
         return sum(x.whole_nbytes for x in (self.self_attention_cache, self.cross_attention_cache))
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of full bfloat16 caches of the same tokens without reserve."""
+        return sum(x.bf16_nbytes for x in (self.self_attention_cache, self.cross_attention_cache))
+
+    @property
+    def contents_nbytes(self) -> int:
+        """Bytes of what is cached, without room for later tokens."""
+        caches = (self.self_attention_cache, self.cross_attention_cache)
+        return self.nbytes - sum(y.reserve_nbytes for x in caches for y in x._attention_layers)
 
     @property
     def tokens(self) -> list[int]:

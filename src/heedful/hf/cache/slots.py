@@ -46,12 +46,22 @@ class Slots:
         return 0 if self.buffer is None else self.buffer.untyped_storage().nbytes()
 
     @property
-    def token_nbytes(self) -> int:
-        """Bytes of one token of every sequence, as the model gave it."""
+    def contents_nbytes(self) -> int:
+        """Bytes of the tokens, without room for later ones."""
+        return self.token_nbytes * self.length
+
+    @property
+    def token_numbers(self) -> int:
+        """How many numbers one token of every sequence has."""
         if self.buffer is None:
             return 0
         batch, heads, _, dim = self.buffer.shape
-        return batch * heads * dim * self.buffer.element_size()
+        return batch * heads * dim
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token of every sequence, as the model gave it."""
+        return 0 if self.buffer is None else self.token_numbers * self.buffer.element_size()
 
     @property
     def copy_nbytes(self) -> int:

@@ -87,6 +87,13 @@ class SummaryCache(AttentionCache):
         per_token = sum(x[:, :, :1].numel() * x.element_size() for x in self._state[1:3])
         return per_token * self.counters.total
 
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of keys and values in bfloat16, if every token were kept."""
+        if self._state is None:
+            return 0
+        return 2 * sum(x[:, :, :1].numel() for x in self._state[1:3]) * self.counters.total
+
     # A call: new tokens, then attention.
 
     def update(

@@ -58,6 +58,11 @@ class StoredTokens:
         return sum(slots.token_nbytes for slots in self.streams)
 
     @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of the room for later tokens."""
+        return sum(slots.nbytes - slots.contents_nbytes for slots in self.streams)
+
+    @property
     def copy_nbytes(self) -> int:
         """Bytes of the copies that attention reads, where the streams are quantized."""
         return sum(slots.copy_nbytes for slots in self.streams)
