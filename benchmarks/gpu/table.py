@@ -89,17 +89,15 @@ def ceilings() -> str:
 
 
 def counted() -> str:
-    """Launches and bytes at both shapes, and the estimate beside FlashAttention's."""
+    """Launches and bytes at both shapes."""
     records = read(RESULTS / "counted.jsonl")
-    head = ["mechanism", "shape", "launches", "GB moved", "ms, estimated", "FlashAttention 2, ms"]
+    head = ["mechanism", "shape", "launches", "GB moved"]
     lines = [
         [
             r["mechanism"],
             f"{r['batch']} × {r['heads']} × {r['tokens']:,} × {r['dim']}",
             f"{r['launches']:,}",
             f"{r['nbytes'] / 1e9:.1f}",
-            f"{r['estimated_ms']:.1f}",
-            f"{r['flash_ms']:g}",
         ]
         for r in records
     ]
