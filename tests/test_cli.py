@@ -27,6 +27,7 @@ from heedful.commands.bench import options as config
 from heedful.commands.compare import one_model as train
 from heedful.commands.compare import options as comparison
 from heedful.commands.compare import setups
+from heedful.commands.options import EVICTIONS
 from heedful.commands.policies import spelled
 from heedful.eviction import POLICIES, TriAttention
 from heedful.nn import NAMES

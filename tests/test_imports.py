@@ -37,6 +37,7 @@ MAY_IMPORT = {
         "numpy",
         "transformers",
         "accelerate",
+        "huggingface_hub",
         "matplotlib",
         "safetensors",
         "tokenizers",

@@ -170,13 +170,13 @@ def convert(
             or fails the verification. The model is left as it was.
 
     Warns:
-        UserWarning: a model with pretrained weights (its `name_or_path` says where they came from)
-            gets selective attention whose selector is one of its own heads, which changes its
-            outputs at once.
+        UserWarning: a model with pretrained weights (it has a `name_or_path`, and norms or biases
+            that are no longer those of an initialisation) gets selective attention whose selector
+            is one of its own heads, which changes its outputs at once.
     """
     conversion = replace_attention(model, mechanism, layers, where=where, impl=impl, verify=verify)
     masks = [x for x in conversion.mechanisms if _masks_at_once(x)]
-    if masks and model.name_or_path:
+    if masks and model.name_or_path and _is_trained(model):
         selector = f"head {masks[0].head}" if masks[0].selector == "head" else "its selector"
         warnings.warn(
             f"{selector} masks tokens from now on, so the pretrained model's outputs change until "
@@ -185,6 +185,17 @@ def convert(
             stacklevel=2,
         )
     return conversion
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether some norm or bias is no longer one number throughout, as initialisation leaves it.
+
+    A model from the configuration of a checkpoint has the checkpoint's name, and no weights of it.
+    """
+    vectors = [p.detach() for p in model.parameters() if p.ndim < 2 and p.numel() > 1]
+    if any(p.device.type == "meta" for p in vectors):
+        return False
+    return not vectors or any(bool((p != p[0]).any()) for p in vectors)
 
 
 def _masks_at_once(mechanism: Mechanism) -> bool:

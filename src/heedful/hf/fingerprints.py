@@ -3,10 +3,10 @@
 import base64
 import hashlib
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -198,13 +198,13 @@ def _values(parameters: list[Tensor], count: int) -> tuple[Tensor, Tensor]:
 
 
 def _to_text(values: Tensor) -> str:
-    return base64.b64encode(values.to(torch.float32).numpy().astype("<f4").tobytes()).decode()
+    return base64.b64encode(struct.pack(f"<{len(values)}f", *values.tolist())).decode()
 
 
 def _from_text(text: object) -> Tensor | None:
     """Float64 numbers of base64, or None where the text is damaged."""
     try:
-        data = numpy.frombuffer(base64.b64decode(text, validate=True), "<f4")
-    except (TypeError, ValueError):
+        data = base64.b64decode(text, validate=True)
+        return torch.tensor(struct.unpack(f"<{len(data) // 4}f", data), dtype=torch.float64)
+    except (TypeError, ValueError, struct.error):
         return None
-    return torch.from_numpy(data.astype("float64"))

@@ -142,7 +142,7 @@ def test_a_policy_of_a_user_s_file(folders, tmp_path, monkeypatch, module):
     ):
         with pytest.raises(ValueError, match=message):
             generation_of(folders / "plain", eviction=name, **options)
-    with pytest.raises(ValueError, match=r"eviction must be one of .*, MODULE:CLASS, got 'tovaa'"):
+    with pytest.raises(ValueError, match=r"eviction must be one of .*, 'MODULE:CLASS', got 'tovaa'"):
         generation_of(folders / "plain", eviction="tovaa", **options)
 
 
@@ -404,7 +404,7 @@ def test_budgets_that_do_not_fit_are_one_line(folders, tmp_path, capsys):
     assert "one for each of the model's 2 attention layers, got 3" in error(eviction=three)
     assert "names no policy of this version" in error(change=lambda x: x["eviction"].pop("kind"))
     assert "names no policy" in error(change=lambda x: x["eviction"].update(more=1))
-    assert "must be a file of heedful budget in format 1" in error(change=lambda x: x.clear())
+    assert "must be a file of heedful budget in format 2" in error(change=lambda x: x.clear())
     wrong = {"tokens": ["a", "b"]}
     assert "tokens must be whole numbers" in error(change=lambda x: x["eviction"].update(wrong))
     write_budgets(path, MostHidden(tokens=(16, 16)), model, {})
