@@ -96,6 +96,29 @@ def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visib
     return replace(visibility, mutual=None)
 
 
+class Padding(NamedTuple):
+    """Which tokens are padding.
+
+    real: `True` for a real token, `[B or 1, total]` of all that have come, or `[B, n]` of those in
+        the slots.
+    start: the position of each sequence's first real token, `[B or 1, 1]`.
+    by_slot: whether `real` is of those in the slots.
+    """
+
+    real: Bool[Tensor, "#B m"]
+    start: Int[Tensor, "#B 1"]
+    by_slot: bool = False
+
+    @classmethod
+    def of(cls, real: Bool[Tensor, "#B total"] | None) -> "Padding | None":
+        """From a mask of all tokens that have come; `None` where all are real."""
+        return None if real is None else cls(real, real.int().argmax(1, keepdim=True))
+
+    def at(self, positions: Int[Tensor, "B n"]) -> Bool[Tensor, "B n"]:
+        """Whether the tokens in the slots are real."""
+        return self.real if self.by_slot else self.real.expand(len(positions), -1).gather(1, positions)
+
+
 class Protection(NamedTuple):
     """What decides beside the policy's scores which tokens are evicted.
 
@@ -104,19 +127,18 @@ class Protection(NamedTuple):
     first: whether the first one is never evicted, not even where no query sees it any more: the
         mechanism treats it apart, and would take another one for it.
     windows: how far back the layer's queries see.
-    padding: `True` for a real token, of all that have come, `[B or 1, total]`; `None` where all
-        are real.
+    padding: which tokens are padding; `None` where all are real.
     """
 
     total: int
     prompt: int
     first: bool
     windows: tuple[int, ...]
-    padding: Bool[Tensor, "#B total"] | None
+    padding: Padding | None
 
 
 def scores(
-    policy: Eviction, cached: CachedTokens, padding: Bool[Tensor, "#B total"] | None
+    policy: Eviction, cached: CachedTokens, padding: Padding | None
 ) -> Float[Tensor, "B n"]:
     """The policy's scores, with positions counted from each sequence's first real token.
 
@@ -124,8 +146,8 @@ def scores(
     first whatever their scores.
     """
     if padding is not None:
-        start = padding.int().argmax(1, keepdim=True)
-        cached = cached._replace(positions=(cached.positions - start).clamp(min=0))
+        positions = (cached.positions - padding.start).clamp(min=0)
+        cached = cached._replace(positions=positions)
     return policy.score(cached)
 
 
@@ -155,8 +177,7 @@ def slots_to_evict(
     """
     real, start = None, 0
     if protection.padding is not None:
-        start = protection.padding.int().argmax(1, keepdim=True)
-        real = protection.padding.expand(len(positions), -1).gather(1, positions)
+        start, real = protection.padding.start, protection.padding.at(positions)
     first = start + max(policy.sinks, protection.first)
     protected = (positions < first) | (positions >= protection.total - policy.recent)
     if policy.keep_prompt:

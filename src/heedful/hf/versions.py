@@ -74,7 +74,7 @@ def cache_of(output: object) -> object | None:
 
 def cache_argument(model: nn.Module, cache: Cache | None) -> dict[str, Cache | None]:
     """The keyword that hands a cache to a model's forward, as the model itself calls it."""
-    return {_cache_name(model.forward): cache}
+    return {cache_name(model.forward): cache}
 
 
 def generate_argument(cache: Cache | None) -> dict[str, Cache | None]:
@@ -82,7 +82,7 @@ def generate_argument(cache: Cache | None) -> dict[str, Cache | None]:
     return {_OF_GENERATE: cache}
 
 
-def _cache_name(forward: Callable) -> str:
+def cache_name(forward: Callable) -> str:
     """How a forward calls its cache; as `generate` does where the signature does not tell."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in _CACHES if name in parameters), _OF_GENERATE)
@@ -118,7 +118,7 @@ class CacheName(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> "CacheName":
         """The hook for a model."""
-        return cls(_cache_name(model.forward))
+        return cls(cache_name(model.forward))
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         return args, _renamed(kwargs, self.name)

@@ -12,7 +12,7 @@ attention does not depend on how many tokens come in one call.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float, Float32, Int, Int8
 from torch import Tensor
 
 from heedful.checks import UserError
@@ -104,6 +104,26 @@ class Int8Slots:
     def move(self, moves: Moves, limit: int | None = None) -> int:
         """Move tokens and drop the last slots; returns the bytes of a new buffer."""
         return max(slots.move(moves, limit) for slots in (self._codes, self._scales))
+
+    def put(self, slots: Int[Tensor, "#B 1"], new: Float[Tensor, "B H 1 D"]) -> None:
+        """Replace the token in one slot of each sequence."""
+        for part, x in zip((self._codes, self._scales), quantize(new), strict=True):
+            part.put(slots, x)
+
+    def extended(self, new: Float[Tensor, "B H m D"]) -> "Int8Slots":
+        """The tokens followed by new ones, in tensors of their own; nothing changes here."""
+        joined, self._dtype = Int8Slots(), new.dtype
+        codes, scales = quantize(new)
+        joined._codes, joined._scales = self._codes.extended(codes), self._scales.extended(scales)
+        joined._dtype = new.dtype
+        return joined
+
+    def take(
+        self, tokens: "Int8Slots", keep: Int[Tensor, "#B m"], limit: int | None = None
+    ) -> None:
+        """Replace all tokens by some of others, with room for `limit` tokens."""
+        self._codes.take(tokens._codes, keep, limit)
+        self._scales.take(tokens._scales, keep, limit)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffers by a function of them, such as a choice of sequences."""

@@ -415,8 +415,9 @@ class LayerCache(AttentionCache):
             cached = cached._replace(attention=attention, queries=queries)
         windows = tuple(w for w in (visibility.window, self.window) if w is not None)
         protection = gather.Protection(
-            counters.total, counters.prompt, self._keeps_first, windows, visibility.padding
-        )
+            counters.total, counters.prompt, self._keeps_first, windows,
+            gather.Padding.of(visibility.padding),
+        )  # fmt: skip
         return cached, protection
 
     def _move(self, moves: gather.Moves) -> None:

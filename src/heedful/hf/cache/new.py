@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from heedful.checks import UserError
+from heedful.checks import UserError, check_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, layer_budgets
@@ -21,6 +21,10 @@ from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
+from heedful.hf.evicting.hook import install
+from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.new import decoder_modules, evicting_layers
+from heedful.hf.evicting.proof import prove
 from heedful.hf.family.modules import attends_twice, attention_modules
 from heedful.nn import Layer
 
@@ -77,8 +81,9 @@ class KVCache(Cache):
         return [layer.positions() for layer in self._attention_layers]
 
     @property
-    def _attention_layers(self) -> list[AttentionCache]:
-        return [layer for layer in self.layers if isinstance(layer, AttentionCache)]
+    def _attention_layers(self) -> list[AttentionCache | EvictingLayer]:
+        kinds = AttentionCache | EvictingLayer
+        return [layer for layer in self.layers if isinstance(layer, kinds)]
 
 
 class EncoderDecoderKVCache(EncoderDecoderCache):
@@ -136,30 +141,39 @@ def new_cache(
     model: nn.Module,
     eviction: Eviction | Literal[False] | None = None,
     *,
+    slack: int = 0,
     dtype: torch.dtype | None = None,
     offloading: bool = False,
+    verify: bool = True,
 ) -> KVCache | EncoderDecoderKVCache:
-    """An empty cache for a converted model, for `cache=`.
+    """An empty cache for `cache=`, of a converted model or of a decoder of transformers as it is.
 
-    That of an encoder-decoder has two parts, `self_attention_cache` and `cross_attention_cache`;
-    budgets and the dtype are of the first.
+    A model that is not converted keeps its own attention, to the last bit until the first eviction.
+    Its attention modules get a hook each (`heedful.hf.evicting.hook`), which leaves other caches
+    alone. The cache of a converted encoder-decoder has two parts, `self_attention_cache` and
+    `cross_attention_cache`; budgets and the dtype are of the first.
 
     Arguments:
-        model: a converted model.
+        model: a model of transformers.
         eviction: which tokens leave when a layer's budget is full; see `heedful.eviction`. `None`
             takes the budgets that came with the model (`budgets.json` in its folder), if any;
             `False` keeps everything.
+        slack: how many tokens more than its budget's a layer may cache before it evicts all of
+            these at once; a query then attends to at most `tokens + slack`. Only of a model that is
+            not converted.
         dtype: `torch.int8` quantizes tokens to eight bits per number; by default they stay as the
             model computes them.
         offloading: keep keys and values in the CPU's memory, but those of the layer at work.
+        verify: prove by a few tokens, when a model that is not converted gets its first cache, that
+            its family is served exactly.
 
     Returns:
         The cache; of an encoder-decoder, an `EncoderDecoderKVCache`.
 
     Raises:
-        ValueError: the model is not converted, its family keeps its tokens in another way, the
-            policy cannot serve the mechanism, the dtype cannot, or nothing of the model is on a
-            CUDA device to offload from.
+        ValueError: the policy needs a converted model, the family keeps its tokens in another way
+            or is not proven to be served, the policy cannot serve the mechanism, the dtype cannot,
+            or nothing of the model is on a CUDA device to offload from.
     """
     int8 = is_int8(dtype)
     if offloading and "cuda" not in (devices := _device_types(model)):
@@ -173,9 +187,14 @@ def new_cache(
             f"model must have a decoder: {type(model).__name__} is an encoder, which keeps nothing "
             "between calls"
         )
-    if not attention:
-        raise UserError("model must be converted; heedful.convert(model, 'standard') is enough")
     policy = _policy(model, eviction)
+    check_whole("slack", slack, 0)
+    if not attention:
+        return _unconverted(model, policy, slack, int8, offloading, verify)
+    if slack:
+        raise UserError(
+            f"slack must be 0 for a converted model, got {slack}; it is for models as they are"
+        )
     layers = stock_layers(model)
     places = cache_places(attention, layers)
     budgets = layer_budgets(policy, list(places.values()), model)
@@ -187,6 +206,34 @@ def new_cache(
     if not model.config.is_encoder_decoder:
         return own
     return EncoderDecoderKVCache(own, KVCache(_source_layers(model, meter), meter))
+
+
+def _unconverted(
+    model: nn.Module,
+    policy: Eviction | None,
+    slack: int,
+    int8: bool,
+    offloading: bool,
+    verify: bool,
+) -> KVCache:
+    """The cache of a model of transformers as it is; arguments as of `new_cache`."""
+    modules = decoder_modules(model, policy)
+    layers = stock_layers(model)
+    places = cache_places(modules, layers)
+    if others := sorted({type(x).__name__ for i, x in enumerate(layers) if i not in places}):
+        raise UserError(
+            f"model: {type(model).__name__} has layers that keep their tokens in "
+            f"{', '.join(others)}, which a cache of heedful cannot replace; leave cache out"
+        )
+    windows = [getattr(layers[index], "sliding_window", None) for index in places]
+    hooks = install(places)
+    if verify:
+        prove(model, places, windows, hooks)
+    budgets, meter = layer_budgets(policy, modules, model), Meter()
+    parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8)
+    for index, part in zip(places, parts, strict=True):
+        layers[index] = part
+    return KVCache(layers, meter, offloading)
 
 
 def _device_types(model: nn.Module) -> set[str]:

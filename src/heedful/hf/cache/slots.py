@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from heedful.eviction.gather import Moves
@@ -78,8 +78,7 @@ class Slots:
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return
         end = self.start + length
-        frozen = self.buffer.is_inference() and not torch.is_inference_mode_enabled()
-        if not self._own or frozen or end + count > self.buffer.shape[2]:
+        if self._shared or end + count > self.buffer.shape[2]:
             size = length + count
             roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
@@ -117,11 +116,11 @@ class Slots:
         Where the buffer is much larger than `limit` tokens, what stays goes into a smaller one;
         without a limit, where it is much larger than what stays with its usual room.
         """
-        heads, dim = self.buffer.shape[1], self.buffer.shape[3]
+        batch, heads, _, dim = self.buffer.shape
         moves = moves.on(self.buffer.device)
 
         def spread(index: Tensor) -> Tensor:
-            return index[:, None, :, None].expand(-1, heads, -1, dim)
+            return index[:, None, :, None].expand(batch, heads, -1, dim)
 
         length = moves.keep.shape[1]
         limit, copied = _roomy(length) if limit is None else limit, 0
@@ -136,10 +135,53 @@ class Slots:
         self.length = length
         return copied
 
+    def put(self, slots: Int[Tensor, "#B 1"], new: Shaped[Tensor, "B H 1 D"]) -> None:
+        """Replace the token in one slot of each sequence; nothing is copied or resized."""
+        if self._shared:
+            self._resize(self.buffer.shape[2])
+        if len(slots) == 1:
+            self.buffer.index_copy_(2, slots[0] + self.start if self.start else slots[0], new)
+        else:
+            self.contents.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+
+    def extended(self, new: Shaped[Tensor, "B H m D"]) -> "Slots":
+        """The tokens followed by new ones, in a tensor of their own; nothing changes here."""
+        joined = Slots()
+        tokens = new if not self.length else torch.cat([self.contents, new], dim=2)
+        joined._take(tokens, own=False)
+        return joined
+
+    def take(self, tokens: "Slots", keep: Int[Tensor, "#B m"], limit: int | None = None) -> None:
+        """Replace all tokens by some of others, with room for `limit` tokens.
+
+        Arguments:
+            tokens: those that are chosen from.
+            keep: their slots, in the order that they have here.
+            limit: for how many tokens a new buffer has room, `m` by default.
+        """
+        source, length = tokens.contents, keep.shape[1]
+        batch, heads, _, dim = source.shape
+        if self._shared or self.buffer is None or self.buffer.shape[2] < length:
+            self.buffer = source.new_empty(batch, heads, max(length, limit or 0), dim)
+            self._own = True
+        self.start, self.length = 0, length
+        if len(keep) == 1:
+            kept = source.index_select(2, keep[0])
+        else:
+            kept = source.gather(2, keep[:, None, :, None].expand(batch, heads, -1, dim))
+        self.contents.copy_(kept)
+
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffer by a function of it, such as a choice of sequences."""
         if self.buffer is not None:
             self.buffer, self._own = change(self.buffer), True
+
+    @property
+    def _shared(self) -> bool:
+        """Whether the buffer may not be written to: somebody else has it, or inference mode."""
+        return not self._own or (
+            self.buffer.is_inference() and not torch.is_inference_mode_enabled()
+        )
 
     def _take(self, tensor: Tensor, own: bool) -> None:
         self.buffer, self.start, self.length, self._own = tensor, 0, tensor.shape[2], own

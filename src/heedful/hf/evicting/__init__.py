@@ -1,0 +1,1 @@
+"""A small cache on a model of transformers as it is, unconverted."""

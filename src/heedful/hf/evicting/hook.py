@@ -1,0 +1,144 @@
+"""The hook that hands an attention module the part of its mask that an evicting cache needs.
+
+The mask of a call is made for all tokens that have come. An evicting layer reads some of them, in
+the order of its slots, and gets these columns. Without a mask there is nothing to hand over. The
+hook leaves every other cache alone, and keeps nothing of a call: what a call needs is the cache's.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import Cache
+
+from heedful.checks import UserError
+from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.slots import Step
+from heedful.hf.versions import cache_name
+
+Mask = Tensor | BlockMask
+
+
+class MaskColumns:
+    """A forward pre-hook of one attention module.
+
+    Arguments:
+        index: of the module's layer in a cache.
+        name: of the cache among the module's arguments.
+
+    Attributes:
+        proven: the attention implementation for which the module's model was proven to be served.
+    """
+
+    def __init__(self, index: int, name: str) -> None:
+        self.index, self.name = index, name
+        self.proven: str | None = None
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        mask = kwargs.get("attention_mask")
+        if mask is None:
+            return None
+        cache = kwargs.get(self.name)
+        if not isinstance(cache, Cache) or self.index >= len(cache.layers):
+            return None
+        layer = cache.layers[self.index]
+        if not isinstance(layer, EvictingLayer):
+            return None
+        return args, kwargs | {"attention_mask": columns(mask, layer)}
+
+
+def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
+    """The hooks of attention modules by layer, put where they lack one."""
+    hooks = []
+    for index, module in modules.items():
+        hook = hook_of(module)
+        if hook is None:
+            hook = MaskColumns(index, cache_name(module.forward))
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        hooks.append(hook)
+    return hooks
+
+
+def remove(model: nn.Module) -> None:
+    """Take the hooks out of a model; masks no longer fit the caches that were made for it."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, MaskColumns):
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def hook_of(module: nn.Module) -> MaskColumns | None:
+    """The hook of an attention module, if it has one."""
+    hooks = module._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, MaskColumns)), None)
+
+
+def columns(mask: Mask, layer: EvictingLayer) -> Mask:
+    """The columns of the tokens that a layer reads in this call, in the order of its slots.
+
+    Arguments:
+        mask: of all tokens so far: `[B, H, T, total]`, true or additive; `[B, total]`, true for
+            tokens that are no padding; or a `BlockMask`.
+        layer: of the cache; the call begins with this.
+    """
+    total = mask.shape[-1]
+    before = layer.before
+    new = total - before if len(mask.shape) == 2 else mask.shape[-2]
+    if total != before + new:
+        raise UserError(
+            f"attention_mask must have a column for each of the {before} tokens so far and the "
+            f"{new} new ones, got {total}; a cache that evicts counts evicted tokens too"
+        )
+    step = layer.announce(new, _real(mask, before, new), mask.device)
+    if step.whole:
+        return mask
+    if layer.map.budget is None:
+        return _cut(mask, step.read)
+    return _chosen(mask, layer.map.at, step)
+
+
+def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
+    """Which new tokens are no padding: those that see themselves."""
+    if isinstance(mask, BlockMask):
+        row = torch.arange(new, device=mask.device)
+        rows = torch.arange(mask.shape[0], device=mask.device)[:, None]
+        return mask.mask_mod(rows, torch.zeros_like(rows), row, row + before)
+    if mask.ndim == 2:
+        return mask[:, before:].bool()
+    own = mask[:, 0, :, before:].diagonal(dim1=-2, dim2=-1)
+    return own if own.dtype == torch.bool else own > torch.finfo(own.dtype).min / 2
+
+
+def _cut(mask: Mask, count: int) -> Mask:
+    """The last columns."""
+    if isinstance(mask, BlockMask):
+        at = torch.arange(mask.shape[-1] - count, mask.shape[-1], device=mask.device)
+        return _of_blocks(mask, at[None])
+    return mask[..., -count:]
+
+
+def _chosen(mask: Mask, at: Int[Tensor, "#B n"], step: Step) -> Mask:
+    """The columns at these positions."""
+    if isinstance(mask, BlockMask):
+        return _of_blocks(mask, at)
+    if len(at) == 1:
+        return mask.index_select(-1, at[0])
+    if mask.ndim == 2:
+        return mask.expand(len(at), -1).gather(1, at)
+    _, heads, queries, _ = mask.shape
+    at = at[:, None, None].expand(-1, heads, queries, -1)
+    return mask.expand(len(at), -1, -1, -1).gather(3, at)
+
+
+def _of_blocks(mask: BlockMask, at: Int[Tensor, "#B n"]) -> BlockMask:
+    batch, _, queries, _ = mask.shape
+    shared = len(at) == 1
+
+    def chosen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return mask.mask_mod(b, h, q, at[0 if shared else b, kv])
+
+    return create_block_mask(chosen, batch, None, queries, at.shape[1], device=mask.device)

@@ -1,0 +1,284 @@
+"""One layer of an evicting cache: keys and values in a fixed number of slots.
+
+The family's own attention reads them. What leaves is chosen when the keys of a call are known, and
+leaves after its attention: a call of one token reads the slots themselves, and the next call uses
+those of evicted tokens; a call of several reads the cached tokens and its own in tensors of their
+own, and only what stays goes into slots.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from heedful.checks import UserError
+from heedful.eviction.gather import Moves
+from heedful.hf.cache.counters import Counters, Meter, nbytes_of
+from heedful.hf.cache.int8 import Int8Slots
+from heedful.hf.cache.slots import Slots
+from heedful.hf.evicting.slots import SlotMap, Step
+
+
+class EvictingLayer(CacheLayerMixin):
+    """The cache of one attention layer of an unconverted model.
+
+    Arguments:
+        index: the layer's number.
+        slot_map: which token is in which slot; of all layers that evict the same ones.
+        first: whether this is the first layer of that map, which counts its bytes.
+        meter: counts the whole cache's bytes.
+        int8: whether tokens are kept in eight bits per number.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(
+        self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
+    ) -> None:
+        self.index, self.map, self.meter = index, slot_map, meter
+        self._first, self._int8, self._nbytes, self._turn = first, int8, 0, 0
+        if slot_map.budget is not None and slot_map.budget.policy.needs:
+            slot_map.reader = self
+        self._clear()
+
+    def _clear(self) -> None:
+        kind = Int8Slots if self._int8 else Slots
+        self._keys, self._values = kind(), kind()
+        self._step: Step | None = None  # of a call that has announced itself
+        self.batch: int | None = None
+
+    @property
+    def before(self) -> int:
+        """How many tokens had come before the call that this layer is at, or is to be at."""
+        return self.map.before(self._turn)
+
+    # What transformers asks of a layer.
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.batch is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is made before there are tokens."""
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, evicted ones included: positions go on from here."""
+        return self.map.counters.total
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if all tokens were there; the hook of the attention module takes its part."""
+        return self.map.counters.total + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens, `[B, Hk, T, D]`.
+
+        Returns:
+            Those of all tokens that attention reads: the cached ones and the new, in the order of
+            their slots.
+        """
+        if key_states.requires_grad and torch.is_grad_enabled():
+            raise UserError(
+                "the cache evicts tokens, which has no gradients: call the model under "
+                "torch.no_grad(), or without this cache"
+            )
+        if self.batch != len(key_states):
+            self._begin_batch(key_states)
+        step, self._step = self._step, None
+        if step is None:
+            step = self._begin(key_states.shape[2], None, key_states.device)
+        keys, values = self._keys, self._values
+        if step.hole is None:
+            return self._add(step, key_states, value_states)
+        keys.put(step.hole, key_states)
+        values.put(step.hole, value_states)
+        if self.map.reader is None and not self._int8:
+            return keys.contents, values.contents
+        return self._read(step, keys, values)
+
+    def _begin_batch(self, keys: Tensor) -> None:
+        if self.batch is not None:
+            raise UserError(
+                f"the cache has a batch of {self.batch} sequences and the call has {len(keys)}; "
+                "use batch_select_indices or batch_repeat_interleave, or a new cache"
+            )
+        self.batch, self.device, self.dtype = len(keys), keys.device, keys.dtype
+
+    def _add(self, step: Step, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new tokens at the end, or choose what stays of all."""
+        pairs = ((self._keys, keys), (self._values, values))
+        for slots, _ in pairs:
+            if step.moves is not None:
+                slots.move(step.moves, self.map.limit)
+            if step.drop:
+                slots.drop_first(step.drop)
+        if step.joined:
+            joined = [slots.extended(x) for slots, x in pairs]
+            read = self._read(step, *joined)
+            self._measure(copied=nbytes_of([y for x in joined for y in x.tensors]))
+            return read
+        before = self._keys.nbytes
+        for slots, x in pairs:
+            slots.append(x, self.map.limit)
+        read = self._read(step, self._keys, self._values)
+        if self._first or self._keys.nbytes != before or step.moves is not None:
+            self._measure(copied=before)  # old and new buffers were there at once
+        return read
+
+    def _read(self, step: Step, keys: Slots, values: Slots) -> tuple[Tensor, Tensor]:
+        """What attention reads; chooses what leaves after it."""
+        read, keep = (keys.contents, values.contents), step.keep
+        if step.evicts and keep is None and self.map.reader is not None:
+            keep = self.map.evict(step, *read)
+        if keep is not None:
+            for slots, source in ((self._keys, keys), (self._values, values)):
+                slots.take(source, keep.to(self.device), self.map.limit)
+        return read
+
+    def announce(
+        self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device
+    ) -> Step:
+        """Begin a call whose mask is known, before `update`.
+
+        Arguments:
+            new: how many tokens come.
+            real: which of them are no padding.
+            device: of the mask.
+        """
+        self._step = self._begin(new, real, device)
+        return self._step
+
+    def _begin(self, new: int, real: Tensor | None, device: torch.device) -> Step:
+        turn, self._turn = self._turn, self._turn + 1
+        return self.map.once(turn, self.map.begin, new, real, device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens.
+
+        Raises:
+            ValueError: the number is positive, or more than can be taken back.
+        """
+        count = -tokens_to_remove
+        if count < 0:
+            raise UserError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"
+            )
+        moves: Moves | None = self._in_turn(self.map.take_back, count)
+        for slots in (self._keys, self._values):
+            if count:
+                slots.drop_last(count)
+            if moves is not None:
+                slots.move(moves, self.map.limit)
+        self._measure()
+
+    @property
+    def record_past(self) -> bool:
+        """Whether nothing is evicted until `crop`."""
+        return self.map.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.map.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """From now on nothing is evicted before `crop`, which can take back the calls until then.
+
+        After it one call is recorded at a time, as assisted decoding crops after each; a second
+        one without `crop` evicts again.
+        """
+        self.map.activate_past_recording()
+
+    def reset(self) -> None:
+        self._in_turn(self.map.reset)
+        self._clear()
+        self._measure()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._map_batch(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        """Keys and values go to the CPU."""
+        for slots in (self._keys, self._values):
+            slots.map_batch(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        for slots in (self._keys, self._values):
+            slots.map_batch(lambda x: x.to(self.device, non_blocking=True))
+
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._in_turn(self.map.map_batch, change)
+        for slots in (self._keys, self._values):
+            slots.map_batch(change)
+        self.batch = None if self.batch is None else len(self._keys.tensors[0])
+        self._measure()
+
+    def _in_turn(self, act: Callable, *arguments: object) -> object:
+        turn, self._turn = self._turn, self._turn + 1
+        return self.map.once(turn, act, *arguments)
+
+    # What a cache of heedful tells.
+
+    @property
+    def counters(self) -> Counters:
+        return self.map.counters
+
+    @property
+    def keys(self) -> Float[Tensor, "B Hk n D"] | None:
+        """Keys in the slots that are in use."""
+        return self._keys.contents
+
+    @property
+    def values(self) -> Float[Tensor, "B Hk n Dv"] | None:
+        return self._values.contents
+
+    @property
+    def length(self) -> int:
+        """How many tokens are cached."""
+        return self.map.tokens
+
+    def positions(self) -> Int[Tensor, "B n"]:
+        """Positions of the cached tokens in their sequences, ascending."""
+        if self.batch is None:
+            return torch.empty(0, 0, dtype=torch.int64)
+        return self.map.positions().expand(self.batch, -1)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes that it would take if nothing were evicted or quantized, without reserve."""
+        return self._keys.token_nbytes * self._whole + self._values.token_nbytes * self._whole
+
+    @property
+    def bf16_nbytes(self) -> int:
+        """Bytes of keys and values in bfloat16, if nothing were evicted, without reserve."""
+        return 2 * (self._keys.token_numbers + self._values.token_numbers) * self._whole
+
+    @property
+    def reserve_nbytes(self) -> int:
+        """Bytes of the room for later tokens."""
+        return sum(x.nbytes - x.contents_nbytes for x in (self._keys, self._values))
+
+    @property
+    def _whole(self) -> int:
+        total, window = self.map.counters.total, self.map.window
+        return total if window is None else min(total, window - 1)
+
+    def _measure(self, copied: int = 0) -> None:
+        """Tell the meter what the tensors take now, and for a moment `copied` more."""
+        tensors = [*self._keys.tensors, *self._values.tensors]
+        nbytes = nbytes_of([*tensors, *self.map.tensors] if self._first else tensors)
+        self.meter.change(nbytes - self._nbytes, copied)
+        self._nbytes = nbytes

@@ -1,0 +1,100 @@
+"""The layers of an evicting cache for a model as it is, and what such a model must be."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from heedful.checks import UserError
+from heedful.eviction import Eviction
+from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Meter
+from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.slots import SlotMap
+from heedful.hf.family.modules import find_attention, parameter_device
+from heedful.hf.versions import implementation_of
+
+_SERVED = frozenset({"keys", "values"})  # needs of a policy
+
+
+def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module]:
+    """The attention modules of an unconverted decoder, in order.
+
+    Raises:
+        ValueError: it is none that an evicting cache serves, or the policy needs a converted one.
+    """
+    if model.config.is_encoder_decoder:
+        raise UserError(
+            f"model: {type(model).__name__} is an encoder-decoder, whose cache needs a converted "
+            "model; heedful.convert(model, 'standard') is enough"
+        )
+    if policy is not None and not _SERVED.issuperset(policy.needs):
+        needs = ", ".join(str(need) for need in policy.needs if need not in _SERVED)
+        raise UserError(
+            f"eviction: {type(policy).__name__} needs a converted model, as it reads {needs}; "
+            "heedful.convert(model, 'standard') is enough for attention and positions"
+        )
+    found = find_attention(model).values()
+    modules = [x.module for x in found if x.role == "decoder"]
+    if not modules:
+        raise UserError(
+            f"model must have a decoder: {type(model).__name__} is an encoder, which keeps nothing "
+            "between calls"
+        )
+    return modules
+
+
+def evicting_layers(
+    modules: Sequence[nn.Module],
+    budgets: Sequence[Budget | None],
+    windows: Sequence[int | None],
+    slack: int,
+    meter: Meter,
+    int8: bool = False,
+) -> list[EvictingLayer]:
+    """The cache's layer of every attention module.
+
+    Arguments:
+        modules: of an unconverted decoder.
+        budgets: of each; `None` keeps all that the window shows.
+        windows: how far back each one's queries see; `None` for all tokens.
+        slack: how many tokens more may be cached between two evictions.
+        meter: counts the whole cache's bytes.
+        int8: whether tokens are kept in eight bits per number.
+    """
+    maps: dict[object, SlotMap] = {}
+    layers = []
+    for module, budget, window in zip(modules, budgets, windows, strict=True):
+        if budget is not None and window is not None and window <= _tokens(budget):
+            budget = None  # the window alone never keeps more
+        if budget is not None and window is not None:
+            _check_flash(module)
+        same = (None if budget is None else _tokens(budget), window, parameter_device(module))
+        own = budget is not None and bool(budget.policy.needs)
+        key = len(layers) if own else same
+        first = key not in maps
+        slot_map = maps.setdefault(key, SlotMap(budget, window, slack))
+        layers.append(EvictingLayer(module.layer_idx, slot_map, first, meter, int8))
+    return layers
+
+
+def _tokens(budget: Budget) -> int:
+    """The budget's number of tokens; raises for budgets of key heads."""
+    if isinstance(budget.tokens, tuple):
+        raise UserError(
+            "eviction: budgets of key heads need a converted model; heedful.convert(model, "
+            "'standard') is enough, or give each layer one number of tokens"
+        )
+    return budget.tokens
+
+
+def _check_flash(module: nn.Module) -> None:
+    """Raise where a kernel counts its window along the cached tokens."""
+    implementation = implementation_of(module.config) or ""
+    if "flash" in implementation:
+        raise UserError(
+            f"model: {implementation} counts the window of layer {module.layer_idx} along the "
+            "cached tokens, of which a budget evicts some; give the layer None tokens, or take "
+            "attn_implementation='sdpa'"
+        )
+
+

@@ -1,0 +1,376 @@
+"""Which token is in which slot, for all layers of a cache that evict the same ones.
+
+A policy that reads positions alone evicts the same tokens in every layer with the same budget, so
+one map serves them all: what the first layer of a call decides, the others repeat. A policy that
+reads keys or values has a map for each layer.
+
+A decoded token takes the slot of the one that was evicted after the call before it. So the order of
+the tokens in the slots means nothing, and their positions are stored beside them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from heedful.checks import UserError
+from heedful.eviction import CachedTokens, gather
+from heedful.eviction.gather import Moves, Padding, Protection
+from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.counters import Counters
+from heedful.hf.cache.slots import Slots
+
+_NEVER = 2**62  # position of the first real token of a sequence that has none yet
+
+
+class Step(NamedTuple):
+    """What a call does to the slots of every layer of a map.
+
+    new: how many tokens come.
+    before: how many have come before them.
+    read: how many tokens attention reads, the new ones included.
+    moves: fills the slots of tokens evicted before, first of all; `None` for nothing.
+    drop: how many of the oldest tokens leave before that, where they are in order.
+    hole: the slot that the only new token takes, `[B or 1, 1]`; `None` adds new tokens at the end.
+    joined: whether the new tokens are read beside the cached ones, and what stays is taken then.
+    evicts: whether tokens are evicted once this call is read.
+    keep: which of the joined tokens stay, `[B or 1, m]`; `None` where the layer's keys or values
+        decide.
+    """
+
+    new: int
+    before: int
+    read: int
+    moves: Moves | None = None
+    drop: int = 0
+    hole: Int[Tensor, "#B 1"] | None = None
+    joined: bool = False
+    evicts: bool = False
+    keep: Int[Tensor, "#B m"] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether attention reads all tokens that have come, which are in order then."""
+        return self.read == self.before + self.new
+
+
+class Reader(Protocol):
+    """The layer whose keys and values a policy reads."""
+
+    index: int
+    keys: Float[Tensor, "B Hk n D"] | None
+    values: Float[Tensor, "B Hk n Dv"] | None
+
+
+class SlotMap:
+    """The tokens in the slots of layers that evict the same ones.
+
+    Each layer calls every method in turn; the first call of a turn acts, and the others get its
+    result (`_once`).
+
+    Arguments:
+        budget: what is evicted when; `None` keeps all that the window shows.
+        window: how far back the family's queries see; `None` for all tokens.
+        slack: how many tokens more than the budget's may be cached between two evictions.
+
+    Attributes:
+        reader: the layer whose keys and values the policy reads, for a map of one layer; `None`
+            for a map of several.
+        length: how many slots are in use.
+        holes: slots whose tokens are evicted already, `[B or 1, m]`, or `None`.
+        record_past: whether nothing is evicted until `crop`.
+    """
+
+    def __init__(self, budget: Budget | None, window: int | None, slack: int) -> None:
+        self.budget, self.window, self.slack = budget, window, slack
+        self.reader: Reader | None = None
+        self.limit = None  # for how many tokens slots are made
+        if budget is not None:
+            self.limit = budget.tokens + slack
+        elif window is not None:
+            self.limit = window + max(8, window // 8)
+        self._turn, self._result = 0, None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.counters = Counters()
+        self.length = self._fresh = 0
+        self.holes: Int[Tensor, "#B m"] | None = None
+        self.record_past, self._cropped, self._calls = False, False, 0
+        self._positions, self._real = Slots(), Slots()
+        self._start: Int[Tensor, "#B 1"] | None = None
+        self._joined: list[Slots] | None = None  # what the newest call reads, while it does
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        return [*self._positions.tensors, *self._real.tensors, self._start]
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are cached."""
+        if self.budget is None:
+            window = self.length if self.window is None or self.record_past else self.window - 1
+            return min(self.length, window)
+        return self.length - (0 if self.holes is None else self.holes.shape[1])
+
+    @property
+    def at(self) -> Int[Tensor, "#B n"]:
+        """The positions of the tokens that the newest call reads, in the order of their slots."""
+        return (self._positions if self._joined is None else self._joined[0]).contents[:, 0, :, 0]
+
+    def once(self, turn: int, act: Callable, *arguments: object) -> object:
+        """The result of the method of this turn, which the first of the layers calls.
+
+        Raises:
+            ValueError: the layers were not all called, as after an interrupted call.
+        """
+        if turn == self._turn:
+            self._result = act(*arguments)
+            self._turn += 1
+        elif turn != self._turn - 1:
+            raise UserError(
+                "the cache was left in the middle of a call that was interrupted, and its layers "
+                "do not agree; call its reset(), or make one with heedful.new_cache(model)"
+            )
+        return self._result
+
+    def before(self, turn: int) -> int:
+        """How many tokens had come before a layer's turn, which may have begun."""
+        begun = turn == self._turn - 1 and isinstance(self._result, Step)
+        return self._result.before if begun else self.counters.total
+
+    # A call.
+
+    def begin(self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device) -> Step:
+        """What a call of so many new tokens does to the slots.
+
+        Arguments:
+            new: how many tokens come.
+            real: which of them are no padding; `None` where all tokens so far are real.
+            device: of the keys.
+        """
+        if self.record_past and self._cropped:
+            # Assisted decoding crops after every call: a second call without it is a plain one.
+            self._calls += 1
+            self.record_past = self._calls < 2
+        before = self.counters.total
+        self.counters.add(new)
+        self.counters.pending = 0
+        if self.budget is None:
+            return self._begin_in_order(new, before, device)
+        evicted = self.holes
+        if evicted is None and not self.record_past and self.length > self._most:
+            evicted = self._lowest(before)  # of tokens that could have been taken back
+        count = 0 if evicted is None else evicted.shape[1]
+        read = self.length - count + new
+        over = not self.record_past and read > self._most
+        step = Step(new, before, read, joined=over and new > 1, evicts=over)
+        if count == new == 1 and not self.record_past:
+            step = step._replace(hole=evicted)
+        elif evicted is not None:
+            step = step._replace(moves=gather.moves(evicted, self.length))
+        self._place(step, real, device)
+        if over and self.reader is None:
+            step = step._replace(keep=self.evict(step))
+        return step
+
+    def evict(
+        self,
+        step: Step,
+        keys: Float[Tensor, "B Hk n D"] | None = None,
+        values: Float[Tensor, "B Hk n Dv"] | None = None,
+    ) -> Int[Tensor, "#B m"] | None:
+        """Choose what leaves once a call is read.
+
+        Arguments:
+            step: the call's.
+            keys, values: of all tokens that it reads.
+
+        Returns:
+            Which of the tokens that the call reads stay, where they are joined; else `None`, and
+            the next call uses their slots.
+        """
+        slots = self._lowest(self.counters.total, keys, values)
+        self._fresh = 0
+        self._spread(len(slots))
+        if not step.joined:
+            self.holes = slots
+            return None
+        keep = gather.moves(slots, self.length).keep
+        for stream, joined in zip(self._streams, self._joined, strict=False):
+            stream.take(joined, keep, self.limit)
+        self.length = keep.shape[1]
+        return keep
+
+    @property
+    def _most(self) -> int:
+        """How many tokens may be cached between two calls."""
+        return self.budget.tokens - 1 + self.slack
+
+    def _begin_in_order(self, new: int, before: int, device: torch.device) -> Step:
+        """The step of layers that cache the newest tokens in order."""
+        keeps = self.window is not None and not self.record_past
+        drop = max(0, self.length - (self.window - 1)) if keeps else 0
+        read = self.length - drop + new
+        joined = keeps and new > 1 and read > self.window - 1
+        self.length = self.window - 1 if joined else read
+        keep = torch.arange(read - self.length, read, device=device)[None] if joined else None
+        return Step(new, before, read, drop=drop, joined=joined, keep=keep)
+
+    def _place(
+        self, step: Step, real: Bool[Tensor, "B m"] | None, device: torch.device
+    ) -> None:
+        """Note the positions of new tokens, and which of them are padding."""
+        self._note_padding(step, real)
+        if step.moves is not None:
+            for slots in self._streams:
+                slots.move(step.moves, self.limit)
+            self.length, self._fresh = step.moves.keep.shape[1], 0
+        at = torch.arange(step.before, step.before + step.new, device=device)
+        rows = self._rows if real is None else max(self._rows, len(real))
+        new = [at.expand(rows, 1, -1)[..., None]]
+        if real is not None:
+            new.append(real[:, None, :, None].expand(rows, 1, -1, 1))
+        self._joined = None
+        if step.joined:
+            self._joined = [x.extended(y) for x, y in zip(self._streams, new, strict=True)]
+        elif step.hole is not None:
+            for slots, x in zip(self._streams, new, strict=True):
+                slots.put(step.hole, x)
+        else:
+            for slots, x in zip(self._streams, new, strict=True):
+                slots.append(x.contiguous(), self.limit)
+        self.holes = None
+        if step.hole is None:
+            self.length += step.new
+            self._fresh += step.new
+
+    def _note_padding(self, step: Step, real: Bool[Tensor, "B m"] | None) -> None:
+        """Begin to store which tokens are padding, or end it."""
+        if real is None:
+            self._real, self._start = Slots(), None
+            return
+        self._spread(len(real))
+        first = step.before + real.int().argmax(1, keepdim=True)
+        first = first.where(real.any(1, keepdim=True), _NEVER)
+        if self._start is not None:
+            self._start = torch.minimum(self._start, first)
+            return
+        self._start = torch.zeros_like(first) if step.before else first
+        if self.length:
+            at = self._positions.contents
+            self._real.append(torch.ones_like(at, dtype=torch.bool), self.limit)
+
+    def _spread(self, rows: int) -> None:
+        """Store positions for so many sequences, if it was for one that stood for all."""
+        if rows > self._rows == 1:
+            for slots in (*self._streams, *(self._joined or ())):
+                slots.map_batch(lambda x: x.expand(rows, -1, -1, -1).contiguous())
+
+    @property
+    def _rows(self) -> int:
+        """For how many sequences positions are stored; one stands for all."""
+        return 1 if self._positions.buffer is None else len(self._positions.buffer)
+
+    @property
+    def _streams(self) -> list[Slots]:
+        return [self._positions] if self._start is None else [self._positions, self._real]
+
+    def _lowest(
+        self, total: int, keys: Tensor | None = None, values: Tensor | None = None
+    ) -> Int[Tensor, "#B m"]:
+        """The slots of the tokens to evict, of those that the newest call has read.
+
+        Arguments:
+            total: how many tokens have come.
+            keys, values: of the tokens; by default what the layer has cached.
+        """
+        policy, at, padding = self.budget.policy, self.at, None
+        if self._start is not None:
+            real = self._real if self._joined is None else self._joined[1]
+            padding = Padding(real.contents[:, 0, :, 0], self._start, by_slot=True)
+        cached = CachedTokens(at, total)
+        if self.reader is not None:
+            if keys is None:
+                keys, values = self.reader.keys, self.reader.values
+            at = at.expand(len(keys), -1)
+            cached = cached._replace(
+                positions=at, keys=keys if "keys" in policy.needs else None,
+                values=values if "values" in policy.needs else None,
+                layer=self.reader.index, real=None if padding is None else padding.real,
+            )  # fmt: skip
+        windows = () if self.window is None else (self.window,)
+        protection = Protection(total, self.counters.prompt, False, windows, padding)
+        score = gather.scores(policy, cached, padding)
+        return gather.slots_to_evict(score, at, policy, self.budget.tokens, protection)
+
+    # Between calls.
+
+    @property
+    def fresh(self) -> int:
+        """How many of the newest tokens can be taken back: what they made leave is still there."""
+        if self.budget is not None or self.length == self.counters.total:
+            return self._fresh if self.budget is not None else self.length
+        return max(0, self.length - (self.window - 1))
+
+    def take_back(self, count: int) -> Moves | None:
+        """Take back the newest tokens; what fills the slots of those that are evicted then.
+
+        Raises:
+            ValueError: there are not so many that can be taken back.
+        """
+        fresh = self.fresh
+        if count > fresh:
+            advice = ": call activate_past_recording() before the calls that may be undone"
+            advice = "" if self.record_past else advice
+            raise UserError(
+                f"crop can take back {fresh} tokens here, asked for {count}{advice}"
+            )
+        self._cropped, self._calls = True, 0
+        self.length -= count
+        self._fresh -= count
+        self.counters.take_back(count)
+        if self.budget is None:
+            return None
+        self._joined = None
+        for slots in self._streams:
+            if count:
+                slots.drop_last(count)
+        if self.holes is not None or self.length <= self._most:
+            return None
+        slots = self._lowest(self.counters.total)
+        self._spread(len(slots))
+        moves = gather.moves(slots, self.length)
+        for slots in self._streams:
+            slots.move(moves, self.limit)
+        self.length, self._fresh = moves.keep.shape[1], 0
+        return moves
+
+    def activate_past_recording(self) -> None:
+        """Evict nothing before `take_back`."""
+        self.record_past, self._cropped, self._calls = True, False, 0
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Choose sequences, where each has positions of its own."""
+        self._joined = None
+        if self._rows == 1:
+            return
+        for slots in self._streams:
+            slots.map_batch(change)
+        if self._start is not None:
+            self._start = change(self._start)
+        if self.holes is not None and len(self.holes) > 1:
+            self.holes = change(self.holes)
+
+    def positions(self) -> Int[Tensor, "#B n"]:
+        """The positions of the cached tokens, ascending."""
+        at, total = self._positions.contents, self.counters.total
+        if self.budget is None or at is None:
+            return torch.arange(total - self.tokens, total)[None]
+        at = at[:, 0, :, 0]
+        if self.holes is not None:
+            at = at.gather(1, gather.moves(self.holes, self.length).keep.expand(len(at), -1))
+        return at.sort(1).values
