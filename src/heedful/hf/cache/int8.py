@@ -84,12 +84,12 @@ class Int8Slots:
         """Bytes of a copy that reading the contents makes."""
         return self.token_nbytes * self.length
 
-    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> None:
-        """Add tokens; beyond `limit` tokens no room is made for later ones."""
+    def append(self, new: Float[Tensor, "B H m D"], limit: int | None = None) -> bool:
+        """Add tokens, as `Slots.append`."""
         self._dtype = new.dtype
         codes, scales = quantize(new)
-        self._codes.append(codes, limit)
-        self._scales.append(scales, limit)
+        larger = self._codes.append(codes, limit)
+        return self._scales.append(scales, limit) or larger
 
     def drop_first(self, count: int) -> None:
         """Drop the first tokens."""

@@ -68,23 +68,29 @@ class Slots:
         """Bytes of a copy that reading the contents makes."""
         return 0
 
-    def append(self, new: Shaped[Tensor, "B H m D"], limit: int | None = None) -> None:
-        """Add tokens; beyond `limit` tokens no room is made for later ones."""
+    def append(self, new: Shaped[Tensor, "B H m D"], limit: int | None = None) -> bool:
+        """Add tokens; beyond `limit` tokens no room is made for later ones.
+
+        Returns:
+            Whether there is a new buffer.
+        """
         if self.buffer is None:
             self._begin(new, limit)
-            return
+            return True
         length, count = self.length, new.shape[2]
         if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
             self._take(torch.cat([self.contents, new], dim=2), own=False)
-            return
+            return True
         end = self.start + length
-        if self._shared or end + count > self.buffer.shape[2]:
+        larger = self._shared or end + count > self.buffer.shape[2]
+        if larger:
             size = length + count
             roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
             end = length
         self.buffer[:, :, end : end + count] = new
         self.length += count
+        return larger
 
     def _begin(self, new: Shaped[Tensor, "B H m D"], limit: int | None) -> None:
         """Take the first tokens as they are: most calls of a model are the only one.
@@ -137,9 +143,9 @@ class Slots:
 
     def put(self, slots: Int[Tensor, "#B 1"], new: Shaped[Tensor, "B H 1 D"]) -> None:
         """Replace the token in one slot of each sequence; nothing is copied or resized."""
-        if self._shared:
+        if not self._own or (self.buffer.is_inference() and self._shared):
             self._resize(self.buffer.shape[2])
-        if len(slots) == 1:
+        if slots.shape[0] == 1:
             self.buffer.index_copy_(2, slots[0] + self.start if self.start else slots[0], new)
         else:
             self.contents.scatter_(2, slots[:, None, :, None].expand_as(new), new)

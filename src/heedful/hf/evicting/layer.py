@@ -90,7 +90,7 @@ class EvictingLayer(CacheLayerMixin):
                 "the cache evicts tokens, which has no gradients: call the model under "
                 "torch.no_grad(), or without this cache"
             )
-        if self.batch != len(key_states):
+        if self.batch != key_states.shape[0]:  # len(tensor) is five calls
             self._begin_batch(key_states)
         step, self._step = self._step, None
         if step is None:
@@ -125,12 +125,12 @@ class EvictingLayer(CacheLayerMixin):
             read = self._read(step, *joined)
             self._measure(copied=nbytes_of([y for x in joined for y in x.tensors]))
             return read
-        before = self._keys.nbytes
+        grown = self.map.grown
         for slots, x in pairs:
-            slots.append(x, self.map.limit)
+            grown = slots.append(x, self.map.limit) or grown
         read = self._read(step, self._keys, self._values)
-        if self._first or self._keys.nbytes != before or step.moves is not None:
-            self._measure(copied=before)  # old and new buffers were there at once
+        if grown:
+            self._measure(copied=self._nbytes // 2)  # old and new keys were there at once
         return read
 
     def _read(self, step: Step, keys: Slots, values: Slots) -> tuple[Tensor, Tensor]:

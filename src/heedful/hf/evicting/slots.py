@@ -80,6 +80,7 @@ class SlotMap:
             for a map of several.
         length: how many slots are in use.
         holes: slots whose tokens are evicted already, `[B or 1, m]`, or `None`.
+        grown: whether the newest call has changed the sizes of the tensors here.
         record_past: whether nothing is evicted until `crop`.
     """
 
@@ -97,7 +98,7 @@ class SlotMap:
     def reset(self) -> None:
         """Begin anew."""
         self.counters = Counters()
-        self.length = self._fresh = 0
+        self.length, self._fresh, self.grown = 0, 0, False
         self.holes: Int[Tensor, "#B m"] | None = None
         self.record_past, self._cropped, self._calls = False, False, 0
         self._positions, self._real = Slots(), Slots()
@@ -167,15 +168,17 @@ class SlotMap:
         count = 0 if evicted is None else evicted.shape[1]
         read = self.length - count + new
         over = not self.record_past and read > self._most
-        step = Step(new, before, read, joined=over and new > 1, evicts=over)
+        hole = moves = None
         if count == new == 1 and not self.record_past:
-            step = step._replace(hole=evicted)
+            hole = evicted
         elif evicted is not None:
-            step = step._replace(moves=gather.moves(evicted, self.length))
+            moves = gather.moves(evicted, self.length)
+        step = Step(new, before, read, moves, 0, hole, over and new > 1, over)
         self._place(step, real, device)
-        if over and self.reader is None:
-            step = step._replace(keep=self.evict(step))
-        return step
+        if not over or self.reader is not None:
+            return step
+        keep = self.evict(step)
+        return step if keep is None else step._replace(keep=keep)
 
     def evict(
         self,
@@ -195,7 +198,7 @@ class SlotMap:
         """
         slots = self._lowest(self.counters.total, keys, values)
         self._fresh = 0
-        self._spread(len(slots))
+        self._spread(slots.shape[0])
         if not step.joined:
             self.holes = slots
             return None
@@ -234,7 +237,7 @@ class SlotMap:
         new = [at.expand(rows, 1, -1)[..., None]]
         if real is not None:
             new.append(real[:, None, :, None].expand(rows, 1, -1, 1))
-        self._joined = None
+        self._joined, self.grown = None, step.moves is not None
         if step.joined:
             self._joined = [x.extended(y) for x, y in zip(self._streams, new, strict=True)]
         elif step.hole is not None:
@@ -242,7 +245,7 @@ class SlotMap:
                 slots.put(step.hole, x)
         else:
             for slots, x in zip(self._streams, new, strict=True):
-                slots.append(x.contiguous(), self.limit)
+                self.grown = slots.append(x.contiguous(), self.limit) or self.grown
         self.holes = None
         if step.hole is None:
             self.length += step.new
@@ -251,7 +254,8 @@ class SlotMap:
     def _note_padding(self, step: Step, real: Bool[Tensor, "B m"] | None) -> None:
         """Begin to store which tokens are padding, or end it."""
         if real is None:
-            self._real, self._start = Slots(), None
+            if self._start is not None:
+                self._real, self._start = Slots(), None
             return
         self._spread(len(real))
         first = step.before + real.int().argmax(1, keepdim=True)
@@ -273,7 +277,7 @@ class SlotMap:
     @property
     def _rows(self) -> int:
         """For how many sequences positions are stored; one stands for all."""
-        return 1 if self._positions.buffer is None else len(self._positions.buffer)
+        return 1 if self._positions.buffer is None else self._positions.buffer.shape[0]
 
     @property
     def _streams(self) -> list[Slots]:
@@ -342,7 +346,7 @@ class SlotMap:
         if self.holes is not None or self.length <= self._most:
             return None
         slots = self._lowest(self.counters.total)
-        self._spread(len(slots))
+        self._spread(slots.shape[0])
         moves = gather.moves(slots, self.length)
         for slots in self._streams:
             slots.move(moves, self.limit)
