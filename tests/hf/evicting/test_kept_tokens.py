@@ -1,0 +1,134 @@
+"""Unconverted models under a budget: the tokens and logits of the model converted to `standard`."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.nn.functional import pad
+from transformers import DynamicCache
+
+import heedful
+from heedful.eviction import CachedTokens, Eviction, Random, StreamingLLM, Window
+from helpers.cached import greedy, in_steps
+from helpers.families import EAGER, FAMILIES, chunked, ragged_mask, tiny, tokens, windowed
+
+CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")
+         if attention == "eager" or family not in EAGER]  # fmt: skip
+WAYS = {"whole": [40], "chunks": [9, 1, 1, 7, 5, *[1] * 17], "steps": [1] * 40}
+
+
+@dataclass(frozen=True)
+class Knorm(Eviction):
+    """Evicts keys of large norm."""
+
+    needs = ("keys",)
+
+    def score(self, cached: CachedTokens) -> torch.Tensor:
+        return -cached.keys.norm(dim=-1).mean(1)
+
+
+@dataclass(frozen=True)
+class Strongest(Eviction):
+    """Evicts small values under large keys."""
+
+    needs = ("keys", "values")
+
+    def score(self, cached: CachedTokens) -> torch.Tensor:
+        return cached.values.norm(dim=-1).mean(1) - 0.1 * cached.keys.norm(dim=-1).mean(1)
+
+
+def pair(family="llama", attention="sdpa", **options):
+    """A model as it is, and the same one converted."""
+    model, converted = (tiny(family, **options) for _ in range(2))
+    converted.load_state_dict(model.state_dict())
+    model.set_attn_implementation(attention)
+    heedful.convert(converted, "standard", verify=False)
+    return model, converted
+
+
+def agree(model, converted, policy, ids, sizes, **options):
+    caches = [heedful.new_cache(x, policy) for x in (model, converted)]
+    actual, expected = (
+        in_steps(x, ids, sizes, cache, **dict(options))
+        for x, cache in zip((model, converted), caches, strict=True)
+    )
+    real = options.get("attention_mask", torch.ones_like(ids)).bool()
+    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
+    for own, other in zip(*(cache.positions() for cache in caches), strict=True):
+        assert torch.equal(own, other)
+    assert caches[0].tokens == caches[1].tokens
+    return caches
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_kept_tokens_and_logits_are_those_of_the_converted_model(family, attention, way):
+    models, ids = pair(family, attention), tokens(2, 40)
+    for policy in (StreamingLLM(tokens=14), Random(tokens=15), Knorm(tokens=14)):
+        agree(*models, policy, ids, WAYS[way])
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM, Window, Random, Knorm, Strongest])
+def test_budgets_of_layers_sinks_recent_and_the_prompt(policy):
+    models, ids = pair(), tokens(2, 40)
+    sinks = 0 if policy is Window else 2
+    for tokens_of in ((13, None, 20), 16):
+        agree(*models, policy(tokens_of, sinks, 3), ids, WAYS["chunks"])
+    kept = policy(tokens=20, sinks=sinks, recent=3, keep_prompt=True)
+    caches = agree(*models, kept, ids, [7, 5, *[1] * 28])
+    assert caches[0].positions()[1][0, :12].tolist() == list(range(12))
+    with pytest.raises(ValueError, match="keep_prompt=True needs room for the prompt of 40 tokens"):
+        in_steps(models[0], ids, [40], heedful.new_cache(models[0], kept))
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_neox"])
+def test_padding_on_either_side(family, attention, left):
+    models, ids = pair(family, attention), tokens(3, 34)
+    mask = ragged_mask(3, 34, left)
+    mask[:, 14:] = 1  # what is decoded is real
+    mask[:, :14] = ragged_mask(3, 14, left)
+    for policy in (StreamingLLM, Window, Knorm):
+        for sizes in ([14, *[1] * 20], [3, 11, 9, *[1] * 11]):
+            budget = policy(tokens=11, sinks=2, recent=3)
+            agree(*models, budget, ids, sizes, attention_mask=mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("policy", [StreamingLLM, Window, Knorm])
+def test_a_ragged_batch_is_its_rows(family, attention, policy):
+    model = pair(family, attention, dtype=torch.float32)[0]
+    rows = [tokens(1, n) for n in (14, 8, 11)]
+    ids = torch.cat([pad(row, (14 - row.shape[1], 0)) for row in rows])
+    budget = policy(tokens=10, sinks=2, recent=3)
+    cache = heedful.new_cache(model, budget)
+    together = greedy(model, ids, 8, attention_mask=(ids != 0).long(), cache=cache)
+    for row, actual in zip(rows, together, strict=True):
+        alone = greedy(model, row, 8, cache=heedful.new_cache(model, budget))
+        assert torch.equal(actual[14:], alone[0, row.shape[1] :])
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize(("family", "attention"), CASES)
+def test_a_full_budget_is_transformers_own_cache_bit_for_bit(family, attention):
+    model, ids = pair(family, attention, dtype=torch.float32)[0], tokens(2, 21)
+    for mask in (None, ragged_mask(2, 21)):
+        options = {} if mask is None else {"attention_mask": mask}
+        sizes = [9, 1, 1, 4, *[1] * 6]
+        expected = in_steps(model, ids, sizes, DynamicCache(config=model.config), **dict(options))
+        for policy in (None, StreamingLLM(tokens=22), Knorm(tokens=22)):
+            cache = heedful.new_cache(model, policy)
+            actual = in_steps(model, ids, sizes, cache, **dict(options))
+            assert torch.equal(actual, expected)
+
+
+def test_masks_of_chunks_and_windows():
+    """Llama 4 attends within chunks, PhiMoE puts its window into the mask alone."""
+    for model in (chunked(), windowed()):
+        twin = type(model)(model.config).double().eval()
+        twin.load_state_dict(model.state_dict())
+        heedful.convert(twin, "standard", verify=False)
+        agree(model, twin, StreamingLLM(tokens=14), tokens(2, 40), WAYS["chunks"])
