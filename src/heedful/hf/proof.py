@@ -44,7 +44,7 @@ def prove(model: PreTrainedModel, convert: Callable) -> None:
     """
     if any(p.device.type == "meta" for p in model.parameters()):
         raise _unproven(model, "its weights are on meta, and nothing can be computed")
-    with _evaluated(model), torch.no_grad():
+    with evaluated(model), torch.no_grad():
         own = _ways(model, only="no mask")["no mask"]
         if isinstance(own, Exception):
             raise _unproven(model, f"it cannot be run on token ids alone ({own})")
@@ -58,7 +58,7 @@ def prove(model: PreTrainedModel, convert: Callable) -> None:
             conversion.revert()
     _compare(model, before, after)
     error = (own - before["no mask"]).abs().max().item()
-    if not error <= _rounding(own) * own.abs().max().item():
+    if not error <= rounding(own) * own.abs().max().item():
         raise _unproven(
             model,
             f"its own attention is more than a softmax over what it tells its attention function "
@@ -94,7 +94,7 @@ def _unproven(model: PreTrainedModel, reason: str) -> ValueError:
     )
 
 
-def _rounding(x: Tensor) -> float:
+def rounding(x: Tensor) -> float:
     """How far outputs may differ, relative to the largest, where kernels round otherwise."""
     # Half of the digits: layers add up, and some families compute in fp32 whatever their weights.
     return max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
@@ -102,7 +102,7 @@ def _rounding(x: Tensor) -> float:
 
 def _ways(model: PreTrainedModel, only: str | None = None) -> Ways:
     """The model's logits of the same tokens in each way of calling it, or why it cannot."""
-    ids, pair = _token_ids(model), model.config.is_encoder_decoder
+    ids, pair = ordinary_tokens(model, _TOKENS), model.config.is_encoder_decoder
     mask = torch.ones_like(ids)
     mask[1, :_PADDING] = 0
     target = "decoder_input_ids" if pair else "input_ids"
@@ -133,19 +133,19 @@ def _ways(model: PreTrainedModel, only: str | None = None) -> Ways:
     return results
 
 
-def _token_ids(model: PreTrainedModel) -> Int[Tensor, "2 T"]:
-    """Two rows of ordinary tokens."""
+def ordinary_tokens(model: PreTrainedModel, count: int) -> Int[Tensor, "2 T"]:
+    """Two sequences of so many tokens that are not special."""
     embedding = model.get_input_embeddings().weight
     config = model.config.get_text_config()
     fields = [x for name, x in config.to_dict().items() if name.endswith("token_id")]
     special = {i for x in fields for i in (x if isinstance(x, list) else [x])}
     ordinary = [i for i in range(3, min(embedding.shape[0], 1000)) if i not in special]
-    ids = [ordinary[7 * i % len(ordinary)] for i in range(2 * _TOKENS)]
-    return torch.tensor(ids, device=embedding.device).view(2, _TOKENS)
+    ids = [ordinary[7 * i % len(ordinary)] for i in range(2 * count)]
+    return torch.tensor(ids, device=embedding.device).view(2, count)
 
 
 @contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """In eval mode, and afterwards each module in its own."""
     training = {module: module.training for module in model.modules()}
     model.eval()
