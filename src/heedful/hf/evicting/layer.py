@@ -40,7 +40,7 @@ class EvictingLayer(CacheLayerMixin):
         self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
-        self._first, self._int8, self._nbytes, self._turn = first, int8, 0, 0
+        self._first, self._int8, self._nbytes = first, int8, 0
         if slot_map.budget is not None and slot_map.budget.policy.needs:
             slot_map.reader = self
         self._clear()
@@ -50,6 +50,7 @@ class EvictingLayer(CacheLayerMixin):
         self._keys, self._values = kind(), kind()
         self._step: Step | None = None  # of a call that has announced itself
         self.batch: int | None = None
+        self._turn = 0
 
     @property
     def before(self) -> int:
@@ -100,6 +101,8 @@ class EvictingLayer(CacheLayerMixin):
             return self._add(step, key_states, value_states)
         keys.put(step.hole, key_states)
         values.put(step.hole, value_states)
+        if self.map.grown:
+            self._measure()
         if self.map.reader is None and not self._int8:
             return keys.contents, values.contents
         return self._read(step, keys, values)
@@ -197,7 +200,7 @@ class EvictingLayer(CacheLayerMixin):
         self.map.activate_past_recording()
 
     def reset(self) -> None:
-        self._in_turn(self.map.reset)
+        self.map.reset()  # by each of its layers, also where a call was interrupted
         self._clear()
         self._measure()
 

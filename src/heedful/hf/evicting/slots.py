@@ -92,11 +92,11 @@ class SlotMap:
             self.limit = budget.tokens + slack
         elif window is not None:
             self.limit = window + max(8, window // 8)
-        self._turn, self._result = 0, None
         self.reset()
 
     def reset(self) -> None:
         """Begin anew."""
+        self._turn, self._result = 0, None
         self.counters = Counters()
         self.length, self._fresh, self.grown = 0, 0, False
         self.holes: Int[Tensor, "#B m"] | None = None
@@ -132,16 +132,16 @@ class SlotMap:
             self._result = act(*arguments)
             self._turn += 1
         elif turn != self._turn - 1:
-            raise UserError(
-                "the cache was left in the middle of a call that was interrupted, and its layers "
-                "do not agree; call its reset(), or make one with heedful.new_cache(model)"
-            )
+            raise _interrupted()
         return self._result
 
     def before(self, turn: int) -> int:
         """How many tokens had come before a layer's turn, which may have begun."""
-        begun = turn == self._turn - 1 and isinstance(self._result, Step)
-        return self._result.before if begun else self.counters.total
+        if turn == self._turn:
+            return self.counters.total
+        if turn != self._turn - 1 or not isinstance(self._result, Step):
+            raise _interrupted()
+        return self._result.before
 
     # A call.
 
@@ -227,6 +227,9 @@ class SlotMap:
         self, step: Step, real: Bool[Tensor, "B m"] | None, device: torch.device
     ) -> None:
         """Note the positions of new tokens, and which of them are padding."""
+        self._joined, self.grown = None, step.moves is not None
+        if real is not None and self._start is None and step.new > 1 and bool(real.all()):
+            real = None  # the mask of a chunk, not of padding
         self._note_padding(step, real)
         if step.moves is not None:
             for slots in self._streams:
@@ -237,7 +240,6 @@ class SlotMap:
         new = [at.expand(rows, 1, -1)[..., None]]
         if real is not None:
             new.append(real[:, None, :, None].expand(rows, 1, -1, 1))
-        self._joined, self.grown = None, step.moves is not None
         if step.joined:
             self._joined = [x.extended(y) for x, y in zip(self._streams, new, strict=True)]
         elif step.hole is not None:
@@ -255,8 +257,9 @@ class SlotMap:
         """Begin to store which tokens are padding, or end it."""
         if real is None:
             if self._start is not None:
-                self._real, self._start = Slots(), None
+                self._real, self._start, self.grown = Slots(), None, True
             return
+        self.grown = self.grown or self._start is None
         self._spread(len(real))
         first = step.before + real.int().argmax(1, keepdim=True)
         first = first.where(real.any(1, keepdim=True), _NEVER)
@@ -299,7 +302,8 @@ class SlotMap:
         cached = CachedTokens(at, total)
         if self.reader is not None:
             if keys is None:
-                keys, values = self.reader.keys, self.reader.values
+                cached_rows = (self.reader.keys, self.reader.values)
+                keys, values = (x[:, :, : self.length] for x in cached_rows)
             at = at.expand(len(keys), -1)
             cached = cached._replace(
                 positions=at, keys=keys if "keys" in policy.needs else None,
@@ -378,3 +382,10 @@ class SlotMap:
         if self.holes is not None:
             at = at.gather(1, gather.moves(self.holes, self.length).keep.expand(len(at), -1))
         return at.sort(1).values
+
+
+def _interrupted() -> UserError:
+    return UserError(
+        "the cache was left in the middle of a call that was interrupted, and its layers do not "
+        "agree; call its reset(), or make one with heedful.new_cache(model)"
+    )
