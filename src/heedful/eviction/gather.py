@@ -116,7 +116,9 @@ class Padding(NamedTuple):
 
     def at(self, positions: Int[Tensor, "B n"]) -> Bool[Tensor, "B n"]:
         """Whether the tokens in the slots are real."""
-        return self.real if self.by_slot else self.real.expand(len(positions), -1).gather(1, positions)
+        return (
+            self.real if self.by_slot else self.real.expand(len(positions), -1).gather(1, positions)
+        )
 
 
 class Protection(NamedTuple):
@@ -137,9 +139,7 @@ class Protection(NamedTuple):
     padding: Padding | None
 
 
-def scores(
-    policy: Eviction, cached: CachedTokens, padding: Padding | None
-) -> Float[Tensor, "B n"]:
+def scores(policy: Eviction, cached: CachedTokens, padding: Padding | None) -> Float[Tensor, "B n"]:
     """The policy's scores, with positions counted from each sequence's first real token.
 
     So padding on the left decides nothing; its own tokens count as at position 0, and are evicted

@@ -1,63 +1,19 @@
 """Unconverted models under a budget: the tokens and logits of the model converted to `standard`."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import heedful
-from heedful.eviction import CachedTokens, Eviction, Random, StreamingLLM, Window
+from heedful.eviction import Random, StreamingLLM, Window
 from helpers.cached import greedy, in_steps
-from helpers.families import EAGER, FAMILIES, chunked, ragged_mask, tiny, tokens, windowed
+from helpers.families import EAGER, FAMILIES, chunked, ragged_mask, tokens, windowed
+from helpers.unconverted import Knorm, Strongest, agree, pair
 
 CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")
          if attention == "eager" or family not in EAGER]  # fmt: skip
 WAYS = {"whole": [40], "chunks": [9, 1, 1, 7, 5, *[1] * 17], "steps": [1] * 40}
-
-
-@dataclass(frozen=True)
-class Knorm(Eviction):
-    """Evicts keys of large norm."""
-
-    needs = ("keys",)
-
-    def score(self, cached: CachedTokens) -> torch.Tensor:
-        return -cached.keys.norm(dim=-1).mean(1)
-
-
-@dataclass(frozen=True)
-class Strongest(Eviction):
-    """Evicts small values under large keys."""
-
-    needs = ("keys", "values")
-
-    def score(self, cached: CachedTokens) -> torch.Tensor:
-        return cached.values.norm(dim=-1).mean(1) - 0.1 * cached.keys.norm(dim=-1).mean(1)
-
-
-def pair(family="llama", attention="sdpa", **options):
-    """A model as it is, and the same one converted."""
-    model, converted = (tiny(family, **options) for _ in range(2))
-    converted.load_state_dict(model.state_dict())
-    model.set_attn_implementation(attention)
-    heedful.convert(converted, "standard", verify=False)
-    return model, converted
-
-
-def agree(model, converted, policy, ids, sizes, **options):
-    caches = [heedful.new_cache(x, policy) for x in (model, converted)]
-    actual, expected = (
-        in_steps(x, ids, sizes, cache, **dict(options))
-        for x, cache in zip((model, converted), caches, strict=True)
-    )
-    real = options.get("attention_mask", torch.ones_like(ids)).bool()
-    torch.testing.assert_close(actual[real], expected[real], rtol=0, atol=1e-11)
-    for own, other in zip(*(cache.positions() for cache in caches), strict=True):
-        assert torch.equal(own, other)
-    assert caches[0].tokens == caches[1].tokens
-    return caches
 
 
 @pytest.mark.crossed

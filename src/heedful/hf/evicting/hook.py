@@ -5,8 +5,6 @@ the order of its slots, and gets these columns. Without a mask there is nothing 
 hook leaves every other cache alone, and keeps nothing of a call: what a call needs is the cache's.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -36,9 +34,7 @@ class MaskColumns:
         self.index, self.name = index, name
         self.proven: str | None = None
 
-    def __call__(
-        self, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
         if mask is None:
             return None

@@ -146,9 +146,7 @@ class EvictingLayer(CacheLayerMixin):
                 slots.take(source, keep.to(self.device), self.map.limit)
         return read
 
-    def announce(
-        self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device
-    ) -> Step:
+    def announce(self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device) -> Step:
         """Begin a call whose mask is known, before `update`.
 
         Arguments:

@@ -96,5 +96,3 @@ def _check_flash(module: nn.Module) -> None:
             "cached tokens, of which a budget evicts some; give the layer None tokens, or take "
             "attn_implementation='sdpa'"
         )
-
-

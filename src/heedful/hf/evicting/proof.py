@@ -74,7 +74,9 @@ def prove(
                 dense = run(None)
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise _unproven(model, f"{type(error).__name__}: {error}") from error
-    sound = (own.isfinite() & dense.isfinite()).all(1)  # some eager attention makes NaN of padding in fp64
+    sound = (own.isfinite() & dense.isfinite()).all(
+        1
+    )  # some eager attention makes NaN of padding in fp64
     if not sound.any():
         raise _unproven(model, "its own outputs are not finite")
     own, whole, small, dense = (x[sound] for x in (own, whole, small, dense))
@@ -175,5 +177,3 @@ def _narrowed(
     finally:
         for hook in hooks:
             hook.remove()
-
-

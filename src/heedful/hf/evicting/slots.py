@@ -223,9 +223,7 @@ class SlotMap:
         keep = torch.arange(read - self.length, read, device=device)[None] if joined else None
         return Step(new, before, read, drop=drop, joined=joined, keep=keep)
 
-    def _place(
-        self, step: Step, real: Bool[Tensor, "B m"] | None, device: torch.device
-    ) -> None:
+    def _place(self, step: Step, real: Bool[Tensor, "B m"] | None, device: torch.device) -> None:
         """Note the positions of new tokens, and which of them are padding."""
         self._joined, self.grown = None, step.moves is not None
         if real is not None and self._start is None and step.new > 1 and bool(real.all()):
@@ -334,9 +332,7 @@ class SlotMap:
         if count > fresh:
             advice = ": call activate_past_recording() before the calls that may be undone"
             advice = "" if self.record_past else advice
-            raise UserError(
-                f"crop can take back {fresh} tokens here, asked for {count}{advice}"
-            )
+            raise UserError(f"crop can take back {fresh} tokens here, asked for {count}{advice}")
         self._cropped, self._calls = True, 0
         self.length -= count
         self._fresh -= count
