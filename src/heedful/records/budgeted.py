@@ -23,6 +23,7 @@ class UnderBudget:
         metric: what `final` measures, lower is better.
         final: value by evaluation split, the judged one first.
         peak_bytes: the most that the caches of one sequence held, measured from their tensors.
+        bf16_bytes: of a full cache of the same tokens in bfloat16, keys and values without reserve.
         rows: how many sequences were scored.
         environment: commit, machine, versions, date and command.
     """
@@ -36,12 +37,18 @@ class UnderBudget:
     metric: str
     final: dict[str, float]
     peak_bytes: float
+    bf16_bytes: int
     rows: int
     environment: dict
 
     @property
     def key(self) -> tuple[str, str, int, str, int]:
         return self.task, self.mechanism, self.seed, self.policy, self.tokens
+
+    @property
+    def compression(self) -> float:
+        """Ratio of the full bfloat16 cache to the peak of this one."""
+        return self.bf16_bytes / self.peak_bytes
 
     @property
     def value(self) -> float:
