@@ -62,7 +62,13 @@ class UnderBudget:
     def from_json(cls, line: str) -> "UnderBudget":
         """The score that `to_json` wrote; anything else raises a `ValueError`."""
         try:
-            return cls(**json.loads(line))
+            fields = json.loads(line)
+            if "peak_bytes" in fields and "bf16_bytes" not in fields:
+                raise UserError(
+                    "a score of an older version, without bf16_bytes; name another folder to score "
+                    "the models again"
+                )
+            return cls(**fields)
         except (TypeError, RecursionError) as error:
             raise UserError(f"not the fields of a score: {error}") from error
 

@@ -277,4 +277,9 @@ def test_records_of_a_file_that_was_cut_off_are_read(tmp_path):
     path.write_text(line.to_json() + "\n" + '{"task": "text"}\n')
     with pytest.raises(ValueError, match=r"budgets.jsonl, line 2: not a score .*delete the line"):
         read_budgeted(path)
+    older = {key: x for key, x in json.loads(line.to_json()).items() if key != "bf16_bytes"}
+    path.write_text(json.dumps(older) + "\n")
+    with pytest.raises(ValueError, match=r"line 1.*an older version.*name another folder"):
+        read_budgeted(path)
+    assert json.loads(path.read_text()) == older
     assert read_budgeted(tmp_path / "none") == []
