@@ -43,8 +43,6 @@ SEEDS = (EVICT, "runs/evict-seed-1", "runs/evict-seed-2")
 SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
-    (STOCK, "triattention", 128),
-    (HIDE, "most-hidden", 128),
     (HIDE, "by-layer", 120),
     (EVICT, "by-layer", 120),
 )
