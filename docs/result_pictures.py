@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from benchmarks.real.maps import starts
 from benchmarks.real.names import EVICT, HIDE, STOCK, bf16_nbytes
 from benchmarks.real.table import ten_books
+from benchmarks.small_caches.table import bf16_bytes
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 COLOURS = {"standard": "#8a8a8a", "mta": "#0072b2", "selective": "#d55e00"}
@@ -62,13 +63,13 @@ def gains() -> Figure:
         "selective + memory loss": ("selective, memory loss", "#d55e00"),
     }
     _under_budgets(caches, "caches-text-cpu.jsonl", "held-out", names)
-    caches.set_xticks([64, 256, 1024, 3072], ["64", "256", "1,024", "3,072"], fontsize=8)
+    caches.set_xticks([0.5, 2, 8, 25], ["0.5", "2", "8", "25"], fontsize=8)
     caches.set_ylabel("perplexity per token", fontsize=8)
     caches.set_title("text (books) under small caches", fontsize=9)
     caches.legend(fontsize=7.5, frameon=False)
     names["selective"] = names.pop("selective + memory loss")
     _under_budgets(recall, "caches-recall-cpu.jsonl", "in-distribution", names, share=True)
-    recall.set_xticks([32, 64, 128, 256], ["32", "64", "128", "256"], fontsize=8)
+    recall.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"], fontsize=8)
     recall.set_ylabel("answers wrong, %", fontsize=8)
     recall.set_title("recall under small caches", fontsize=9)
     for axes in parts:
@@ -170,7 +171,7 @@ def pretrained() -> Figure:
 
 
 def equal_bytes() -> Figure:
-    """What every method loses in how many bytes, on questions and on books."""
+    """Loss of every method by compression, on questions and on books."""
     figure = Figure(figsize=(11, 3.4), layout="constrained", facecolor="white")
     recall, books = figure.subplots(1, 2)
     _at_equal_bytes(recall, "equal-recall-cpu.jsonl", scale=100)
@@ -201,19 +202,18 @@ def _at_equal_bytes(axes, file: str, scale: float) -> None:
         for x in records:
             if x["model"] == model and policy in (x["policy"], None):
                 value = scale * next(iter(x["final"].values()))
-                point = (value, x["measure"] / x["peak_bytes"])
+                point = (value, bf16_bytes(x) / x["peak_bytes"])
                 key = x["policy"] if x["share"] is None else x["share"]
                 best[key] = min(best.get(key, point), point)
-        points = sorted((share, value) for value, share in best.values())
+        points = sorted((ratio, value) for value, ratio in best.values())
         style = {"color": colour, "marker": mark, "markersize": 9 if mark == "*" else 5}
         axes.plot(*zip(*points, strict=True), label=label, linewidth=1.4, **style)
     axes.set_xscale("log")
-    names = {1: "all", 2: "a half", 4: "a quarter", 8: "an eighth", 16: "a 16th", 32: "a 32nd"}
-    least = max(x["measure"] / x["peak_bytes"] for x in records)
-    ticks = {share: name for share, name in names.items() if share <= 1.05 * least}
-    axes.set_xticks([*ticks], [*ticks.values()], fontsize=8)
+    most = max(bf16_bytes(x) / x["peak_bytes"] for x in records)
+    ticks = [ratio for ratio in (0.5, 1, 2, 4, 8, 16) if ratio <= 1.05 * most]
+    axes.set_xticks(ticks, [f"{ratio:g}" for ratio in ticks], fontsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("peak bytes of the cache, of the standard model's", fontsize=8)
+    axes.set_xlabel("× smaller than bf16 (peak of the cache)", fontsize=8)
     axes.tick_params(axis="y", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -279,24 +279,25 @@ def _signed(axes, values: list[list[float]], title: str) -> None:
 
 
 def _under_budgets(axes, file: str, split: str, names: dict, share: bool = False) -> None:
-    """The best policy at every budget, against the peak bytes of the cache of one sequence."""
+    """The best policy at every budget, against the compression of the cache of one sequence."""
     for kind, (label, colour) in names.items():
         best, searched = {}, []
         for run in _results(file):
             if run["mechanism"] == kind and run["policy"] != "Random":
-                point = (run["final"][split] * (100 if share else 1), run["peak_bytes"] / 1024)
+                ratio = bf16_bytes(run) / run["peak_bytes"]
+                point = (run["final"][split] * (100 if share else 1), ratio)
                 if "searched" in run["policy"]:
                     searched.append(point)
                 else:
                     best[run["tokens"]] = min(best.get(run["tokens"], point), point)
-        points = sorted((peak, value) for value, peak in best.values())
+        points = sorted((ratio, value) for value, ratio in best.values())
         axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label, ms=3.5, lw=1.4)
         if searched:
-            values, peaks = zip(*searched, strict=True)
-            axes.plot(peaks, values, "*", color=colour, label="budgets per layer", ms=9)
+            values, ratios = zip(*searched, strict=True)
+            axes.plot(ratios, values, "*", color=colour, label="per-layer budgets", ms=9)
     axes.set_xscale("log")
     axes.minorticks_off()
-    axes.set_xlabel("peak KV cache, KiB", fontsize=8)
+    axes.set_xlabel("× smaller than bf16 (peak)", fontsize=8)
 
 
 def _results(name: str) -> list[dict]:

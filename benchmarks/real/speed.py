@@ -4,6 +4,9 @@ Every way stands in one process and they take turns, so their ratios say more th
 prompt is of arbitrary tokens; where tokens are evicted it comes in chunks, as in the study.
 
     python -m benchmarks.real.speed smollm2 adapters/smollm2-135m-evict --out runs/speed.jsonl
+
+With `--settings` the ways are those named, each MODEL=POLICY,TOKENS or MODEL=POLICY,TOKENS,int8,
+beside the base as it comes and with its full cache.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from heedful import stock_model
 from heedful.commands.models import open_model
 from heedful.commands.policies import cache_dtype_of
 from heedful.hf.cache.new import new_cache
+from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
 from heedful.records.files import write_lines
@@ -46,6 +50,8 @@ def main() -> None:
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
     parser.add_argument("--by-head", help="a copy of the adapter with budgets of key heads")
+    parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8]")
+    parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
     parser.add_argument("--chunk", type=int, default=32)
@@ -58,7 +64,8 @@ def main() -> None:
             parser.error(f"--{name} must be at least 1, got {getattr(options, name)}")
     lines = []
     for length in options.lengths:
-        lines += measure(ways(options, length), length, options)
+        chosen = ways if options.settings is None else named_ways
+        lines += measure(chosen(options, length), length, options)
     about = environment()
     write_lines(options.out, [line | {"environment": about} for line in lines])
 
@@ -90,6 +97,34 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
         Way(base_name, "tova", tokens, "auto", chunk, base, lambda: new_cache(base, tova)),
         *(small(policy, dtype) for policy in hiding for dtype in ("auto", "int8")),
     ]
+
+
+def named_ways(options: argparse.Namespace, length: int) -> list[Way]:
+    """The base as it comes and with its full cache, then what `--settings` names."""
+    stock = stock_model(options.base).eval()
+    settings = [setting.rpartition("=")[::2] for setting in options.settings]
+    names = dict.fromkeys([options.base, *(name for name, _ in settings)])
+    models = {name: open_model(name, "cpu", budgets=False) for name in names}
+    base = models[options.base]
+    calibration = options.calibration and read_calibration(options.calibration, base)
+
+    def way(name: str, words: str) -> Way:
+        policy, tokens, cache_dtype = [*words.split(","), "auto"][:3]
+        eviction = eviction_of(policy, models[name], name, int(tokens), calibration)
+        dtype = cache_dtype_of(cache_dtype)
+        return Way(
+            name, policy, int(tokens), cache_dtype, options.chunk, models[name],
+            lambda: new_cache(models[name], eviction, dtype=dtype),
+        )  # fmt: skip
+
+    own = Way(
+        options.base, "own", length, "auto", length, stock,
+        lambda: DynamicCache(config=stock.config),
+    )  # fmt: skip
+    full = Way(
+        options.base, "whole", length, "auto", options.chunk, base, lambda: new_cache(base, False)
+    )
+    return [own, full, *(way(name, words) for name, words in settings)]
 
 
 @torch.no_grad()

@@ -43,8 +43,6 @@ SEEDS = (EVICT, "runs/evict-seed-1", "runs/evict-seed-2")
 SHORT = (
     (STOCK, "streaming-llm", 128),
     (STOCK, "tova", 128),
-    (STOCK, "triattention", 128),
-    (HIDE, "most-hidden", 128),
     (HIDE, "by-layer", 120),
     (EVICT, "by-layer", 120),
 )
@@ -85,15 +83,14 @@ def _compression(record: dict) -> str:
 
 
 def _times(record: dict) -> list[str]:
-    """Milliseconds of a token and seconds of the prompt, with the tokens where these are others."""
+    """Milliseconds of a token and seconds of the prompt."""
     same = ("model", "policy", "cache_dtype", "length", "chunk")
-    near = [x for x in read_study("speed") if all(x[key] == record[key] for key in same)]
-    near = [x for x in near if abs(x["tokens"] - record["tokens"]) <= 0.1 * record["tokens"]]
-    if not near:
+    timed = read_study("speed-rows")
+    alike = [x for x in timed if all(x[key] == record[key] for key in (*same, "tokens"))]
+    if not alike:
         return ["–", "–"]
-    (own,) = near
-    other = "" if own["tokens"] == record["tokens"] else f" (of {own['tokens']})"
-    return [f"{own['token_ms']:.0f}{other}", f"{own['prompt_s']:.1f}{other}"]
+    (own,) = alike
+    return [f"{own['token_ms']:.0f}", f"{own['prompt_s']:.1f}"]
 
 
 def _rise(record: dict, whole: dict) -> str:

@@ -1,6 +1,6 @@
 """Score trained models at equal peak bytes: each policy has as many tokens as fit into them.
 
-The measure is what the first model's whole cache takes at its peak for one sequence, and `--shares`
+The measure is what the first model's full cache takes at its peak for one sequence, and `--shares`
 of it are what every model's cache may take at its own peak. Which policy a model is scored with
 follows from what it has: selective attention evicts what is most masked, retention gates the lowest
 gate (also with half of the tokens the newest, or with those of the gates' window), forgetting
@@ -27,6 +27,7 @@ import heedful
 from benchmarks.parts import add_task_options, check_same, read_partial, task_of
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score_rows
+from heedful.commands.compare.small_caches import bf16_bytes
 from heedful.eviction import (
     TOVA,
     Eviction,
@@ -84,6 +85,7 @@ def main() -> None:
                 continue  # not even the least cache fits
             line = about | {"model": name, "policy": policy, "share": share}
             line |= scored(model, eviction, task, args)
+            line["bf16_bytes"] = bf16_bytes(model, task.length)
             append_line(args.out, json.dumps(line | {"environment": environment()}))
 
 

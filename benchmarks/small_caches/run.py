@@ -26,7 +26,7 @@ from heedful.commands.budget.shrink import greedy
 from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score, score_rows
 from heedful.commands.compare.scratch import Hyperparameters
-from heedful.commands.compare.small_caches import plans, policy_name, scored_as
+from heedful.commands.compare.small_caches import bf16_bytes, plans, policy_name, scored_as
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
@@ -60,8 +60,8 @@ def main() -> None:
             key = (args.task, name, 0, policy, min(eviction.tokens, task.length), task.length)
             if key in recorded_keys(args.out):
                 continue
-            line = scored_as(key[:3], task, eviction, scored(model, task, eviction, args))
-            note(args.out, line)
+            result = scored(model, task, eviction, args)
+            note(args.out, scored_as(model, key[:3], task, eviction, result))
         results = {(x[1], x[5]) for x in recorded_keys(args.out) if x[3].startswith("searched")}
         hides = all(m.heedful.hides for m in attention_modules(model))
         if args.by_layer is not None and hides and (name, task.length) not in results:
@@ -118,8 +118,8 @@ def searched(model: PreTrainedModel, task: Task, name: str, args: argparse.Names
         args.out,
         UnderBudget(
             args.task, name, 0, f"searched {'/'.join(map(str, budgets))}",
-            round(sum(budgets) / len(budgets)), task.length, task.metric, final, peak, count,
-            environment(),
+            round(sum(budgets) / len(budgets)), task.length, task.metric, final, peak,
+            bf16_bytes(model, task.length), count, environment(),
         ),
     )  # fmt: skip
     print(f"{len(tried)} trials in {time.perf_counter() - begun:.0f} s", flush=True)

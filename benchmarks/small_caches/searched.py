@@ -12,7 +12,7 @@ from pathlib import Path
 
 import heedful
 from heedful.commands.compare.scratch import Hyperparameters
-from heedful.commands.compare.small_caches import under_budget
+from heedful.commands.compare.small_caches import bf16_bytes, under_budget
 from heedful.hf.budgets import NAME, read_budgets
 from heedful.records.budgeted import UnderBudget, append_budgeted
 from heedful.records.environment import environment
@@ -36,7 +36,7 @@ def main() -> None:
     line = UnderBudget(
         "text", args.name, 0, f"searched {'/'.join(map(str, eviction.tokens))}",
         round(sum(eviction.tokens) / len(eviction.tokens)), task.length, task.metric, final, peak,
-        rows, environment(),
+        bf16_bytes(model, task.length), rows, environment(),
     )  # fmt: skip
     append_budgeted(args.out, line)
     print(f"{line.policy}: {final}, {peak:,.0f} bytes")

@@ -5,20 +5,34 @@ from pathlib import Path
 from benchmarks.parts import markdown, origin, provenance, read
 from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
 from heedful.commands.compare.small_cache_tables import tables as budget_tables
-from heedful.records.budgeted import WHOLE, read_budgeted
+from heedful.records.budgeted import WHOLE, UnderBudget
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = RESULTS / "caches-text-cpu.jsonl"
+BF16_NBYTES = {"text": 2 * 4 * 2 * 128, "recall": 2 * 2 * 2 * 64}
+"""Bytes of a token in a full bfloat16 cache: layers, keys and values, channels. The
+oldest records do not have it."""
+
+
+def bf16_bytes(record: dict) -> int:
+    """Bytes of a full cache of the same tokens in bfloat16, without reserve."""
+    return record.get("bf16_bytes") or BF16_NBYTES[record["task"]] * record["length"]
+
+
+def scores(path: Path) -> list[UnderBudget]:
+    """The scores of a file."""
+    return [UnderBudget(**{"bf16_bytes": bf16_bytes(x), **x}) for x in read(path)]
 
 
 def caches(path: Path) -> str:
     """Trained models under small caches: every policy at every budget."""
-    scored = read_budgeted(path)
+    scored = scores(path)
     rows = dict.fromkeys(f"{x.rows} sequences of {x.length} tokens" for x in scored)
     return (
         f"{budget_tables(scored, markdown=True)}\n\nOn the evaluation set "
-        f"({', '.join(rows)}), token by token; lower is better. In brackets: how many times less "
-        "its caches took at their peak than the whole cache.\n\n"
+        f"({', '.join(rows)}), token by token; lower is better. In brackets: × smaller than "
+        "bf16, the bytes of a full cache of the same tokens in bf16 without reserve, divided by "
+        "the peak of the model's caches, which are float32.\n\n"
         f"{origin([x.environment for x in scored])}"
     )
 
@@ -47,13 +61,13 @@ def taught(name: str) -> str:
             f"{r['steps']:,} × {r['batch']} of {r['length']:,}",
             f"{r['rate']:g} × {r['mechanism_rate']:g}", loss, *cells,
         ])  # fmt: skip
-    about = "Evaluation set: wrong answers, or perplexity per token, with the whole cache."
+    about = "Evaluation set: wrong answers, or perplexity per token, with the full cache."
     return f"{markdown(head, lines)}\n\n{about}\n\n{provenance(records)}"
 
 
 def caches_short() -> str:
-    """The whole cache and the smallest one of every text model, with its best policy there."""
-    scored = read_budgeted(TEXT)
+    """The full cache and the smallest one of every text model, with its best policy there."""
+    scored = scores(TEXT)
     lines = []
     for name in dict.fromkeys(x.mechanism for x in scored):
         own = [x for x in scored if x.mechanism == name]
@@ -65,12 +79,12 @@ def caches_short() -> str:
                 f"all {x.length} tokens" if x.policy == WHOLE else f"{x.policy}, {x.tokens} tokens"
             )
             cache = cache.replace(f", {x.tokens} tokens", " tokens") if x in searched else cache
-            lines.append([name, cache, f"{x.value:.2f}", f"{x.peak_bytes / 1024:,.0f}"])
-    return markdown(["model", "cache of each layer", "perplexity", "peak KiB"], lines)
+            lines.append([name, cache, f"{x.value:.2f}", f"{x.compression:.1f} ×"])
+    return markdown(["model", "cache of each layer", "perplexity", "× smaller than bf16"], lines)
 
 
 def equal_bytes(name: str) -> str:
-    """Every policy with the tokens that fit into shares of the standard model's whole cache."""
+    """Every policy with the tokens that fit into shares of the standard model's full cache."""
     records = read(RESULTS / f"equal-{name}-cpu.jsonl")
     shares = sorted({x["share"] for x in records if x["share"] is not None}, reverse=True)
     values = {(x["model"], x["policy"], x["share"]): _value(x) for x in records}
@@ -80,13 +94,16 @@ def equal_bytes(name: str) -> str:
         bounded = next((x for x in records if (x["policy"], x["share"]) == (policy, None)), None)
         if bounded is not None:
             policy = policy.replace("Bounded ", "Bounded, ε = ")
-            cells.append(f"{_value(bounded)} ({bounded['measure'] / bounded['peak_bytes']:.1f} ×)")
+            ratio = bf16_bytes(bounded) / bounded["peak_bytes"]
+            cells.append(f"{_value(bounded)} ({ratio:.1f} ×)")
         else:
             cells.append("–")
         lines.append([model, policy, *cells])
-    head = [f"{1 / share:g} × fewer" if share < 1 else "as many bytes" for share in shares]
+    full = bf16_bytes(records[0]) / records[0]["measure"]
+    head = [f"{full / share:.1f} ×" for share in shares]
     table = markdown(["model", "eviction", *head, "by its error"], lines)
-    return f"{table}\n\n{provenance(records)}"
+    about = "Columns: × smaller than bf16, of all that a model's caches take at their peak."
+    return f"{table}\n\n{about}\n\n{provenance(records)}"
 
 
 def _value(record: dict) -> str:

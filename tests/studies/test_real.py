@@ -78,6 +78,15 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
         prompts, tokens = zip(*line["rounds"], strict=True)
         assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
         assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
+    settings = ("base=streaming-llm,20", "adapter=by-layer,18,int8")
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--settings", *settings])
+    speed.main()
+    lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
+    fields = [(x["model"], x["policy"], x["tokens"], x["cache_dtype"]) for x in lines]
+    assert fields == [
+        ("base", "own", 64, "auto"), ("base", "whole", 64, "auto"),
+        ("base", "streaming-llm", 20, "auto"), ("adapter", "by-layer", 18, "int8"),
+    ]  # fmt: skip
 
 
 def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch):

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.grids import steps
+from heedful.hf.identity import tensors_digest
 
+_OWN = ".heedful."  # in the names of a mechanism's parameters
 _NUMBERS = 64  # of a model's weights that are written down as numbers
 _ROUNDING = 2**-8  # relative: what half precision changes, twice over
 _SAMPLES = 256  # of vectors, which no format quantises, and as many of matrices
@@ -49,8 +51,15 @@ class Distance(NamedTuple):
 
 
 def fingerprint(model: nn.Module) -> dict:
-    """What distinguishes a converted model from another one, as JSON-ready values."""
-    return fingerprint_of(without_matrices(model), layer_texts(model))
+    """What distinguishes a converted model from another one, as JSON-ready values.
+
+    `mechanism` is a digest of the mechanism's parameters, which no quantisation changes, rounded to
+    bfloat16.
+    """
+    parameters = without_matrices(model)
+    own = {name: p for name, p in parameters.items() if _OWN in name}
+    rounded = ((name, p.to(torch.bfloat16)) for name, p in own.items())
+    return fingerprint_of(parameters, layer_texts(model)) | {"mechanism": tensors_digest(rounded)}
 
 
 def layer_texts(model: nn.Module) -> list[str]:
@@ -73,15 +82,15 @@ def fingerprint_of(parameters: Mapping[str, Tensor], layers: Iterable[str] = ())
 
     `sizes` is a digest of the attention layers and the shapes of all parameters, `weights` are a
     few numbers from all over the parameters. `samples` are more of them, from vectors and from
-    matrices, and `steps` those of the grids on which these lie (0 where on none): float32 in
-    base64.
+    matrices of the base, and `steps` those of the grids on which these lie (0 where on none):
+    float32 in base64.
     """
     ordered = sorted(parameters.items())
     parts = [*layers, *(f"{name} {tuple(p.shape)}" for name, p in ordered)]
-    everything = [p for _, p in ordered]
+    everything, base = [p for _, p in ordered], [p for name, p in ordered if _OWN not in name]
     weights = [float(f"{x:.6g}") for x in _values(everything, _NUMBERS)[0].tolist()]
-    vectors = _values([p for p in everything if p.ndim < 2], _SAMPLES)
-    matrices = _values([p for p in everything if p.ndim >= 2], _SAMPLES)
+    vectors = _values([p for p in base if p.ndim < 2], _SAMPLES)
+    matrices = _values([p for p in base if p.ndim >= 2], _SAMPLES)
     samples, grids = (torch.cat(pair) for pair in zip(vectors, matrices, strict=True))
     return {
         "sizes": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
@@ -106,17 +115,20 @@ def distance_of(saved: object, own: dict) -> Distance | None:
     are the same.
 
     Returns:
-        The distance; None where the fingerprint is damaged, or the shapes are others.
+        The distance; None where the fingerprint is damaged, or shapes or mechanism are others.
     """
     if not isinstance(saved, dict) or saved.get("sizes") != own["sizes"]:
         return None
     weights = saved.get("weights")
     if not isinstance(weights, list) or len(weights) != _NUMBERS:
         return None
+    if not all(isinstance(x, int | float) for x in weights):
+        return None
+    if "mechanism" in saved and saved["mechanism"] != own.get("mechanism"):
+        return None
     if "samples" not in saved:
         far = [
-            not isinstance(a, int | float)
-            or not math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
+            not math.isclose(a, b, rel_tol=_ROUNDING, abs_tol=1e-7)
             for a, b in zip(weights, own["weights"], strict=True)
         ]
         return Distance(not any(far), not any(far), sum(far) / _NUMBERS, 0.0, 0.0)

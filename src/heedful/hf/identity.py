@@ -14,12 +14,9 @@ from torch import Tensor, nn
 
 _LENGTH = 16  # hexadecimal digits: 64 bits, to tell models apart and not to guard them
 _ADDED = (".heedful.", ".lora_")  # in the names of an adapter's parameters
-# Of a configuration, what decides nothing that a model computes.
+# Of a configuration, what decides nothing that a model computes; nor do private names.
 _IRRELEVANT = frozenset(
-    {
-        *("_name_or_path", "name_or_path", "transformers_version", "architectures", "auto_map"),
-        *("use_cache", "dtype", "torch_dtype", "_from_model_config", "_attn_implementation"),
-    }
+    {"transformers_version", "architectures", "auto_map", "use_cache", "dtype", "torch_dtype"}
 )
 
 
@@ -90,5 +87,6 @@ def files_digest(paths: Iterable[Path]) -> str:
 def _relevant(value: object) -> object:
     """A configuration without what decides nothing."""
     if isinstance(value, dict):
-        return {str(k): _relevant(x) for k, x in value.items() if k not in _IRRELEVANT}
+        relevant = {str(k): x for k, x in value.items() if k not in _IRRELEVANT}
+        return {k: _relevant(x) for k, x in relevant.items() if not k.startswith("_")}
     return [_relevant(x) for x in value] if isinstance(value, list | tuple) else value

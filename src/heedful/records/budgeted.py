@@ -23,6 +23,7 @@ class UnderBudget:
         metric: what `final` measures, lower is better.
         final: value by evaluation split, the judged one first.
         peak_bytes: the most that the caches of one sequence held, measured from their tensors.
+        bf16_bytes: of a full cache of the same tokens in bfloat16, keys and values without reserve.
         rows: how many sequences were scored.
         environment: commit, machine, versions, date and command.
     """
@@ -36,12 +37,18 @@ class UnderBudget:
     metric: str
     final: dict[str, float]
     peak_bytes: float
+    bf16_bytes: int
     rows: int
     environment: dict
 
     @property
     def key(self) -> tuple[str, str, int, str, int]:
         return self.task, self.mechanism, self.seed, self.policy, self.tokens
+
+    @property
+    def compression(self) -> float:
+        """Ratio of the full bfloat16 cache to the peak of this one."""
+        return self.bf16_bytes / self.peak_bytes
 
     @property
     def value(self) -> float:
@@ -55,7 +62,13 @@ class UnderBudget:
     def from_json(cls, line: str) -> "UnderBudget":
         """The score that `to_json` wrote; anything else raises a `ValueError`."""
         try:
-            return cls(**json.loads(line))
+            fields = json.loads(line)
+            if "peak_bytes" in fields and "bf16_bytes" not in fields:
+                raise UserError(
+                    "a score of an older version, without bf16_bytes; name another folder to score "
+                    "the models again"
+                )
+            return cls(**fields)
         except (TypeError, RecursionError) as error:
             raise UserError(f"not the fields of a score: {error}") from error
 

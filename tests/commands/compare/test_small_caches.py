@@ -24,7 +24,7 @@ from heedful.commands.compare.small_cache_tables import (
     pictures,
     tables,
 )
-from heedful.commands.compare.small_caches import plans, under_budget
+from heedful.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.look import cached_over_time
 from heedful.nn import HeadShape, Selective, Standard
@@ -104,6 +104,26 @@ def test_bytes_are_those_of_a_real_cache(finished):
     assert 0.3 < ratio < 0.6
 
 
+def test_compression_is_counted_against_a_full_cache_in_bf16():
+    task = Text(length=40)
+    expected = 2 * 2 * (2 * 16) * 40  # bytes, layers, keys and values of 16 numbers, tokens
+    for mechanism in (Standard(), Standard(window=13), Selective(selector="extra")):
+        model = from_scratch(task, mechanism, Size(16, 2, 2), 0).eval()
+        assert bf16_bytes(model, task.length) == expected
+    policy = StreamingLLM(tokens=14)
+    line = scored_as(model, ("text", "standard", 0), task, policy, ({"held-out": 9.0}, 500.0, 3))
+    assert line.bf16_bytes == expected
+    whole = replace(line, policy=WHOLE, tokens=40, peak_bytes=2.0 * expected)
+    table = tables([whole, line], markdown=True)
+    assert "text, held-out: perplexity, and × smaller than bf16" in table
+    assert f"| standard | StreamingLLM | 9.00 (0.5 ×) | 9.00 ({expected / 500:.1f} ×) |" in table
+    (picture,) = pictures([whole, line, replace(line, policy="TOVA", peak_bytes=1000.0)])
+    (axes,) = picture[0].axes
+    drawn = {round(x, 6) for curve in axes.lines for x in curve.get_xdata()}
+    assert {0.5, expected / 500, expected / 1000} <= drawn
+    assert "× smaller than bf16" in axes.get_xlabel()
+
+
 @pytest.mark.slow
 def test_a_model_of_text_has_its_tokenizer_beside_it(finished):
     _, out = finished
@@ -138,8 +158,8 @@ def test_the_page_shows_it(finished):
     _, out = finished
     page = (out / "report.html").read_text()
     assert "Under small KV caches" in page
-    assert "text, held-out: perplexity, and × less peak memory" in page
-    assert page.count("against the peak bytes of its KV cache for one sequence") >= 4 * 2
+    assert "text, held-out: perplexity, and × smaller than bf16" in page
+    assert page.count("against the compression of its KV cache") >= 4 * 2
     assert "what each layer&#x27;s cache holds in the course of a sequence" in page
     scored = read_budgeted(out / "budgets.jsonl")
     table = tables(scored, markdown=True)
@@ -246,7 +266,7 @@ def test_rows_of_other_tasks_have_their_own_length(tmp_path):
 
 def test_records_of_a_file_that_was_cut_off_are_read(tmp_path):
     path = tmp_path / "budgets.jsonl"
-    line = UnderBudget("text", "m", 0, WHOLE, 64, 64, "perplexity", {"x": 2.0}, 9.0, 3, {})
+    line = UnderBudget("text", "m", 0, WHOLE, 64, 64, "perplexity", {"x": 2.0}, 9.0, 8, 3, {})
     path.write_text(line.to_json() + "\n" + line.to_json()[:40])
     with pytest.warns(UserWarning, match="left out a last line that was cut off"):
         assert read_budgeted(path) == [line]
@@ -257,4 +277,9 @@ def test_records_of_a_file_that_was_cut_off_are_read(tmp_path):
     path.write_text(line.to_json() + "\n" + '{"task": "text"}\n')
     with pytest.raises(ValueError, match=r"budgets.jsonl, line 2: not a score .*delete the line"):
         read_budgeted(path)
+    older = {key: x for key, x in json.loads(line.to_json()).items() if key != "bf16_bytes"}
+    path.write_text(json.dumps(older) + "\n")
+    with pytest.raises(ValueError, match=r"line 1.*an older version.*name another folder"):
+        read_budgeted(path)
+    assert json.loads(path.read_text()) == older
     assert read_budgeted(tmp_path / "none") == []

@@ -142,7 +142,7 @@ def test_a_policy_of_a_user_s_file(folders, tmp_path, monkeypatch, module):
     ):
         with pytest.raises(ValueError, match=message):
             generation_of(folders / "plain", eviction=name, **options)
-    with pytest.raises(ValueError, match=r"eviction must be one of .*, 'MODULE:CLASS', got 'tovaa'"):
+    with pytest.raises(ValueError, match=r"eviction must be one of .*, 'MODULE:CLASS', got"):
         generation_of(folders / "plain", eviction="tovaa", **options)
 
 

@@ -208,7 +208,7 @@ def _score_missing(
             if should_stop():
                 raise Stopped
             score = under_budget(model, task, eviction, job.setup.hyperparameters)
-            append_budgeted(path, scored_as(job.key, task, eviction, score))
+            append_budgeted(path, scored_as(model, job.key, task, eviction, score))
 
 
 def _read_runs(results: Path) -> list[Record]:

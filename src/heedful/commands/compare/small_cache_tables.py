@@ -1,4 +1,4 @@
-"""What a page shows of small KV caches: quality against bytes, and what is cached when."""
+"""Small KV caches on a page: quality against compression, and what is cached when."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ class CacheExhibit(NamedTuple):
 
 
 def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
-    """Quality against peak bytes: one picture per task, split and mechanism, with its caption."""
+    """Quality against compression: one picture per task, split and mechanism, with its caption."""
     drawings = []
     for task in dict.fromkeys(x.task for x in scored):
         those = [x for x in scored if x.task == task]
@@ -53,9 +53,10 @@ def pictures(scored: Sequence[UnderBudget]) -> list[tuple["Figure", str]]:
                 if len({x.policy for x in own}) > 1:
                     text = (
                         f"{task}, {split}: {METRICS[own[0].metric]} of {mechanism} against the "
-                        "peak bytes of its KV cache for one sequence. Lines: eviction policies "
-                        "under the same protection; square: the whole cache; dashed: standard "
-                        "attention with its whole cache; star: the hybrid of local and "
+                        "compression of its KV cache: bytes of a full cache of the same tokens in "
+                        "bf16, divided by the peak of this one. Lines: eviction policies "
+                        "under the same protection; square: the full cache; dashed: standard "
+                        "attention with its full cache; star: the hybrid of local and "
                         "global layers."
                     )
                     drawings.append((_bytes_curves(those, own, split, reach), text))
@@ -72,22 +73,22 @@ def _bytes_curves(
         points = _mean(own, policy, split) | whole
         xs = sorted(points)
         axes.plot(
-            [x / 1024 for x in xs], [percent * points[x] for x in xs], marker="o", ms=3.5, lw=1.3,
+            xs, [percent * points[x] for x in xs], marker="o", ms=3.5, lw=1.3,
             color=POLICY_COLOURS.get(policy, "black"), label=policy,
         )  # fmt: skip
     for x, y in whole.items():
-        axes.plot(x / 1024, percent * y, "s", ms=6, color="black", mfc="white", zorder=4)
+        axes.plot(x, percent * y, "s", ms=6, color="black", mfc="white", zorder=4)
     for y in _mean([x for x in everything if x.mechanism == BASELINE], WHOLE, split).values():
         axes.axhline(percent * y, ls="--", lw=0.9, color="#333333")
     hybrid = [x for x in everything if x.mechanism.startswith("local-global")]
     for x, y in _mean(hybrid, WHOLE, split).items():
-        axes.plot(x / 1024, percent * y, "*", ms=10, color="black", mfc="#56B4E9", zorder=5)
+        axes.plot(x, percent * y, "*", ms=10, color="black", mfc="#56B4E9", zorder=5)
     low, high = (percent * y for y in reach)
     room = 0.05 * ((high - low) or 1.0)  # all may be the same
     axes.set_ylim(low - room, high + room)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("peak bytes of the KV cache of one sequence, KiB")
+    axes.set_xlabel("× smaller than bf16 (peak of one sequence)")
     axes.set_ylabel(f"{METRICS[own[0].metric]}{', %' if percent == 100 else ''}")
     axes.set_title(own[0].mechanism, fontsize=9)
     figures.add_legend(figure, axes)
@@ -95,12 +96,12 @@ def _bytes_curves(
 
 
 def _mean(scored: Iterable[UnderBudget], policy: str, split: str) -> dict[float, float]:
-    """By bytes, the mean over seeds."""
+    """By compression, the mean over seeds."""
     scores: dict[float, list[float]] = {}
     for x in scored:
         if x.policy == policy:
-            scores.setdefault(x.peak_bytes, []).append(x.final[split])
-    return {nbytes: float(np.mean(values)) for nbytes, values in scores.items()}
+            scores.setdefault(x.compression, []).append(x.final[split])
+    return {ratio: float(np.mean(values)) for ratio, values in scores.items()}
 
 
 def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
@@ -110,7 +111,7 @@ def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
         those = [x for x in scored if x.task == task]
         columns = sorted({x.tokens for x in those if x.policy != WHOLE}, reverse=True)
         for split in those[0].final:
-            head = ["model", "eviction", "whole", *(f"{n} tokens" for n in columns)]
+            head = ["model", "eviction", "full cache", *(f"{n} tokens" for n in columns)]
             body = [
                 row
                 for mechanism in dict.fromkeys(x.mechanism for x in those)
@@ -118,7 +119,7 @@ def tables(scored: Sequence[UnderBudget], markdown: bool = False) -> str:
                     [x for x in those if x.mechanism == mechanism], split, columns
                 )
             ]
-            title = f"{task}, {split}: {METRICS[those[0].metric]}, and × less peak memory"
+            title = f"{task}, {split}: {METRICS[those[0].metric]}, and × smaller than bf16"
             parts.append(_markdown(title, head, body) if markdown else _html(title, head, body))
     return "\n\n".join(parts) if markdown else "".join(parts)
 
@@ -129,10 +130,7 @@ def _table_rows(own: list[UnderBudget], split: str, columns: list[int]) -> list[
         if not matches:
             return "–"
         text = number(matches[0].metric, float(np.mean([x.final[split] for x in matches])))
-        full = [x.peak_bytes for x in own if x.policy == WHOLE]
-        if policy == WHOLE or not full:
-            return text
-        return f"{text} ({full[0] / matches[0].peak_bytes:.0f}×)"
+        return f"{text} ({matches[0].compression:.1f} ×)"
 
     policies = [x for x in dict.fromkeys(x.policy for x in own) if x != WHOLE] or ["–"]
     return [

@@ -10,7 +10,7 @@ from heedful.commands.compare.options import LEAST_TOKENS
 from heedful.commands.compare.scoring import score
 from heedful.commands.compare.scratch import Hyperparameters
 from heedful.eviction import H2O, TOVA, Eviction, MostHidden, Random, SnapKV, StreamingLLM
-from heedful.hf.cache.new import attention_modules
+from heedful.hf.cache.new import attention_modules, new_cache
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.records.budgeted import WHOLE, UnderBudget
 from heedful.records.environment import environment
@@ -64,13 +64,26 @@ def under_budget(
     return final, peaks.nbytes, rows
 
 
+@torch.no_grad()
+def bf16_bytes(model: PreTrainedModel, length: int) -> int:
+    """Bytes of a full bfloat16 cache of so many tokens, windows and reserve left out."""
+    cache = new_cache(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, cache=cache)
+    return cache.bf16_nbytes * length
+
+
 def policy_name(eviction: Eviction, length: int) -> str:
     """How a record calls a policy."""
     return WHOLE if eviction.tokens >= length else type(eviction).__name__
 
 
 def scored_as(
-    key: tuple[str, str, int], task: Task, eviction: Eviction, scored: tuple[dict, float, int]
+    model: PreTrainedModel,
+    key: tuple[str, str, int],
+    task: Task,
+    eviction: Eviction,
+    scored: tuple[dict, float, int],
 ) -> UnderBudget:
     """The record of one score."""
     final, peak, rows = scored
@@ -82,6 +95,7 @@ def scored_as(
         metric=task.metric,
         final=final,
         peak_bytes=peak,
+        bf16_bytes=bf16_bytes(model, task.length),
         rows=rows,
         environment=environment(),
     )

@@ -82,17 +82,15 @@ def train_text(
     check_device(options.device)
     _check_reports(options.report_to)
     out = Path(options.out)
-    identity = {"options": run_identity(options), "inputs": run_inputs(options)}
-    identity = json.loads(json.dumps(identity))
     recipe = options.filled(has_weights(options.model))
     arguments = _arguments(options, recipe, out / _UNFINISHED)
     main = arguments.process_index == 0
     with only_writer(out) if main else nullcontext():
         # The first process reads and writes, then the others find it done.
         with arguments.main_process_first(local=False, desc="reading the text"):
-            if (result := _finished(out, options, identity)) is not None:
+            if (result := _finished(out, options)) is not None:
                 return result
-            run = _begin(options, recipe, out, arguments, identity, show=show and main)
+            run = _begin(options, recipe, out, arguments, show=show and main)
         result = _train(options, recipe, out, arguments, run, should_stop, show=show and main)
         arguments.distributed_state.wait_for_everyone()
     return result if main else None
@@ -113,7 +111,7 @@ class _RunParts(NamedTuple):
     checkpoints: Checkpoints
 
 
-def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | None:
+def _finished(out: Path, options: Training) -> TrainingResult | None:
     """What a folder's run came to, if it has ended; raises if another run made the folder."""
     path = out / _ABOUT
     if not path.is_file():
@@ -133,6 +131,7 @@ def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | 
             f"{path} was written by an older version, which noted no digests of model, data and "
             "budgets; choose another folder, or delete this one"
         )
+    identity = _identity(options)
     changed = differences(about["options"], identity["options"])
     if changed := changed + differences(about["inputs"], identity["inputs"], "digests"):
         raise UserError(
@@ -143,6 +142,12 @@ def _finished(out: Path, options: Training, identity: dict) -> TrainingResult | 
         warnings.warn(f"{changed}; the run stays what it was", stacklevel=3)
     ended = about["ended"]
     return ended and TrainingResult(out, **ended)
+
+
+def _identity(options: Training) -> dict:
+    """What makes the run this run: options, and digests of what it reads."""
+    identity = {"options": run_identity(options), "inputs": run_inputs(options)}
+    return json.loads(json.dumps(identity))
 
 
 def _check_gates(model: PreTrainedModel) -> None:
@@ -164,7 +169,6 @@ def _begin(
     recipe: TrainingRecipe,
     out: Path,
     arguments: TrainingArguments,
-    identity: dict,
     *,
     show: bool,
 ) -> _RunParts:
@@ -201,6 +205,7 @@ def _begin(
         if fresh:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    identity = _identity(options)
     parameters = sum(p.numel() for p in start.model.parameters())
     own = identity | {"recipe": recipe._asdict(), "parameters": parameters}
     checkpoints = Checkpoints(folder / "state", own)
