@@ -306,6 +306,11 @@ def test_what_an_evicting_cache_does_not_serve_is_said():
     with pytest.raises(ValueError, match="attention_mask must have a column for each of the 30"):
         in_steps(model, tokens(1, 1), [1], cache, attention_mask=mask)
     heedful.convert(model, "standard")
+    for size in (5, 1):
+        with pytest.raises(ValueError, match="was made for a model that is not converted"):
+            in_steps(model, tokens(1, size), [size], heedful.new_cache(tiny(), None))
+    with pytest.raises(ValueError, match="was made for a model that is not converted"):
+        in_steps(model, tokens(1, 1), [1], cache)
     with pytest.raises(ValueError, match="slack must be 0 for a converted model, got 3"):
         heedful.new_cache(model, StreamingLLM(tokens=16), slack=3)
 

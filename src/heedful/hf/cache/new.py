@@ -409,6 +409,11 @@ def _unused(part: CacheLayerMixin | None) -> bool:
 
 def _check_grows(part: CacheLayerMixin | None) -> None:
     """Raise for the layers of caches that a converted model cannot serve."""
+    if isinstance(part, EvictingLayer):
+        raise UserError(
+            "the cache was made for a model that is not converted, and this one is; make one with "
+            "heedful.new_cache(model)"
+        )
     if type(part).__name__.startswith("Static"):
         raise UserError(
             "cache must not be a static cache: a converted model's cache grows; leave "

@@ -39,6 +39,8 @@ class MaskColumns:
         if mask is None:
             return None
         cache = kwargs.get(self.name)
+        if not isinstance(mask, Mask):  # the model was converted since
+            return None
         if not isinstance(cache, Cache) or self.index >= len(cache.layers):
             return None
         layer = cache.layers[self.index]

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from heedful.checks import UserError
+from heedful.eviction import Eviction
 from heedful.eviction.gather import Moves
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots
@@ -232,6 +233,11 @@ class EvictingLayer(CacheLayerMixin):
         return self.map.once(turn, act, *arguments)
 
     # What a cache of heedful tells.
+
+    @property
+    def policy(self) -> Eviction | None:
+        """What chooses the tokens to evict; `None` where only a window drops tokens, if any."""
+        return None if self.map.budget is None else self.map.budget.policy
 
     @property
     def counters(self) -> Counters:
