@@ -13,6 +13,7 @@ from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.versions import cache_of
 from helpers.cached import MECHANISMS, converted, greedy, in_steps
+from helpers.encoder_families import tiny as tiny_encoder
 from helpers.families import EAGER, fits, logits, ragged_mask, tiny, tokens, twin
 
 GROUPED = ["grouped", "grouped-sliding", "grouped-cif"]
@@ -402,7 +403,7 @@ def test_continuous_batching_is_refused():
 
 
 def test_what_cannot_have_a_cache_says_so():
-    with pytest.raises(ValueError, match="model must be converted"):
-        heedful.new_cache(tiny())
+    with pytest.raises(ValueError, match="model must have a decoder"):
+        heedful.new_cache(tiny_encoder("bert"))
     with pytest.raises(ValueError, match="eviction must be a policy such as"):
         heedful.new_cache(converted("standard"), eviction=64)

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 import heedful
 from heedful.eviction import Random, StreamingLLM, Window
 from helpers.cached import greedy, in_steps
-from helpers.families import EAGER, FAMILIES, chunked, ragged_mask, tokens, windowed
+from helpers.families import EAGER, FAMILIES, chunked, logits, ragged_mask, tokens, windowed
 from helpers.unconverted import Knorm, Strongest, agree, pair
 
 CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")
@@ -88,3 +88,30 @@ def test_masks_of_chunks_and_windows():
         twin.load_state_dict(model.state_dict())
         heedful.convert(twin, "standard", verify=False)
         agree(model, twin, StreamingLLM(tokens=14), tokens(2, 40), WAYS["chunks"])
+
+
+def test_tokens_that_see_later_ones_of_their_call():
+    """As an image's do: each call reads its own tokens whole, so that the mask's columns are all.
+
+    The dense definition is one call with the mask of what each call has read.
+    """
+    model, ids = pair()[0], tokens(1, 40)
+    budget = StreamingLLM(tokens=16, sinks=2, recent=3)
+    cache, sizes = heedful.new_cache(model, budget), [12, 9, *[1] * 8, 11]
+    visible = torch.ones(40, 40, dtype=torch.bool).tril()
+    visible[14:19, 14:19] = True
+    visible[32:36, 32:36] = True
+    parts, position, kept = [], 0, []
+    for size in sizes:
+        end = position + size
+        read = torch.zeros(40, dtype=torch.bool)
+        read[kept] = read[position:end] = True
+        visible[position:end] &= read
+        mask = visible[None, None, position:end, :end]
+        with torch.no_grad():
+            out = model(ids[:, position:end], attention_mask=mask, cache=cache)
+        parts.append(out.logits)
+        position, kept = end, cache.positions()[0][0].tolist()
+    assert cache.tokens == [15] * 3
+    expected = logits(model, ids, attention_mask=visible[None, None])
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-12)

@@ -33,7 +33,7 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
             f"eviction: {type(policy).__name__} needs a converted model, as it reads {needs}; "
             "heedful.convert(model, 'standard') is enough for attention and positions"
         )
-    found = find_attention(model).values()
+    found = find_attention(model, "have a cache that evicts").values()
     modules = [x.module for x in found if x.role == "decoder"]
     if not modules:
         raise UserError(

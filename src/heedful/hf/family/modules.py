@@ -36,10 +36,14 @@ class Attention(NamedTuple):
     index: int
 
 
-def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
+def find_attention(model: PreTrainedModel, purpose: str = "be converted") -> dict[str, Attention]:
     """The model's attention modules by path; raises where one cannot be converted.
 
     But for encoders of images and sound beside a decoder, which are left alone.
+
+    Arguments:
+        model: of transformers.
+        purpose: what an unfit model cannot, for messages.
     """
     placed = {
         name: (module, role_of(module))
@@ -57,7 +61,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
             reason = "it does not tell causal self-attention from cross-attention"
         if reason is not None:
             raise UserError(
-                f"model: {type(model).__name__} cannot be converted: its {type(module).__name__} "
+                f"model: {type(model).__name__} cannot {purpose}: its {type(module).__name__} "
                 f"({name}) does not fit because {reason}"
             )
         index = encoders if module.layer_idx is None else module.layer_idx
@@ -65,7 +69,7 @@ def find_attention(model: PreTrainedModel) -> dict[str, Attention]:
         modules[name] = Attention(module, role, index)
     if not modules:
         raise UserError(
-            f"model: {type(model).__name__} cannot be converted: no attention module with a layer "
+            f"model: {type(model).__name__} cannot {purpose}: no attention module with a layer "
             "index that goes through transformers' attention interface was found; decoder-only "
             "families such as Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX and GPT-2 have one, "
             "encoder-decoders such as T5 and BART, and encoders such as BERT and ModernBERT"
