@@ -115,3 +115,16 @@ def test_tokens_that_see_later_ones_of_their_call():
     assert cache.tokens == [15] * 3
     expected = logits(model, ids, attention_mask=visible[None, None])
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_windows_wider_than_the_budget(family, attention):
+    """What no later query sees leaves first, sinks too."""
+    models, ids = pair(family, attention, sliding_window=18), tokens(2, 40)
+    mask = ragged_mask(2, 40)
+    for policy in (StreamingLLM, Knorm, Random):
+        for options in ({}, {"attention_mask": mask}):
+            sizes = [9, 1, 1, 7, 5, *[1] * 17]
+            caches = agree(*models, policy(tokens=14), ids, sizes, **options)
+        assert caches[0].positions()[0].min() > 40 - 18
