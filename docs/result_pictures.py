@@ -8,7 +8,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from benchmarks.real.maps import starts
-from benchmarks.real.names import EVICT, HIDE, STOCK, bf16_nbytes
+from benchmarks.real.names import EVICT, HIDE, STOCK, bf16_nbytes, read_study
 from benchmarks.real.table import ten_books
 from benchmarks.small_caches.table import bf16_bytes
 
@@ -125,10 +125,19 @@ def learned() -> Figure:
 def pretrained() -> Figure:
     """What a pretrained model loses and still finds in how many bytes, by policy."""
     records = {32: ten_books("1024"), 8: ten_books("1024-int8")}
+    seeds = read_study("cache-seeds")
     whole = next(x for x in records[32] if (x["model"], x["policy"]) == (STOCK, "whole"))
 
     def smaller(points: list[dict]) -> list[float]:
         return [bf16_nbytes(x) / x["peak_nbytes"] for x in points]
+
+    def rise(x: dict) -> float:
+        return 100 * (x["perplexity"] / whole["perplexity"] - 1)
+
+    def other_seeds(x: dict) -> list[dict]:
+        same = ("policy", "tokens", "cache_dtype")
+        others = seeds if x["model"] == EVICT else []
+        return [y for y in others if all(x[name] == y[name] for name in same)]
 
     series = {
         (32, STOCK, "streaming-llm"): ("StreamingLLM, no training", "#8a8a8a", "s"),
@@ -147,7 +156,7 @@ def pretrained() -> Figure:
         points.sort(key=lambda x: x["peak_nbytes"])
         style = {"color": colour, "marker": mark, "markersize": 10 if mark == "*" else 5}
         style |= {"linewidth": 1.4, "linestyle": "-" if bits == 32 else "--"}
-        rises = [100 * (x["perplexity"] / whole["perplexity"] - 1) for x in points]
+        rises = [_mean([rise(y) for y in (x, *other_seeds(x))]) for x in points]
         loss.plot(smaller(points), rises, label=label, **style)
         with_needles = [x for x in points if "needles" in x]
         shares = [24 * _mean([*x["needles"].values()]) for x in with_needles]

@@ -1,6 +1,7 @@
 """The tables of a pretrained model under small caches."""
 
 import statistics
+from functools import partial
 
 import numpy
 
@@ -83,14 +84,17 @@ def _compression(record: dict) -> str:
 
 
 def _times(record: dict) -> list[str]:
-    """Milliseconds of a token and seconds of the prompt."""
+    """Milliseconds of a token and seconds of the prompt; × those of transformers' own cache."""
     same = ("model", "policy", "cache_dtype", "length", "chunk")
     timed = read_study("speed-rows")
     alike = [x for x in timed if all(x[key] == record[key] for key in (*same, "tokens"))]
     if not alike:
         return ["–", "–"]
-    (own,) = alike
-    return [f"{own['token_ms']:.0f}", f"{own['prompt_s']:.1f}"]
+    (own,), (base,) = alike, (x for x in timed if x["policy"] == "own")
+    return [
+        f"{own['token_ms']:.0f} ({own['token_ms'] / base['token_ms']:.1f} ×)",
+        f"{own['prompt_s']:.1f} ({own['prompt_s'] / base['prompt_s']:.1f} ×)",
+    ]
 
 
 def _rise(record: dict, whole: dict) -> str:
@@ -222,9 +226,9 @@ def _repeated(text: str) -> float:
     return 1 - len({*triples}) / len(triples) if triples else 0.0
 
 
-def speed() -> str:
+def speed(study: str) -> str:
     """Seconds of a prompt and milliseconds of a decoded token, beside the base as it comes."""
-    records = read_study("speed")
+    records = read_study(study)
     own = records[0]
     lines = [
         [
@@ -389,7 +393,8 @@ BLOCKS = {
     "real-known": question_known,
     "real-numbers": several_numbers,
     "real-answers": answers,
-    "real-speed": speed,
+    "real-speed": partial(speed, "speed"),
+    "real-speed-rows": partial(speed, "speed-rows"),
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-seeds": real_seeds,

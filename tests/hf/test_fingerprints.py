@@ -221,9 +221,8 @@ def test_the_kept_adapter_on_other_quantisations_of_smollm2():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rate", [1e-5, 1e-4])
-def test_smollm2_trained_on_is_refused(rate):
-    model = trained_on(stock_model("smollm2"), rate, length=64, count=100)
+def test_smollm2_trained_on_is_refused():
+    model = trained_on(stock_model("smollm2"), 1e-5, length=64, count=100)
     for kind in (None, "bf16", "Q8_0", "Q4_0"):
         other = model if kind is None else quantised(model, kind)
         with pytest.raises(ValueError, match="another base") as error:

@@ -89,6 +89,8 @@ class Eviction:
     keep_prompt: bool = False
 
     needs: ClassVar[tuple[Need, ...]] = ()
+    # By `needs`: how many of the newest queries' weights `score` reads; `None` is those of all.
+    observes: ClassVar[int | None] = 0
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -99,6 +101,7 @@ class Eviction:
                     f"needs of {cls.__name__} must be of {names} and ('attention', n), with n of "
                     f"the newest queries or None for all, got {need!r}"
                 )
+        cls.observes = next((need[1] for need in cls.needs if _is_attention(need)), 0)
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
@@ -122,11 +125,6 @@ class Eviction:
                         "tokens must be whole numbers of at least sinks + recent + 1 = "
                         f"{least}, got {count!r}; give the layer more tokens, or protect fewer"
                     )
-
-    @property
-    def observes(self) -> int | None:
-        """How many of the newest queries' weights `score` reads; `None` is those of all queries."""
-        return next((need[1] for need in self.needs if _is_attention(need)), 0)
 
     def check(self, layer: Layer) -> None:
         """Raise a `ValueError` unless the policy can serve a layer."""

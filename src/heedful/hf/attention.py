@@ -1,7 +1,5 @@
 """The attention function that transformers calls in a converted model, and the hooks around it."""
 
-from contextlib import nullcontext
-
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -58,17 +56,23 @@ def attention(
     layer, context = _layer_in(module), _context(attention_mask)
     _check_passed(module, layer, passed)
     _check_shape(module, layer, query, key)
-    around = interceptors() if attention_mask is None else context.interceptors
-    with nullcontext() if around is interceptors() else using(around):
-        inputs = _layer_inputs(module, layer, context, passed, heedful_cache)
-        attend = {
-            "decoder": _attend_causally,
-            "encoder": _attend_both_ways,
-            "cross": _attend_to_source,
-        }[layer.shape.role]
-        options = {"scale": scaling, "inputs": inputs}
-        output = attend(module, (query, key, value), context, heedful_cache, is_causal, **options)
+    call = (module, layer, (query, key, value), context, heedful_cache, is_causal, scaling, passed)
+    if attention_mask is None or context.interceptors is interceptors():
+        output = _attend(*call)
+    else:  # computed again in a backward pass
+        with using(context.interceptors):
+            output = _attend(*call)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    module: nn.Module, layer: _Layer, qkv: tuple[Tensor, ...], context: AttentionContext,
+    cache: object, is_causal: bool | None, scale: float | None, passed: dict,
+) -> Tensor:  # fmt: skip
+    """The output of a layer for what the family's attention has passed."""
+    inputs = _layer_inputs(module, layer, context, passed, cache)
+    attend = _ATTEND[layer.shape.role]
+    return attend(module, qkv, context, cache, is_causal, scale=scale, inputs=inputs)
 
 
 def _attend_causally(
@@ -115,6 +119,13 @@ def _attend_both_ways(
     """Attention of an encoder's tokens to each other."""
     visibility = _two_sided(module, context, qkv[1])
     return run_layer(getattr(module, NAME), *qkv, visibility=visibility, **options).output
+
+
+_ATTEND = {
+    "decoder": _attend_causally,
+    "encoder": _attend_both_ways,
+    "cross": _attend_to_source,
+}
 
 
 def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Visibility:

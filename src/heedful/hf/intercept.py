@@ -84,11 +84,10 @@ def using(these: tuple[Interceptor, ...]) -> Iterator[None]:
 
 def needs_of(layer: nn.Module) -> frozenset[str]:
     """What a layer needs of a call, or an interceptor that stands around it."""
-    needs = layer.needs
-    for interceptor in interceptors():
-        if layer in interceptor.layers:
-            needs = needs | interceptor.needs
-    return needs
+    these = interceptors()
+    if not these:
+        return layer.needs
+    return layer.needs.union(*(x.needs for x in these if layer in x.layers))
 
 
 def run_layer(
@@ -102,9 +101,10 @@ def run_layer(
     inputs: LayerInputs = NO_INPUTS,
 ) -> LayerOutput:
     """A layer's output, by way of the functions around it; arguments as of the layer."""
-    if not interceptors():
+    these = interceptors()
+    if not these:
         return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
-    return _compute(interceptors(), layer, LayerCall(q, k, v, visibility, scale, inputs))
+    return _compute(these, layer, LayerCall(q, k, v, visibility, scale, inputs))
 
 
 def _compute(these: tuple[Interceptor, ...], layer: nn.Module, call: LayerCall) -> LayerOutput:
