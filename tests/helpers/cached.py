@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from heedful.eviction import LowestGate, MostHidden
-from heedful.hf.versions import cache_of
+from heedful.hf.versions import cache_argument, cache_of, generate_argument
 from heedful.nn import (
     NAMES,
     Canon,
@@ -66,6 +66,8 @@ def converted(name: str, family: str = "llama", **options):
 
 def greedy(model, ids: Tensor, new: int = 8, **options) -> Tensor:
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False} | options
+    if "cache" in options:
+        options |= generate_argument(options.pop("cache"))
     return model.generate(ids, max_new_tokens=new, **options)
 
 
@@ -78,7 +80,8 @@ def in_steps(model, ids: Tensor, sizes: list[int], cache=None, **options) -> Ten
         if mask is not None:
             options["attention_mask"] = mask[:, :position]
         with exactly():
-            out = model(input_ids=piece, cache=cache, use_cache=True, **options)
+            named = cache_argument(model, cache)
+            out = model(input_ids=piece, use_cache=True, **named, **options)
         cache = cache_of(out)
         parts.append(out.logits)
     return torch.cat(parts, dim=1)

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 import heedful
 from heedful.eviction import Random, StreamingLLM, Window
+from heedful.hf.versions import cache_argument
 from helpers.cached import greedy, in_steps
 from helpers.families import EAGER, FAMILIES, chunked, logits, ragged_mask, tokens, windowed
 from helpers.unconverted import Knorm, Strongest, agree, pair
@@ -109,7 +110,8 @@ def test_tokens_that_see_later_ones_of_their_call():
         visible[position:end] &= read
         mask = visible[None, None, position:end, :end]
         with torch.no_grad():
-            out = model(ids[:, position:end], attention_mask=mask, cache=cache)
+            named = cache_argument(model, cache)
+            out = model(ids[:, position:end], attention_mask=mask, **named)
         parts.append(out.logits)
         position, kept = end, cache.positions()[0][0].tolist()
     assert cache.tokens == [15] * 3

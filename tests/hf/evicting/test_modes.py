@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import heedful
@@ -13,6 +14,8 @@ from heedful.eviction import TOVA, StreamingLLM, TriAttention, Window
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.evicting.hook import MaskColumns, hook_of, remove
 from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.versions import cache_argument
+from heedful.records.environment import release
 from helpers.cached import greedy, in_steps
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import logits, ragged_mask, tiny, tokens
@@ -40,6 +43,10 @@ def test_generate_goes_on_as_with_a_converted_model(family, policy):
             assert torch.equal(own, other)
 
 
+@pytest.mark.skipif(
+    release(transformers.__version__) < (5, 24),
+    reason="transformers before 5.24 takes tokens back from a cache of its own in another way",
+)
 @pytest.mark.parametrize("policy", [StreamingLLM, Knorm])
 def test_prompt_lookup_and_assisted_decoding(policy):
     models, ids = pair(max_position_embeddings=256), tokens(1, 20).repeat(1, 2)
@@ -106,7 +113,11 @@ def test_turns_reset_and_other_batches():
             for piece in more[rows].split([2, 1, 1, 1, 1], 1):
                 position += piece.shape[1]
                 parts.append(
-                    model(piece, cache=cache, attention_mask=grown[rows, :position]).logits
+                    model(
+                        piece,
+                        attention_mask=grown[rows, :position],
+                        **cache_argument(model, cache),
+                    ).logits
                 )
         torch.testing.assert_close(torch.cat(parts, 1), expected[rows], rtol=0, atol=1e-12)
         with pytest.raises(ValueError, match="has a batch of 2 sequences and the call has 1"):
@@ -247,7 +258,7 @@ def test_copies_of_models_and_caches_go_on():
                 position += size
                 with torch.no_grad():
                     out = twin(
-                        ids[:, position - size : position], cache=again,
+                        ids[:, position - size : position], **cache_argument(model, again),
                         attention_mask=mask[:, :position],
                     )  # fmt: skip
                 parts.append(out.logits)
@@ -298,7 +309,8 @@ def test_what_an_evicting_cache_does_not_serve_is_said():
     with pytest.raises(ValueError, match="is an encoder-decoder, whose cache needs a converted"):
         heedful.new_cache(tiny_pair("t5"), StreamingLLM(tokens=16))
     with pytest.raises(ValueError, match="which has no gradients"):
-        model(tokens(1, 30), cache=heedful.new_cache(model, StreamingLLM(tokens=16)))
+        cache = heedful.new_cache(model, StreamingLLM(tokens=16))
+        model(tokens(1, 30), **cache_argument(model, cache))
     cache = heedful.new_cache(model, StreamingLLM(tokens=16))
     mask = torch.ones(1, 1, 1, 9, dtype=torch.bool)
     in_steps(model, tokens(1, 30), [30], cache)

@@ -8,6 +8,7 @@ import heedful
 from heedful.eviction import StreamingLLM
 from heedful.hf.evicting import hook
 from heedful.hf.evicting.hook import hook_of
+from heedful.hf.versions import cache_among
 from helpers.families import GROUPED, stir, tiny
 
 SERVED = {
@@ -84,7 +85,7 @@ def test_a_family_that_fails_the_proof_is_refused():
 
     def adding(hidden_states, **options):
         out, weights = forward(hidden_states=hidden_states, **options)
-        cache = options.get("cache")
+        cache = cache_among(options)
         keys = None if cache is None else cache.layers[1].keys
         return out if keys is None else out + 0.1 * keys.mean(), weights
 
