@@ -94,7 +94,7 @@ def open_model(
 
 
 def dtype_option(dtype: ModelDtype) -> dict[str, torch.dtype]:
-    """What `from_pretrained` is given for a command's `--dtype`: nothing for that of the files."""
+    """The option of `from_pretrained` for a command's `--dtype`; none for that of the files."""
     return {} if dtype == "auto" else {"dtype": getattr(torch, dtype)}
 
 

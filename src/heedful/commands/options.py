@@ -45,7 +45,7 @@ def check_eviction_name(eviction: str) -> None:
 
 
 def is_users_policy(eviction: str) -> bool:
-    """Whether a policy is one of a user's file: MODULE:CLASS, such as my_module:Landmarks."""
+    """Tell a policy of a user's file, MODULE:CLASS, from one of heedful's names."""
     return re.fullmatch(r"[\w./\\-]+:[A-Za-z_]\w*", str(eviction)) is not None
 
 

@@ -97,7 +97,7 @@ def check_visibility(visibility: Visibility, layer: Layer, before: int) -> Visib
 
 
 class Padding(NamedTuple):
-    """Which tokens are padding.
+    """The padding of some sequences.
 
     real: `True` for a real token, `[B or 1, total]` of all that have come, or `[B, n]` of those in
         the slots.
@@ -115,7 +115,7 @@ class Padding(NamedTuple):
         return None if real is None else cls(real, real.int().argmax(1, keepdim=True))
 
     def at(self, positions: Int[Tensor, "B n"]) -> Bool[Tensor, "B n"]:
-        """Whether the tokens in the slots are real."""
+        """`True` for the slots whose tokens are real."""
         return (
             self.real if self.by_slot else self.real.expand(len(positions), -1).gather(1, positions)
         )

@@ -11,7 +11,7 @@ from heedful.nn import Layer
 
 _Part = Literal["F", "gate", "keys", "values", "positions"]
 Need = _Part | tuple[Literal["attention"], int | None]
-"""What a policy reads of the cached tokens, beside their positions."""
+"""One thing that a policy reads of the cached tokens, beside their positions."""
 
 _NEEDS = get_args(_Part)
 

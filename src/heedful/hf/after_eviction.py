@@ -106,7 +106,7 @@ class AfterEviction:
 
     @property
     def calls(self) -> Calls | None:
-        """What a sequence without a cache stands for in this thread; `None`: nothing is evicted."""
+        """The calls that a sequence without a cache stands for in this thread, if any evicts."""
         return _standing().get(id(self))
 
     @calls.setter

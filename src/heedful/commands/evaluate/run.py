@@ -426,7 +426,7 @@ class AnswerStore:
 
 
 def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
-    """What decides what a cache has, as JSON."""
+    """The policy, its arguments and the dtype of a cache, as JSON."""
     policy = answers.eviction or None
     about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
     if getattr(policy, "calibration", None) is not None:

@@ -145,7 +145,7 @@ def _finished(out: Path, options: Training) -> TrainingResult | None:
 
 
 def _identity(options: Training) -> dict:
-    """What makes the run this run: options, and digests of what it reads."""
+    """The identity of a run: its options, and digests of its model, data and budgets."""
     identity = {"options": run_identity(options), "inputs": run_inputs(options)}
     return json.loads(json.dumps(identity))
 
