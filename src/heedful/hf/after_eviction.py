@@ -21,7 +21,10 @@ from transformers import Cache, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
+from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.family.call import Strength, forward_pass
+
+_LAYERS = AttentionCache | EvictingLayer
 
 _thread = threading.local()
 
@@ -31,6 +34,16 @@ def _standing() -> dict[int, "Calls"]:
     if not hasattr(_thread, "calls"):
         _thread.calls = {}
     return _thread.calls
+
+
+@contextmanager
+def matrices_at_rest() -> Iterator[None]:
+    """Within it no matrices act in this thread, whatever a cache has evicted."""
+    outer, _thread.rest = getattr(_thread, "rest", False), True
+    try:
+        yield
+    finally:
+        _thread.rest = outer
 
 
 class Calls(NamedTuple):
@@ -128,7 +141,9 @@ class AfterEviction:
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
         factor = None
-        if cache is not None:
+        if getattr(_thread, "rest", False):
+            pass
+        elif cache is not None:
             factor = strength_after(cache, None if call.unpadded else mask)
         elif self.calls is not None:
             tokens = call.positions if call.token_ids is None else call.token_ids
@@ -165,7 +180,7 @@ def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tens
     Returns:
         Of each sequence, or of all alike; `None` where nothing is evicted.
     """
-    layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, AttentionCache)]
+    layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, _LAYERS)]
     total = layers[0].counters.total if layers else 0
     if not any(x.length < total for x in layers if x.budget is not None):
         return None
@@ -193,7 +208,7 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
     Raises:
         ValueError: what it evicts depends on more than how many tokens have come.
     """
-    budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache)]
+    budgets = [x.budget for x in cache.layers if isinstance(x, _LAYERS)]
     for policy in (budget.policy for budget in budgets if budget is not None):
         if policy.keep_prompt:
             raise UserError(

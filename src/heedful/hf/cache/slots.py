@@ -150,6 +150,12 @@ class Slots:
         else:
             self.contents.scatter_(2, slots[:, None, :, None].expand_as(new), new)
 
+    def replace(self, tokens: Shaped[Tensor, "B H n D"]) -> None:
+        """Replace the tokens by as many others."""
+        if self._shared:
+            self._resize(self.buffer.shape[2])
+        self.contents.copy_(tokens)
+
     def extended(self, new: Shaped[Tensor, "B H m D"]) -> "Slots":
         """The tokens followed by new ones, in a tensor of their own; nothing changes here."""
         joined = Slots()

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import Cache
 
 from heedful.checks import UserError
+from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.evicting.slots import Step
 from heedful.hf.versions import cache_name
@@ -22,29 +23,35 @@ Mask = Tensor | BlockMask
 class MaskColumns:
     """A forward pre-hook of one attention module.
 
+    It also hands the module's input to the selectors beside it, where the layer evicts by these.
+
     Arguments:
         index: of the module's layer in a cache.
         name: of the cache among the module's arguments.
+        selects: whether there are selectors beside the module.
 
     Attributes:
         proven: the attention implementation for which the module's model was proven to be served.
     """
 
-    def __init__(self, index: int, name: str) -> None:
-        self.index, self.name = index, name
+    def __init__(self, index: int, name: str, selects: bool) -> None:
+        self.index, self.name, self.selects = index, name, selects
         self.proven: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
-        if mask is None:
+        if mask is None and not self.selects:
             return None
         cache = kwargs.get(self.name)
-        if not isinstance(mask, Mask):  # the model was converted since
-            return None
         if not isinstance(cache, Cache) or self.index >= len(cache.layers):
             return None
         layer = cache.layers[self.index]
         if not isinstance(layer, EvictingLayer):
+            return None
+        if layer.map.hiding is not None:
+            input = args[0] if args else kwargs["hidden_states"]
+            layer.rows = SelectorRows(*module.heedful.rows(input))
+        if not isinstance(mask, Mask):  # none, or the model was converted since
             return None
         return args, kwargs | {"attention_mask": columns(mask, layer)}
 
@@ -55,7 +62,7 @@ def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
     for index, module in modules.items():
         hook = hook_of(module)
         if hook is None:
-            hook = MaskColumns(index, cache_name(module.forward))
+            hook = MaskColumns(index, cache_name(module.forward), hasattr(module, "heedful"))
             module.register_forward_pre_hook(hook, with_kwargs=True)
         hooks.append(hook)
     return hooks
