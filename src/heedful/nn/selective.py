@@ -214,12 +214,6 @@ class SelectiveAttention(Layer):
         query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)
 
-    def rows(
-        self, x: Float[Tensor, "B T E"]
-    ) -> tuple[Float[Tensor, "B T Ds"], Float[Tensor, "B T Ds"]]:
-        """The own selector's queries and keys of these tokens, in the input's precision."""
-        return self.query(x).to(x.dtype), self.key(x).to(x.dtype)
-
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
         """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
         if self.key is None:

@@ -77,12 +77,13 @@ class Slots:
         if self.buffer is None:
             self._begin(new, limit)
             return True
-        length, count = self.length, new.shape[2]
-        if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
+        buffer, length, count = self.buffer, self.length, new.shape[2]
+        if (new.requires_grad or buffer.requires_grad) and torch.is_grad_enabled():
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return True
         end = self.start + length
-        larger = self._shared or end + count > self.buffer.shape[2]
+        larger = not self._own or end + count > buffer.shape[2]
+        larger = larger or (buffer.is_inference() and self._shared)
         if larger:
             size = length + count
             roomy = _roomy(size)

@@ -41,14 +41,17 @@ class Hiding:
     def tensors(self) -> list[Tensor]:
         return self._queries.tensors
 
-    def add(self, queries: Float[Tensor, "B m Ds"], limit: int) -> None:
+    def add(self, queries: Float[Tensor, "B m Ds"], limit: int) -> bool:
         """Note the queries of the newest tokens; those of padding are zero.
 
         Arguments:
             queries: of the new tokens.
             limit: for how many there is to be room.
+
+        Returns:
+            Whether there is a new buffer.
         """
-        self._queries.append(queries[:, None], limit)
+        return self._queries.append(queries[:, None], limit)
 
     def fold(
         self,

@@ -8,6 +8,7 @@ A decoded token takes the slot of the one that was evicted after the call before
 the tokens in the slots means nothing, and their positions are stored beside them.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -92,8 +93,10 @@ class SlotMap:
         self.budget, self.window, self.slack, self.hiding = budget, window, slack, hiding
         self.reader: Reader | None = None
         self.limit = None  # for how many tokens slots are made
+        self._most = math.inf  # tokens that may be cached between two calls
         if budget is not None:
             self.limit = budget.tokens + slack
+            self._most = self.limit - 1
         elif window is not None:
             self.limit = window + max(8, window // 8)
         self.reset()
@@ -103,6 +106,7 @@ class SlotMap:
         self._turn, self._result = 0, None
         self.counters = Counters()
         self.length, self._fresh, self.grown = 0, 0, False
+        self._late = 0  # newest tokens whose positions are not written yet
         self.holes: Int[Tensor, "#B m"] | None = None
         self.record_past, self._cropped, self._calls = False, False, 0
         self._streams = {"positions": Slots()}
@@ -132,6 +136,7 @@ class SlotMap:
 
     def _read(self, name: str) -> Tensor:
         """A stream of the tokens that the newest call reads."""
+        self._write_late()
         return (self._streams if self._joined is None else self._joined)[name].contents
 
     def once(self, turn: int, act: Callable, *arguments: object) -> object:
@@ -172,6 +177,13 @@ class SlotMap:
             device: of the keys.
             rows: the selector's, where F is added up.
         """
+        steps = new == 1 and real is None and self._start is None and not self.record_past
+        if steps and self.holes is None and 0 < self.length < self._most and self.budget:
+            # Nothing happens but that a token is added.
+            self._count(rows)
+            return Step(1, self.counters.total - 1, self.length)
+        self.grown = False
+        self._write_late()
         if self.record_past and self._cropped:
             # Assisted decoding crops after every call: a second call without it is a plain one.
             self._calls += 1
@@ -198,6 +210,32 @@ class SlotMap:
             return step
         keep = self.evict(step)
         return step if keep is None else step._replace(keep=keep)
+
+    def _count(self, rows: SelectorRows | None) -> None:
+        """Add one token, whose position is written when it is read."""
+        self.counters.add(1)
+        self.counters.pending = 0
+        self.length += 1
+        self._fresh += 1
+        self._late += 1
+        self._joined, self.grown = None, False
+        if rows is not None:
+            keys = self._streams["selector keys"].append(rows.keys[:, None], self.limit)
+            self.grown = self.hiding.add(rows.queries, 1 + self.slack) or keys
+
+    def _write_late(self) -> None:
+        """Write what is known of tokens that were only counted: their positions, and F of zero."""
+        count, self._late = self._late, 0
+        if not count:
+            return
+        at, total = self._streams["positions"], self.counters.total
+        new = torch.arange(total - count, total, device=at.buffer.device)
+        new = new.expand(self._rows, 1, -1)[..., None]
+        self.grown = at.append(new.contiguous(), self.limit) or self.grown
+        if self.hiding is not None:
+            f = self._streams["F"]
+            new = f.buffer.new_zeros(len(f.buffer), 1, count, 1)
+            self.grown = f.append(new, self.limit) or self.grown
 
     def evict(
         self,
@@ -227,11 +265,6 @@ class SlotMap:
         self.length = keep.shape[1]
         return keep
 
-    @property
-    def _most(self) -> int:
-        """How many tokens may be cached between two calls."""
-        return self.budget.tokens - 1 + self.slack
-
     def _begin_in_order(self, new: int, before: int, device: torch.device) -> Step:
         """The step of layers that cache the newest tokens in order."""
         keeps = self.window is not None and not self.record_past
@@ -250,7 +283,7 @@ class SlotMap:
         rows: SelectorRows | None,
     ) -> None:
         """Note the positions of new tokens, which of them are padding, and the selector's rows."""
-        self._joined, self.grown = None, step.moves is not None
+        self._joined, self.grown = None, self.grown or step.moves is not None
         if real is not None and self._start is None and step.new > 1 and bool(real.all()):
             real = None  # the mask of a chunk, not of padding
         self._note_padding(step, real)
@@ -364,6 +397,7 @@ class SlotMap:
         Raises:
             ValueError: there are not so many that can be taken back.
         """
+        self._write_late()
         fresh = self.fresh
         if count > fresh:
             advice = ": call activate_past_recording() before the calls that may be undone"
@@ -398,6 +432,7 @@ class SlotMap:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Choose sequences, where each has positions of its own."""
         self._joined = None
+        self._write_late()
         if self._rows == 1 and self.hiding is None:
             return
         for slots in self._streams.values():
@@ -411,6 +446,7 @@ class SlotMap:
 
     def positions(self) -> Int[Tensor, "#B n"]:
         """The positions of the cached tokens, ascending."""
+        self._write_late()
         at, total = self._streams["positions"].contents, self.counters.total
         if self.budget is None or at is None:
             return torch.arange(total - self.tokens, total)[None]
