@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
-from heedful.hf.after_eviction import AfterEviction
+from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
@@ -226,6 +226,7 @@ def _put_beside(model: PreTrainedModel, folder: Path) -> None:
         named = load_file(folder / _PEFT[1]).items()
         matrices = {k.removeprefix("base_model.model."): x for k, x in named if ".lora_" in k}
         peft.set_peft_model_state_dict(model, matrices)
+        replace_layers_of_peft(model)
     except Exception as error:  # whatever PEFT raises for a damaged file
         raise UserError(f"adapter {folder} cannot be read by PEFT: {error}") from error
     finally:

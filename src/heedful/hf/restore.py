@@ -1,5 +1,6 @@
 """Give a model of transformers the mechanisms that a file holds."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -33,7 +34,7 @@ def restore(
     for part in mechanisms:
         config = from_json(part["mechanism"])
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    attends = attends or not all(ranks_only(config) for config in plan)
+    attends = attends or not rank_only(plan)
     options = {"where": where, "impl": impl, "verify": verify, "attends": attends}
     conversion = replace_attention(model, plan, **options)
     own = conversion.parameters()
@@ -52,9 +53,10 @@ def restore(
     return conversion
 
 
-def ranks_only(mechanism: Mechanism) -> bool:
-    """Whether a mechanism leaves attention alone, and only ranks a cache's tokens for eviction."""
-    return mechanism == Standard() or (isinstance(mechanism, Selective) and not mechanism.masks)
+def rank_only(mechanisms: Iterable[Mechanism]) -> bool:
+    """Whether mechanisms leave attention alone, and only rank a cache's tokens for eviction."""
+    others = [x for x in mechanisms if x != Standard()]
+    return bool(others) and all(isinstance(x, Selective) and not x.masks for x in others)
 
 
 def read_parameters(folder: Path) -> dict[str, Tensor]:
