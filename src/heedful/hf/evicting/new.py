@@ -108,7 +108,8 @@ def _tokens(budget: Budget) -> int:
     if isinstance(budget.tokens, tuple):
         raise UserError(
             "eviction: budgets of key heads need a converted model; heedful.convert(model, "
-            "'standard') is enough, or give each layer one number of tokens"
+            "'standard') is enough, or heedful.load(..., convert=True) of an adapter, or give each "
+            "layer one number of tokens"
         )
     return budget.tokens
 
