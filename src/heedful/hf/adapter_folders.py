@@ -66,7 +66,8 @@ def save_adapter(
     converted = converted_inside(model)
     conversion = conversion_of(converted)
     own = conversion.parameters()
-    if not own and not holds_adapter(model):
+    has_budgets = conversion.eviction is not None
+    if not own and not holds_adapter(model) and not has_budgets:
         names = ", ".join(map(str, conversion.mechanisms))
         raise UserError(
             f"model has no parameters beside its base: {names}; there is nothing to save, convert "
@@ -92,7 +93,7 @@ def save_adapter(
                 path = Path(staging) / _PEFT[1]
                 save_file({k: x.to(dtype) for k, x in load_file(path).items()}, path)
             (folder / beside.NAME).unlink(missing_ok=True)
-        else:
+        elif own:
             tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}
             save_file({k: p.contiguous() for k, p in tensors.items()}, Path(staging) / WEIGHTS)
             carry_budgets(model, folder, Path(staging), changed=False)
@@ -178,7 +179,9 @@ def load_adapter(
         for name, tensor in read_parameters(folder).items()
     }
     try:
-        restore(model, about["mechanisms"], tensors, impl, verify, convert)
+        bare = not tensors and not has_low_rank(folder)  # budgets alone
+        attends = True if convert else False if bare else None
+        restore(model, about["mechanisms"], tensors, impl, verify, attends)
         if has_low_rank(folder):
             conversion_of(model).matrices = _matrices_in(folder)
         if about["format"] == 2:
@@ -274,7 +277,8 @@ def read_about(folder: Path) -> dict:
     ):
         raise UserError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
     weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]
-    if len(weights) != 1:
+    plain = all(part["mechanism"].get("kind") == "Standard" for part in parts)
+    if len(weights) != 1 and not (plain and not weights):
         raise UserError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
     if about["format"] == 2 or _learned_an_order(folder):
         for part in parts:  # written before there was a choice

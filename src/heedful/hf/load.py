@@ -78,7 +78,7 @@ def load(
         raise UserError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
-    restore(model, about["mechanisms"], tensors, impl, verify, convert)
+    restore(model, about["mechanisms"], tensors, impl, verify, convert or None)
     if budgets:
         beside.take_budgets(folder, model)
     return model

@@ -19,7 +19,7 @@ def restore(
     tensors: dict,
     impl: Impl,
     verify: bool | None = None,
-    attends: bool = True,
+    attends: bool | None = None,
 ) -> Conversion:
     """Convert a model of transformers to saved mechanisms and give it the saved parameters.
 
@@ -28,13 +28,13 @@ def restore(
         mechanisms: as `mechanisms_to_json` wrote them.
         tensors: the parameters by name.
         impl, verify: as for `heedful.convert`.
-        attends: let the mechanisms compute attention also where they only rank tokens for eviction.
+        attends: whether the mechanisms compute attention; by default unless they only rank tokens.
     """
     plan, where = {}, {}
     for part in mechanisms:
         config = from_json(part["mechanism"])
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    attends = attends or not rank_only(plan)
+    attends = not rank_only(plan) if attends is None else attends
     options = {"where": where, "impl": impl, "verify": verify, "attends": attends}
     conversion = replace_attention(model, plan, **options)
     own = conversion.parameters()
