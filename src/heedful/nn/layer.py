@@ -76,6 +76,9 @@ class LayerInputs(NamedTuple):
         `[H]`. Handed over like the bias, to layers that have sinks (`"sinks" in takes`).
     dropout: while a model trains with attention dropout, the share of weights to drop. Handed over
         like the bias, to layers that drop (`"dropout" in takes`).
+    new: in a step of a cache, of few queries and without gradients or autocast, how many of the
+        last queries are of new tokens. The outputs of these alone are read, and nothing needs a
+        check. `None` in every other call.
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -91,6 +94,7 @@ class LayerInputs(NamedTuple):
     softcap: float | None = None
     sinks: Float[Tensor, " H"] | None = None
     dropout: float = 0.0
+    new: int | None = None
 
     def before(self, later: int, tokens: int) -> "LayerInputs":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
@@ -296,6 +300,11 @@ class Layer(nn.Module):
         """Whether keys and values are all that the next token needs."""
         rows = self.past_queries + self.past_inputs
         return rows == 0 and not self.keeps and not self.summarises
+
+    def is_step(self, inputs: LayerInputs) -> bool:
+        """Whether a cache takes a step, so that the dense form of few queries serves unchecked."""
+        dense = self.impl in ("auto", "tiled", "composed")
+        return dense and inputs.new is not None and not inputs.dropout
 
     @property
     def hides(self) -> bool:

@@ -26,6 +26,7 @@ from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo
 from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
+from heedful.ops.common.few import is_step
 
 
 class LayerCache(AttentionCache):
@@ -272,6 +273,8 @@ class LayerCache(AttentionCache):
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
             rows = self._queries.add(q, keep_all=self.record_past)
+        if is_step(rows, k):
+            inputs = inputs._replace(new=q.shape[2])
         output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
         keys = None if self._by_heads else k
         call = LastCall(q, visibility, scale, inputs._replace(state=before), keys)

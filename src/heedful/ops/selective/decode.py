@@ -61,6 +61,6 @@ def selective_attention_few(
     memory = None
     if tau is not None:
         terms = f.clamp(max=tau)
-        terms = terms if hidden is None else terms.masked_fill(hidden, 0)
+        terms = terms if hidden is None else hidden.fill(terms, 0)
         memory = terms.sum((1, 3)) / f.shape[1]
     return output, last, memory
