@@ -259,6 +259,7 @@ class Layer(nn.Module):
     reports_memory: whether `forward` returns memory while `tau` is set.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
+    takes_steps: whether `forward` has a shorter way for a cache's steps, see `LayerInputs.new`.
 
     The integration sets once:
 
@@ -286,6 +287,7 @@ class Layer(nn.Module):
     reports_memory: bool = False
     summarises: bool = False
     learns_groups: bool = False
+    takes_steps: bool = False
 
     host: Host = Host()
     impl: Impl = "auto"
@@ -301,7 +303,7 @@ class Layer(nn.Module):
         rows = self.past_queries + self.past_inputs
         return rows == 0 and not self.keeps and not self.summarises
 
-    def is_step(self, inputs: LayerInputs) -> bool:
+    def in_step(self, inputs: LayerInputs) -> bool:
         """Whether a cache takes a step, so that the dense form of few queries serves unchecked."""
         dense = self.impl in ("auto", "tiled", "composed")
         return dense and inputs.new is not None and not inputs.dropout

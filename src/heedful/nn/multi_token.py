@@ -183,6 +183,7 @@ class MultiTokenAttention(Layer):
 
     roles = frozenset(ROLES)
     takes = TERMS
+    takes_steps = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -251,7 +252,7 @@ class MultiTokenAttention(Layer):
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
         terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
-        if self.is_step(inputs):
+        if self.in_step(inputs):
             out = multi_token_attention_few(
                 q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
                 scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,

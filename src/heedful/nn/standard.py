@@ -115,17 +115,16 @@ class StandardAttention(Layer):
         """Softmax attention; padded queries get zeros."""
         visibility = self._visibility(visibility, k)
         queries, keys = q.shape[2], k.shape[2]
-        more = inputs.dropout or any(
-            x is not None for x in (inputs.bias, inputs.softcap, inputs.sinks)
-        )
-        if more or (queries > FEW and not visibility.plain and q.device.type == "cpu"):
+        more = inputs.bias is not None or inputs.softcap is not None or inputs.sinks is not None
+        more, plain = more or inputs.dropout, visibility.plain
+        if more or (queries > FEW and not plain and q.device.type == "cpu"):
             impl = "reference" if self.impl == "reference" else "auto"
             out = multi_token_attention(
                 q, k, v, bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
                 dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=impl,
             )  # fmt: skip
             return LayerOutput(out)
-        if visibility.plain:
+        if plain:
             out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
             if out is not None:
                 return LayerOutput(out)

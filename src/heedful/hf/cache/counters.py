@@ -37,7 +37,7 @@ class Counters:
 
     def add(self, new: int) -> None:
         """Count the tokens of an `update`."""
-        if new == 1 and self.total >= max(1, self.expected):
+        if self.prefill and new == 1 and self.total >= max(1, self.expected):
             self.prefill = False
         self.total += new
         self.pending = new

@@ -22,6 +22,7 @@ class Slots:
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
         self.start = self.length = 0
+        self.replaced = 0  # bytes of the buffer that the newest `append` has replaced
         self._own = False  # whether nobody else has this tensor
 
     @property
@@ -77,14 +78,15 @@ class Slots:
         if self.buffer is None:
             self._begin(new, limit)
             return True
-        length, count = self.length, new.shape[2]
-        if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
+        length, count, self.replaced = self.length, new.shape[2], 0
+        if (new.requires_grad or self.buffer.requires_grad) and torch.is_grad_enabled():
+            self.replaced = self.nbytes
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return True
         end = self.start + length
         larger = self._shared or end + count > self.buffer.shape[2]
         if larger:
-            size = length + count
+            size, self.replaced = length + count, self.nbytes
             roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
             end = length
@@ -128,7 +130,7 @@ class Slots:
         def spread(index: Tensor) -> Tensor:
             return index[:, None, :, None].expand(batch, heads, -1, dim)
 
-        length = moves.keep.shape[1]
+        length = moves.left
         limit, copied = _roomy(length) if limit is None else limit, 0
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
