@@ -31,6 +31,10 @@ _NAMES = {"bias": "position_bias", "sinks": "s_aux"}
 _MAPS = "output_attentions"
 _UNREAD = HARMLESS - {_MAPS}
 
+# Of what a layer can need: what changes its module's projections, and what is the forward pass's.
+_EDITS = frozenset({"unprojected", "unrotated"})
+_OF_PASS = frozenset({"token_ids", "positions", "cache", "rotation"})
+
 
 def register_attention() -> None:
     """Make `IMPLEMENTATION` known to transformers, with its mask function; repeats do nothing."""
@@ -94,7 +98,7 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """The output of a layer for what the family's attention has passed."""
     reads_positions = cache is not None and cache.reads_positions
-    if layer.needs or reads_positions or interceptors():
+    if layer.needs & _OF_PASS or reads_positions or interceptors():
         inputs = _of_pass(module, layer, context, cache, inputs)
     if layer.shape.role == "decoder":
         return _attend_causally(module, layer, qkv, context, cache, is_causal, scale, inputs)
@@ -267,7 +271,7 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
 
 def edits_projections(layer: Layer) -> bool:
     """Whether a layer changes what goes into its module's projections, or what they give."""
-    return not layer.needs.isdisjoint({"unprojected", "unrotated"})
+    return bool(layer.needs & _EDITS)
 
 
 def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -280,18 +284,20 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     layer, own = module._modules[NAME], {}
     if (cache := cache_among(kwargs)) is not None:
         own["heedful_cache"] = _cache_of(layer, module, cache)
-    if not layer.needs and layer.input_factor == 1.0:
-        return args, kwargs | own
-    hidden_states, *rest = args or (kwargs["hidden_states"],)
-    if layer.input_factor != 1.0:
-        hidden_states = hidden_states * layer.input_factor
+    hidden_states = args[0] if args else kwargs["hidden_states"]
     if "source" in layer.needs:
         sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
         own["heedful_source"] = next(sources, None)
-    if edits_projections(layer):
+    if "input" in layer.needs:
+        own["heedful_input"] = hidden_states
+    if layer.input_factor == 1.0 and not layer.needs & _EDITS:
+        return args, kwargs | own
+    if layer.input_factor != 1.0:
+        hidden_states = hidden_states * layer.input_factor
+    if layer.needs & _EDITS:
         for hook in getattr(module, PROJECTION_HOOKS):
             hook.follow()
-        contexts = (x for x in (*rest, *kwargs.values()) if isinstance(x, AttentionContext))
+        contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
         visibility = next(contexts, AttentionContext()).visibility
         call = begin_call(layer, visibility, own.get("heedful_cache"))
         if "unprojected" in layer.needs:
@@ -300,7 +306,7 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if "input" in layer.needs:
         own["heedful_input"] = hidden_states
     others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
-    return (hidden_states, *rest), others | own
+    return (hidden_states, *args[1:]), others | own
 
 
 def _cache_of(layer: _Layer, module: nn.Module, cache: Cache) -> AttentionCache | None:

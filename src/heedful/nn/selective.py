@@ -126,10 +126,10 @@ class SelectiveAttention(Layer):
             "softcap": inputs.softcap, "sinks": inputs.sinks,
         }  # fmt: skip
         if self.in_step(inputs):
-            options["scale"] = q.shape[-1] ** -0.5 if scale is None else scale
             result = selective_attention_few(
                 q, k, v, selector_q, selector_k, state=inputs.state,
-                visibility=visibility or Visibility(), **options,
+                visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, **options,
             )  # fmt: skip
         else:
             result = selective_attention(

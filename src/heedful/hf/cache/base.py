@@ -32,6 +32,7 @@ class AttentionCache(CacheLayerMixin):
     reads_positions = False
     """Whether `attend` needs the positions of the new tokens."""
     window: int | None = None
+    _aside = 0
     budget: Budget | None = None
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:
@@ -207,3 +208,12 @@ class AttentionCache(CacheLayerMixin):
         nbytes = nbytes_of(self._tensors())
         self.meter.change(nbytes - self._nbytes, max(copied, most - nbytes))
         self._nbytes = nbytes
+
+
+def check_unrecorded(does: str, other: str) -> None:
+    """Raise while gradients are recorded, for a cache that `does` what has none; `other` serves."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            f"the cache {does} tokens, which has no gradients: call the model under "
+            f"torch.no_grad(), or with {other}"
+        )

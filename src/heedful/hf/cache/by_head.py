@@ -66,6 +66,9 @@ class ByHeadCache(LayerCache):
 
     values = keys
 
+    def _measure_call(self) -> None:
+        self._measure()  # the places of groups are new tensors
+
     @property
     def _copied(self) -> int:
         return self._tokens.beside.copy_nbytes
@@ -96,8 +99,7 @@ class ByHeadCache(LayerCache):
     def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values
 
-    _blind_to_changes = "a cache with budgets of key heads"
-    _way_out = "give its layers one number of tokens"
+    _reader = ("a cache with budgets of key heads", "give its layers one number of tokens")
 
     def _run(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0

@@ -70,5 +70,9 @@ class Meter:
 
 def nbytes_of(tensors: list[Tensor | None]) -> int:
     """Bytes of the storages, each counted once."""
-    storages = [x.untyped_storage() for x in tensors if x is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for x in tensors:
+        if x is not None:
+            storage = x.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

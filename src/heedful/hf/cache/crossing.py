@@ -174,7 +174,7 @@ class BiasedLayerCache(LayerCache):
                 "eviction=False)"
             )
         super().__init__(layer, sliding, meter=meter, int8=int8)
-        self.window = None
+        self.window = self._room = None
 
     def _clear(self) -> None:
         super()._clear()

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
-from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.base import AttentionCache, check_unrecorded
 from heedful.hf.cache.budget import Budget, EvictionStep
-from heedful.hf.cache.counters import Meter
+from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.int8 import heads_read_together
-from heedful.hf.cache.owner import kind_of
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
 from heedful.hf.cache.tokens import StoredTokens
@@ -165,15 +164,10 @@ class LayerCache(AttentionCache):
 
         Where `attend` dequantizes some heads at a time, it is the codes that are returned.
         """
-        evicts, recorded = self.budget is not None, key_states.requires_grad
-        if recorded and (evicts or self._int8) and torch.is_grad_enabled():
-            does, other = "quantizes", "a cache without dtype"
-            if evicts:
-                does, other = "evicts", "heedful.new_cache(model, eviction=False)"
-            raise UserError(
-                f"the cache {does} tokens, which has no gradients: call the model under "
-                f"torch.no_grad(), or with {other}"
-            )
+        if (evicts := self.budget is not None) and key_states.requires_grad:
+            check_unrecorded("evicts", "heedful.new_cache(model, eviction=False)")
+        if self._int8 and key_states.requires_grad:
+            check_unrecorded("quantizes", "a cache without dtype")
         self._begin_update(key_states, kwargs)
         new, tokens = key_states.shape[2], self._tokens
         grown = tokens.append(key_states, value_states, self._room)
@@ -197,20 +191,18 @@ class LayerCache(AttentionCache):
         """Raise where what attention reads is not what `update` has returned."""
         returned, self._returned = self._returned, None
         if returned is not None and (k is not returned[0] or v is not returned[1]):
-            name = type(layer).__name__
+            reader, way_out = self._reader
             raise UserError(
-                f"{name}: this family changes keys or values after the cache has returned them, "
-                f"which {self._blind_to_changes} does not see; {self._way_out}"
+                f"{type(layer).__name__}: this family changes keys or values after the cache has "
+                f"returned them, which {reader} does not see; {way_out}"
             )
 
     @property
-    def _blind_to_changes(self) -> str:
-        """What takes keys and values from the cache alone, in words."""
-        return "a quantized cache" if self._by_heads else type(self.policy).__name__
-
-    @property
-    def _way_out(self) -> str:
-        return "make it without dtype" if self._by_heads else "take a policy that reads no keys"
+    def _reader(self) -> tuple[str, str]:
+        """What reads keys and values from the cache alone, and the way out, in words."""
+        if self._by_heads:
+            return "a quantized cache", "make it without dtype"
+        return type(self.policy).__name__, "take a policy that reads no keys"
 
     def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
         """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
@@ -253,45 +245,39 @@ class LayerCache(AttentionCache):
                     "inputs=LayerInputs(positions=...)"
                 )
             inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
-        of_cached = self._visibility_of_cached(
-            visibility, self.counters.total - self.counters.pending
-        )
+        of_cached = self._visibility_of_cached(visibility, self.counters.pending)
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
-            self._check_rows(layer, of_cached)
+            if layer.window is None and 0 < (self.window or 0) <= self.counters.total:
+                self._queries.check_seen(layer, of_cached)
             rows = self._queries.add(q, keep_all=self.record_past)
         if self._stateful or self._takes_steps:
             new = q.shape[2] if self._takes_steps and is_step(rows, k) else None
             inputs = inputs._replace(state=self._state, new=new)
-        output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
+        call, before = LastCall(None, of_cached, scale, inputs), self._state
+        if self.record_past and self._stateful and rows.shape[2] > UNDO_ROWS:
+            output, before = self._in_two_runs(layer, rows, k, v, call)
+        else:
+            output, self._state = self._run(layer, rows, k, v, call)[:2]
         if self.record_past or self.budget is not None or self.window is not None:
             inputs = inputs._replace(state=before, new=None)
-            self._end(LastCall(q, visibility, scale, inputs, None if self._by_heads else k))
+            call = LastCall(q, visibility, scale, inputs, None if self._by_heads else k)
+            (self._record if self.record_past else self._evict)(call)
         self.counters.pending = 0
-        if grown or self._changes:
+        if grown:
             self._measure()
+        elif self._changes:
+            self._measure_call()
         return output if rows is q else output[:, :, -q.shape[2] :]
 
-    def _end(self, call: LastCall) -> None:
-        """What follows the attention of a call: it is recorded, or tokens are evicted."""
-        if not self.record_past:
-            self._evict(call)
-            return
-        call = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
-        self._undo = Undo.after(self._undo, call, self._stateful)
-
-    def _visibility_of_cached(self, visibility: Visibility, before: int) -> Visibility:
-        """Who sees whom among the cached tokens.
-
-        Arguments:
-            visibility: of all tokens so far.
-            before: how many of these came before the call.
-        """
+    def _visibility_of_cached(self, visibility: Visibility, new: int) -> Visibility:
+        """Who sees whom among the cached tokens, from that of all, `new` ones of this call."""
         if self.budget is None:
             return visibility.last(self.length)
         if visibility.plain and not self._counts_positions:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
             return visibility
+        before = self.counters.total - new
         visibility = gather.check_visibility(visibility, self._owner.layer(), before)
         if visibility.plain and not self._counts_positions:
             return visibility
@@ -303,27 +289,11 @@ class LayerCache(AttentionCache):
         }
         return replace(visibility, positions=positions, **parts)
 
-    def _check_rows(self, layer: Layer, visibility: Visibility) -> None:
-        """Raise where earlier query rows see tokens that a window has dropped."""
-        if self._queries.rows is None or layer.window is not None:
-            return
-        drops = self.window is not None and self.counters.total >= self.window > 0
-        if drops and visibility.window is None and visibility.documents is None:
-            raise UserError(
-                f"{kind_of(layer)}: this family's cache drops tokens that its mask shows, so that "
-                "earlier query rows cannot be computed again; call the model with use_cache=False"
-            )
-
-    def _output(
+    def _in_two_runs(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall
-    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"] | None]:
-        """The layer's output for query rows, and the running state before the recorded ones."""
+    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"]]:
+        """The layer's output for query rows, and the running state where undoing may begin."""
         first = rows.shape[2] - UNDO_ROWS
-        if first <= 0 or not (self.record_past and self._stateful):
-            before, out = self._state, self._run(layer, rows, k, v, call)
-            self._state = out.state
-            return out.output, before
-        # In two runs, so that the state is known where undoing may begin.
         early = self._run_part(layer, rows[:, :, :first], k, v, call, UNDO_ROWS)
         self._state = early.state
         late = self._run_part(layer, rows[:, :, first:], k, v, call)
@@ -408,11 +378,10 @@ class LayerCache(AttentionCache):
             read |= {name: getattr(self, name) for name in ("keys", "values") if name in needs}
         if self._observes:
             read["queries"] = queries = self._step.queries(call.queries.shape[2])
-            before = counters.total - counters.pending
             read["attention"] = gather.attention_received(
                 self._owner.layer(), call.queries, self.keys if call.keys is None else call.keys,
                 queries, scale=call.scale, inputs=call.inputs,
-                visibility=self._visibility_of_cached(visibility, before),
+                visibility=self._visibility_of_cached(visibility, counters.pending),
             )  # fmt: skip
         windows = (visibility.window, self.window)
         protection = gather.Protection(
@@ -423,13 +392,16 @@ class LayerCache(AttentionCache):
 
     def _move(self, moves: gather.Moves) -> None:
         """Fill the slots of evicted tokens."""
-        before = self._nbytes + self._copied if self._changes else self._nbytes
-        copied = self._tokens.move(moves, self._room)
+        before, copied = self._nbytes + self._copied, self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
-        if copied or self._changes:
+        if copied:
             self._measure(most=before + copied)
 
     # Taking calls back.
+
+    def _record(self, call: LastCall) -> None:
+        call = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
+        self._undo = Undo.after(self._undo, call, self._stateful)
 
     def _undoable(self) -> int:
         needs_more = self._past_queries or self._past_inputs or self._stateful
@@ -465,7 +437,7 @@ class LayerCache(AttentionCache):
         """The running state without the newest `count` recorded tokens, which are dropped."""
         remaining = undo.tokens - count
         inputs = undo.call.inputs.before(count, remaining)
-        visibility = self._visibility_of_cached(visibility, self.counters.total - remaining)
+        visibility = self._visibility_of_cached(visibility, remaining)
         inputs = inputs._replace(beside=self._tokens.beside.contents)
         call = LastCall(None, visibility, undo.call.scale, inputs)
         rows = self._queries.rows[:, :, -remaining:]
@@ -499,15 +471,30 @@ class LayerCache(AttentionCache):
 
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:
         """As of any cache; copies of quantized tokens, which attention reads, are there as well."""
+        self._aside = nbytes_of(self._tensors_aside())
         super()._measure(most=most, copied=copied + self._copied)
+
+    def _measure_call(self) -> None:
+        """As `_measure`, where the buffers of tokens are the same as before."""
+        if self._int8:
+            self._measure()
+            return
+        before, self._aside = self._aside, nbytes_of(self._tensors_aside())
+        self.meter.change(self._aside - before)
+        self._nbytes += self._aside - before
 
     @property
     def _copied(self) -> int:
         """Bytes of the copies that there are as long as a call lasts."""
-        tokens = self._tokens.beside if self._by_heads else self._tokens
-        return tokens.copy_nbytes if self._int8 else 0
+        if not self._int8:
+            return 0
+        return (self._tokens.beside if self._by_heads else self._tokens).copy_nbytes
 
     def _tensors(self) -> list[Tensor | None]:
-        step = [] if self._step is None else self._step.tensors
-        rows = [part.rows for part in self._rows]
-        return [*self._tokens.tensors, *rows, self._state, *step]
+        return [*self._tokens.tensors, *self._tensors_aside()]
+
+    def _tensors_aside(self) -> list[Tensor | None]:
+        """Those beside the buffers of tokens."""
+        score = None if self._step is None else self._step.score
+        rows = [x.rows for x in self._inputs.values()] if self._inputs else ()
+        return [*rows, self._queries.rows, self._state, score]
