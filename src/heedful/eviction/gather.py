@@ -217,7 +217,10 @@ def _check_room(
 
 
 class Moves(NamedTuple):
-    """How `n` slots become `left`: the tokens in `source` go to the slots `to`, `[B, n - left]`."""
+    """How `n` slots become `left`: the tokens in `source` go to the slots `to`, `[B, n - left]`.
+
+    One alone comes from the last slot.
+    """
 
     to: Int[Tensor, "B m"]
     source: Int[Tensor, "B m"]
@@ -238,11 +241,10 @@ class Moves(NamedTuple):
 
     def of(self, x: Shaped[Tensor, "B S n"]) -> Shaped[Tensor, "B S left"]:
         """One number per token after the moves."""
-        size = (-1, x.shape[1], -1)
         if self.to.shape[1] > 1:  # a part of the old tensor would keep all of it
-            return x.gather(2, self.keep[:, None].expand(size))
-        last = x.gather(2, self.source[:, None].expand(size))
-        return x.scatter(2, self.to[:, None].expand(size), last)[:, :, : self.left]
+            return x.gather(2, self.keep[:, None].expand(-1, x.shape[1], -1))
+        last = x[:, :, self.left :]
+        return x.scatter(2, self.to[:, None].expand_as(last), last)[:, :, : self.left]
 
 
 def moves(slots: Int[Tensor, "B m"], count: int) -> Moves:

@@ -137,6 +137,8 @@ class Slots:
             smaller[:, :, :length] = self.contents.gather(2, spread(moves.keep))
             self.buffer, self.start, self._own = smaller, 0, True
             copied = self.nbytes  # for a moment both are there
+        elif moves.to.shape[1] == 1:  # the last token fills the hole
+            self.put(moves.to, self.contents[:, :, length:].clone())
         else:
             contents = self.contents
             contents.scatter_(2, spread(moves.to), contents.gather(2, spread(moves.source)))
