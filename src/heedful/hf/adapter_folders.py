@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
-from heedful.hf.after_eviction import AfterEviction
+from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
@@ -129,6 +129,7 @@ def load_adapter(
     *,
     impl: Impl = "auto",
     budgets: bool = True,
+    convert: bool = False,
     verify: bool | None = None,
     **options,
 ) -> PreTrainedModel:
@@ -139,7 +140,7 @@ def load_adapter(
     Arguments:
         base: its name, or the model itself, which is converted in place.
         folder: of `save_adapter`.
-        impl, budgets, verify: as for `heedful.load`.
+        impl, budgets, convert, verify: as for `heedful.load`.
         options: for transformers' `from_pretrained`.
 
     Raises:
@@ -177,7 +178,7 @@ def load_adapter(
         for name, tensor in read_parameters(folder).items()
     }
     try:
-        restore(model, about["mechanisms"], tensors, impl, verify)
+        restore(model, about["mechanisms"], tensors, impl, verify, convert)
         if has_low_rank(folder):
             conversion_of(model).matrices = _matrices_in(folder)
         if about["format"] == 2:
@@ -225,6 +226,7 @@ def _put_beside(model: PreTrainedModel, folder: Path) -> None:
         named = load_file(folder / _PEFT[1]).items()
         matrices = {k.removeprefix("base_model.model."): x for k, x in named if ".lora_" in k}
         peft.set_peft_model_state_dict(model, matrices)
+        replace_layers_of_peft(model)
     except Exception as error:  # whatever PEFT raises for a damaged file
         raise UserError(f"adapter {folder} cannot be read by PEFT: {error}") from error
     finally:
@@ -274,4 +276,16 @@ def read_about(folder: Path) -> dict:
     weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]
     if len(weights) != 1:
         raise UserError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
+    if about["format"] == 2 or _learned_an_order(folder):
+        for part in parts:  # written before there was a choice
+            if part["mechanism"].get("kind") == "Selective":
+                part["mechanism"].setdefault("masks", False)
     return about
+
+
+def _learned_an_order(folder: Path) -> bool:
+    """Whether an adapter's selectors were trained by `heedful train` to rank a cache's tokens."""
+    try:
+        return json.loads((folder / "training.json").read_text())["recipe"]["targets"] == "maps"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.hf.family.modules import layers_of
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
@@ -69,8 +70,17 @@ def intercept(model: nn.Module, around: Around, needs: frozenset[str] = frozense
         model: converted.
         around: the function.
         needs: what it needs of each call, such as `{"positions"}`.
+
+    Raises:
+        ValueError: the layers stand beside the model's attention, and nothing calls them.
     """
-    with using((*interceptors(), Interceptor(frozenset(layers_of(model)), around, needs))):
+    layers = layers_of(model)
+    if not all(layer.host.attends for layer in layers):
+        raise UserError(
+            "model keeps its own attention, and its selectors only rank the tokens of a cache; "
+            "open it with heedful.load(..., convert=True) to train it or to see its maps"
+        )
+    with using((*interceptors(), Interceptor(frozenset(layers), around, needs))):
         yield
 
 

@@ -224,10 +224,13 @@ class Host(NamedTuple):
 
     terms: what the module's family does to its logits and weights.
     own_cache: whether the module has a layer of a cache to itself.
+    attends: whether the layer computes the module's attention; else the family's function does, and
+        the layer only says which tokens a cache evicts.
     """
 
     terms: frozenset[Term] = frozenset()
     own_cache: bool = True
+    attends: bool = True
 
 
 class Layer(nn.Module):

@@ -84,6 +84,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
         dtype=options.dtype,
         adapter=options.adapter,
         budgets=reads_budgets(options),
+        convert=False,
     )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)

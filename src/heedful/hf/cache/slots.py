@@ -78,13 +78,15 @@ class Slots:
         if self.buffer is None:
             self._begin(new, limit)
             return True
-        length, count, self.replaced = self.length, new.shape[2], 0
-        if (new.requires_grad or self.buffer.requires_grad) and torch.is_grad_enabled():
+        buffer, length, count = self.buffer, self.length, new.shape[2]
+        self.replaced = 0
+        if (new.requires_grad or buffer.requires_grad) and torch.is_grad_enabled():
             self.replaced = self.nbytes
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return True
         end = self.start + length
-        larger = self._shared or end + count > self.buffer.shape[2]
+        larger = not self._own or end + count > buffer.shape[2]
+        larger = larger or (buffer.is_inference() and self._shared)
         if larger:
             size, self.replaced = length + count, self.nbytes
             roomy = _roomy(size)
@@ -153,6 +155,12 @@ class Slots:
             self.buffer.index_copy_(2, slots[0] + self.start if self.start else slots[0], new)
         else:
             self.contents.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+
+    def replace(self, tokens: Shaped[Tensor, "B H n D"]) -> None:
+        """Replace the tokens by as many others."""
+        if self._shared:
+            self._resize(self.buffer.shape[2])
+        self.contents.copy_(tokens)
 
     def extended(self, new: Shaped[Tensor, "B H m D"]) -> "Slots":
         """The tokens followed by new ones, in a tensor of their own; nothing changes here."""
