@@ -20,6 +20,7 @@ from heedful.hf.attention import (
     ROTATION,
     after_attention,
     before_attention,
+    edits_projections,
     register_attention,
 )
 from heedful.hf.auto_classes import register
@@ -340,10 +341,9 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     for seat in seats:
         module = seat.attention.module
         setattr(module, NAME, seat.layer.train(model.training))
-        hooks += [
-            module.register_forward_pre_hook(before_attention, with_kwargs=True),
-            module.register_forward_hook(after_attention, always_call=True),
-        ]
+        hooks.append(module.register_forward_pre_hook(before_attention, with_kwargs=True))
+        if edits_projections(seat.layer):
+            hooks.append(module.register_forward_hook(after_attention, always_call=True))
         if seat.mlp is not None:
             scale = _ScaledInput(seat.layer.input_factor)
             hooks.append(seat.mlp.register_forward_pre_hook(scale))

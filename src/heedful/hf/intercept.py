@@ -20,8 +20,6 @@ from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 
-_thread = threading.local()
-
 
 class LayerCall(NamedTuple):
     """The arguments of one call of a layer."""
@@ -49,6 +47,15 @@ class Interceptor(NamedTuple):
     layers: frozenset[nn.Module]
     around: Around
     needs: frozenset[str]
+
+
+class _Thread(threading.local):
+    """What stands around the layers in a thread."""
+
+    interceptors: tuple[Interceptor, ...] = ()
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -79,7 +86,7 @@ def intercept(model: nn.Module, around: Around, needs: frozenset[str] = frozense
 
 def interceptors() -> tuple[Interceptor, ...]:
     """Those of this thread, the first entered first."""
-    return getattr(_thread, "interceptors", ())
+    return _thread.interceptors
 
 
 @contextmanager
@@ -94,7 +101,7 @@ def using(these: tuple[Interceptor, ...]) -> Iterator[None]:
 
 def needs_of(layer: nn.Module) -> frozenset[str]:
     """What a layer needs of a call, or an interceptor that stands around it."""
-    these = interceptors()
+    these = _thread.interceptors
     if not these:
         return layer.needs
     return layer.needs.union(*(x.needs for x in these if layer in x.layers))
@@ -111,7 +118,7 @@ def run_layer(
     inputs: LayerInputs = NO_INPUTS,
 ) -> LayerOutput:
     """A layer's output, by way of the functions around it; arguments as of the layer."""
-    these = interceptors()
+    these = _thread.interceptors
     if not these:
         return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
     return _compute(these, layer, LayerCall(q, k, v, visibility, scale, inputs))

@@ -21,6 +21,8 @@ from heedful.nn.layer import (
 )
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import Visibility, multi_token_attention
+from heedful.ops.mta.convolution import Parameters
+from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.ops.mta.reference import multi_token_attention_map
 
 # The maps on the way, as people call them.
@@ -181,6 +183,7 @@ class MultiTokenAttention(Layer):
 
     roles = frozenset(ROLES)
     takes = TERMS
+    takes_steps = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -248,11 +251,17 @@ class MultiTokenAttention(Layer):
         inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
-        out = multi_token_attention(
-            q, k, v, **self._learned(), bias=inputs.bias, softcap=inputs.softcap,
-            sinks=inputs.sinks, two_sided=self.two_sided, dropout_p=inputs.dropout,
-            visibility=visibility, scale=scale, impl=self.impl,
-        )  # fmt: skip
+        terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
+        if self.in_step(inputs):
+            out = multi_token_attention_few(
+                q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,
+            ).to(q.dtype)  # fmt: skip
+        else:
+            out = multi_token_attention(
+                q, k, v, **self._learned(), two_sided=self.two_sided, dropout_p=inputs.dropout,
+                visibility=visibility, scale=scale, impl=self.impl, **terms,
+            )  # fmt: skip
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:

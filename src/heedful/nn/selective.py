@@ -23,6 +23,7 @@ from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import attend
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.selective.decode import selective_attention_few
 from heedful.ops.selective.reference import hidden_sums, selection
 
 
@@ -89,6 +90,7 @@ class SelectiveAttention(Layer):
     takes = TERMS
     keeps = ("F",)
     reports_memory = True
+    takes_steps = True
 
     def __init__(self, config: Selective, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -131,24 +133,23 @@ class SelectiveAttention(Layer):
         selector_q, selector_k = self.selectors(q, k, inputs)
         if not self.config.masks:
             return self._ranked(q, k, v, selector_q, selector_k, visibility, scale, inputs)
-        result = selective_attention(
-            q,
-            k,
-            v,
-            selector_q=selector_q,
-            selector_k=selector_k,
-            state=inputs.state,
-            tau=self.tau,
-            protect_first=self.config.protect_first,
-            bias=inputs.bias,
-            softcap=inputs.softcap,
-            sinks=inputs.sinks,
-            dropout_p=inputs.dropout,
-            visibility=visibility,
-            scale=scale,
-            impl=self.impl,
-        )
-        return LayerOutput(result.output, result.state, result.memory)
+        options = {
+            "tau": self.tau, "protect_first": self.config.protect_first, "bias": inputs.bias,
+            "softcap": inputs.softcap, "sinks": inputs.sinks,
+        }  # fmt: skip
+        if self.in_step(inputs):
+            result = selective_attention_few(
+                q, k, v, selector_q, selector_k, state=inputs.state,
+                visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, **options,
+            )  # fmt: skip
+        else:
+            result = selective_attention(
+                q, k, v, selector_q=selector_q, selector_k=selector_k, state=inputs.state,
+                dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=self.impl,
+                **options,
+            )  # fmt: skip
+        return LayerOutput(*result)
 
     def _ranked(
         self, q, k, v, selector_q, selector_k, visibility, scale, inputs: LayerInputs
@@ -209,7 +210,8 @@ class SelectiveAttention(Layer):
                 joined = q.transpose(1, 2).flatten(2)[:, None] / q.shape[1]
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
-        check_inputs(self, inputs)
+        if not self.in_step(inputs):
+            check_inputs(self, inputs)
         keys = self.beside(inputs) if inputs.beside is None else inputs.beside
         query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)

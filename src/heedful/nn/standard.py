@@ -156,14 +156,15 @@ def attend(
 ) -> Float[Tensor, "B H Tq D"]:
     """Softmax attention with the terms of a family; padded queries get zeros."""
     queries, keys = q.shape[2], k.shape[2]
-    more = inputs.dropout or any(x is not None for x in (inputs.bias, inputs.softcap, inputs.sinks))
-    if more or (queries > FEW and not visibility.plain and q.device.type == "cpu"):
+    more = inputs.bias is not None or inputs.softcap is not None or inputs.sinks is not None
+    more, plain = more or inputs.dropout, visibility.plain
+    if more or (queries > FEW and not plain and q.device.type == "cpu"):
         return multi_token_attention(
             q, k, v, bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
             dropout_p=inputs.dropout, visibility=visibility, scale=scale,
             impl="reference" if impl == "reference" else "auto",
         )  # fmt: skip
-    if visibility.plain:
+    if plain:
         out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
         if out is not None:
             return out
