@@ -205,9 +205,6 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     if arguments[0] == "train":
         arguments = [*arguments, "--steps", "1", "--batch", "2", "--length", str(length)]
         monkeypatch.setattr(trained_models, "SIZES", dict.fromkeys(SIZES, TINY))
-    if arguments[0] == "shrink":
-        few = "--steps 1 --length 96 --trials 2 --rows 1 --ratio 2"
-        arguments = [*arguments, *few.split()]
     if arguments[0] == "eval":
         few = "--samples 2 --lengths 900 --depths 0.5 --needles 2 --length 48 --kinds 1"
         arguments = [*arguments, *few.split()]
@@ -222,6 +219,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
         if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
             value = arguments.index(option) + 1
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    if arguments[0] == "shrink":
+        few = "--steps 1 --length 96 --trials 2 --rows 1 --ratio 2"
+        arguments = [*arguments, *few.split()]
     if arguments[0] == "compare" and "--steps" not in arguments:
         arguments = [*arguments, "--steps", "1"]  # of the tour too, which has steps of its own
     plans = compare.plans
