@@ -5,8 +5,9 @@ prompt is of arbitrary tokens; where tokens are evicted it comes in chunks, as i
 
     python -m benchmarks.real.speed smollm2 adapters/smollm2-135m-evict --out runs/speed.jsonl
 
-With `--settings` the ways are those named, each MODEL=POLICY,TOKENS or MODEL=POLICY,TOKENS,int8,
-beside the base as it comes and with its full cache.
+With `--settings` the ways are those named, each MODEL=POLICY,TOKENS, with `,int8` and `,slack=N`
+behind it or without, beside the base as it comes. Adapters that rank stand beside the base's own
+attention. A budget with slack is less by half of it, so that as many tokens are cached on average.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from benchmarks.real.run import eviction_of
 from heedful import stock_model
 from heedful.commands.models import open_model
 from heedful.commands.policies import cache_dtype_of
-from heedful.hf.cache.new import new_cache
+from heedful.hf.cache.new import KVCache, new_cache
 from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
 from heedful.records.environment import environment
@@ -40,6 +41,7 @@ class Way(NamedTuple):
     policy: str
     tokens: int
     cache_dtype: str
+    slack: int
     chunk: int
     network: PreTrainedModel
     cache: Callable[[], Cache]
@@ -50,7 +52,7 @@ def main() -> None:
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
     parser.add_argument("--by-head", help="a copy of the adapter with budgets of key heads")
-    parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8]")
+    parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N]")
     parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--share", type=int, default=8, help="one token in so many is cached")
@@ -73,7 +75,9 @@ def main() -> None:
 def ways(options: argparse.Namespace, length: int) -> list[Way]:
     """The base as it comes, converted, and with what loses least at so many tokens."""
     stock = stock_model(options.base).eval()
-    base, adapter = (open_model(x, budgets=False) for x in (options.base, options.adapter))
+    base, adapter = (
+        open_model(x, budgets=False, convert=False) for x in (options.base, options.adapter)
+    )
     tokens = length // options.share
     tova = eviction_of("tova", base, options.base, tokens, None)
     base_name, name, chunk = options.base, options.adapter, options.chunk
@@ -83,48 +87,50 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
         eviction = eviction_of(policy, adapter, hiding[policy], tokens, None)
         dtype = cache_dtype_of(cache_dtype)
         return Way(
-            name, policy, tokens, cache_dtype, chunk, adapter,
+            name, policy, tokens, cache_dtype, 0, chunk, adapter,
             lambda: new_cache(adapter, eviction, dtype=dtype),
         )  # fmt: skip
 
     own = Way(
-        base_name, "own", length, "auto", length, stock, lambda: DynamicCache(config=stock.config)
-    )
+        base_name, "own", length, "auto", 0, length, stock,
+        lambda: DynamicCache(config=stock.config),
+    )  # fmt: skip
     return [
         own,
-        Way(base_name, "whole", length, "auto", length, base, lambda: new_cache(base, False)),
-        Way(base_name, "whole", length, "auto", chunk, base, lambda: new_cache(base, False)),
-        Way(base_name, "tova", tokens, "auto", chunk, base, lambda: new_cache(base, tova)),
+        Way(base_name, "whole", length, "auto", 0, length, base, lambda: new_cache(base, False)),
+        Way(base_name, "whole", length, "auto", 0, chunk, base, lambda: new_cache(base, False)),
+        Way(base_name, "tova", tokens, "auto", 0, chunk, base, lambda: new_cache(base, tova)),
         *(small(policy, dtype) for policy in hiding for dtype in ("auto", "int8")),
     ]
 
 
 def named_ways(options: argparse.Namespace, length: int) -> list[Way]:
-    """The base as it comes and with its full cache, then what `--settings` names."""
+    """The base as it comes, then what `--settings` names."""
     stock = stock_model(options.base).eval()
-    settings = [setting.rpartition("=")[::2] for setting in options.settings]
-    names = dict.fromkeys([options.base, *(name for name, _ in settings)])
-    models = {name: open_model(name, "cpu", budgets=False) for name in names}
-    base = models[options.base]
-    calibration = options.calibration and read_calibration(options.calibration, base)
+    settings = [setting.partition("=")[::2] for setting in options.settings]
+    names = dict.fromkeys(name for name, _ in settings if name != options.base)
+    models = {name: open_model(name, "cpu", budgets=False, convert=False) for name in names}
+    models[options.base] = stock
+    calibration = None
+    if options.calibration is not None:
+        calibration = read_calibration(options.calibration, models[options.base])
 
     def way(name: str, words: str) -> Way:
-        policy, tokens, cache_dtype = [*words.split(","), "auto"][:3]
-        eviction = eviction_of(policy, models[name], name, int(tokens), calibration)
+        policy, tokens, *more = words.split(",")
+        slack = next((int(x.removeprefix("slack=")) for x in more if x.startswith("slack=")), 0)
+        cache_dtype = "int8" if "int8" in more else "auto"
+        eviction = eviction_of(policy, models[name], name, int(tokens) - slack // 2, calibration)
         dtype = cache_dtype_of(cache_dtype)
         return Way(
-            name, policy, int(tokens), cache_dtype, options.chunk, models[name],
-            lambda: new_cache(models[name], eviction, dtype=dtype),
+            name, policy, int(tokens), cache_dtype, slack, options.chunk, models[name],
+            lambda: new_cache(models[name], eviction, dtype=dtype, slack=slack),
         )  # fmt: skip
 
     own = Way(
-        options.base, "own", length, "auto", length, stock,
+        options.base, "own", length, "auto", 0, length, stock,
         lambda: DynamicCache(config=stock.config),
     )  # fmt: skip
-    full = Way(
-        options.base, "whole", length, "auto", options.chunk, base, lambda: new_cache(base, False)
-    )
-    return [own, full, *(way(name, words) for name, words in settings)]
+    return [own, *(way(name, words) for name, words in settings)]
 
 
 @torch.no_grad()
@@ -133,6 +139,8 @@ def measure(ways: list[Way], length: int, options: argparse.Namespace) -> list[d
     words = ways[0].network.config.vocab_size
     ids = torch.randint(words, (1, length), generator=torch.Generator().manual_seed(0))
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
+    nbytes: dict[Way, int] = {}
+    bf16 = None
     for _ in tqdm(range(options.rounds), desc=f"{length} tokens"):
         for way, own in zip(ways, times, strict=True):
             cache = way.cache()
@@ -143,12 +151,15 @@ def measure(ways: list[Way], length: int, options: argparse.Namespace) -> list[d
             for token in ids[0, : options.decoded]:
                 step(way, token[None, None], cache)
             own.append((first - begin, (time.perf_counter() - first) / options.decoded))
+            if isinstance(cache, KVCache):
+                nbytes[way], bf16 = cache.nbytes, cache.bf16_nbytes
     lines = []
     for way, own in zip(ways, times, strict=True):
         prompt, token = (statistics.median(x) for x in zip(*own, strict=True))
         fields = way._asdict()
         del fields["network"], fields["cache"]
         line = fields | {"length": length, "prompt_s": prompt, "token_ms": 1e3 * token}
+        line |= {"nbytes": nbytes.get(way), "bf16_nbytes": bf16}
         lines.append(line | {"rounds": own, "threads": torch.get_num_threads()})
         print(json.dumps(line))
     return lines

@@ -17,6 +17,7 @@ from heedful.commands.models import open_model
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate, write_calibration
+from heedful.hf.stock import stock_model
 from heedful.records.samples import Sample
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
@@ -78,15 +79,18 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
         prompts, tokens = zip(*line["rounds"], strict=True)
         assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
         assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
-    settings = ("base=streaming-llm,20", "adapter=by-layer,18,int8")
+    settings = ("base=streaming-llm,20,slack=4", "adapter=by-layer,18,int8")
+    monkeypatch.setattr("benchmarks.real.speed.stock_model", stock_model)
     monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--settings", *settings])
     speed.main()
     lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
-    fields = [(x["model"], x["policy"], x["tokens"], x["cache_dtype"]) for x in lines]
+    fields = [(x["model"], x["policy"], x["tokens"], x["cache_dtype"], x["slack"]) for x in lines]
     assert fields == [
-        ("base", "own", 64, "auto"), ("base", "whole", 64, "auto"),
-        ("base", "streaming-llm", 20, "auto"), ("adapter", "by-layer", 18, "int8"),
+        ("base", "own", 64, "auto", 0), ("base", "streaming-llm", 20, "auto", 4),
+        ("adapter", "by-layer", 18, "int8", 0),
     ]  # fmt: skip
+    assert [x["nbytes"] is None for x in lines] == [True, False, False]
+    assert lines[2]["nbytes"] < lines[1]["nbytes"] < 2 * lines[1]["bf16_nbytes"]
 
 
 def test_answers_are_judged_by_the_base_with_its_whole_cache(study, monkeypatch):
