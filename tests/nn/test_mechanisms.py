@@ -64,6 +64,8 @@ def test_json_names_kind_and_every_field():
         "gate": "none",
         "gate_start": "published",
         "input_scaling": "none",
+        "rank": None,
+        "centred": True,
     }
 
 

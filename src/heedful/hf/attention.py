@@ -289,12 +289,12 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         own["heedful_source"] = next(sources, None)
     if (cache := cache_among(kwargs)) is not None:
         own["heedful_cache"] = layer_cache(cache, module)
+        if layer.past_keys and own["heedful_cache"] is not None:
+            own["heedful_cache"].expect(_visibility_among(rest, kwargs))
     if layer.needs & {"unprojected", "unrotated"}:
         for hook in getattr(module, PROJECTION_HOOKS):
             hook.follow()
-        contexts = (x for x in (*rest, *kwargs.values()) if isinstance(x, AttentionContext))
-        visibility = next(contexts, AttentionContext()).visibility
-        call = begin_call(layer, visibility, own.get("heedful_cache"))
+        call = begin_call(layer, _visibility_among(rest, kwargs), own.get("heedful_cache"))
         if "unprojected" in layer.needs:
             tokens = call.tokens(layer, "input", hidden_states)
             hidden_states = layer.before_projection(hidden_states, tokens)
@@ -302,6 +302,12 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         own["heedful_input"] = hidden_states
     others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
     return (hidden_states, *rest), others | own
+
+
+def _visibility_among(rest: list, kwargs: dict) -> Visibility | None:
+    """Who sees whom in the call with these arguments."""
+    contexts = (x for x in (*rest, *kwargs.values()) if isinstance(x, AttentionContext))
+    return next(contexts, AttentionContext()).visibility
 
 
 def after_attention(module: nn.Module, args: tuple, output: object) -> None:
