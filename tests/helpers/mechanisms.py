@@ -180,7 +180,6 @@ MECHANISMS = [
 
 TWO_SIDED = [
     _mta("two-sided-pre", two_sided=True, conv=(5, 3)),
-    _low_rank("two-sided-low-rank", 7, 11, two_sided=True),
     _mta("two-sided-post", two_sided=True, post_conv=(3, 5)),
     _mta("two-sided-full", two_sided=True, conv=(7, 11), post_conv=(5, 3), mix=(2,), post_mix=(0,)),
 ]
@@ -227,6 +226,7 @@ IMPLEMENTATIONS = (
 )
 
 LOW_RANK = [_low_rank("low-rank", 6, 11), _low_rank("low-rank-look-back", 6, 6, centred=False)]
+LOW_RANK_TWO_SIDED = _low_rank("two-sided-low-rank", 7, 11, two_sided=True)
 """Torch's own kernels, which neither see later tokens nor have a bias, a soft cap or dropout."""
 
 FUSED = [mechanism for mechanism in MECHANISMS if mechanism.name != "differential"]

@@ -12,6 +12,7 @@ from heedful.testing import assert_causal, assert_matches_oracle
 from helpers.mechanisms import (
     FUSED,
     LOW_RANK,
+    LOW_RANK_TWO_SIDED,
     MECHANISMS,
     TWO_SIDED,
     VISIBILITIES,
@@ -23,9 +24,9 @@ from helpers.mechanisms import (
 )
 from helpers.oracle import against_oracle, assert_equal_in_fp64, with_grads
 
-ALL = [*MECHANISMS, *LOW_RANK]
+ALL, ENCODING = [*MECHANISMS, *LOW_RANK], [*TWO_SIDED, LOW_RANK_TWO_SIDED]
 every = pytest.mark.parametrize("mechanism", ALL, ids=str)
-with_two_sided = pytest.mark.parametrize("mechanism", [*ALL, *TWO_SIDED], ids=str)
+with_two_sided = pytest.mark.parametrize("mechanism", [*ALL, *ENCODING], ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
 
@@ -193,7 +194,7 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(
-    "mechanism", [*TWO_SIDED, *(m for m in ALL if "selective" not in str(m))], ids=str
+    "mechanism", [*ENCODING, *(m for m in ALL if "selective" not in str(m))], ids=str
 )
 @pytest.mark.parametrize("queries", [150, 70, 5])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])

@@ -1,7 +1,9 @@
-"""The cache of a layer whose keys are filtered: they hold what their neighbours give them.
+"""The cache of a layer that filters keys along the tokens.
 
-So any of them may leave. Of the newest tokens, whose filtered keys still change, it keeps keys and
-queries as they are as well; these tokens stay, and stay the last ones in order.
+Where no token leaves it, it keeps keys as they are. Under a budget or in a window it keeps filtered
+keys, which hold what their neighbours give them, so that any of these may leave. Of the newest
+tokens, whose filtered keys still change, it keeps keys and queries as they are as well; these
+tokens stay, and stay the last ones in order.
 """
 
 from jaxtyping import Float
@@ -33,6 +35,7 @@ class FilteredKeysCache(LayerCache):
         self._layer_past = layer.past_queries, layer.past_keys
         self._newest_keys, self._ahead = layer.newest_keys, layer.keys_ahead
         super().__init__(layer, sliding, budget, meter, int8)
+        self._filters = self.budget is not None or self.window is not None
         self._past_queries = 0  # earlier rows are not computed again
 
     def _clear(self) -> None:
@@ -67,11 +70,14 @@ class FilteredKeysCache(LayerCache):
         near, segments = self._plain.add(key_states, keep_all=self.record_past), self._segments
         if segments is not None:
             segments = segments[:, -near.shape[2] :]
-        filtered = self._owner.layer().cached_keys(near, segments)
-        if again:
-            self._tokens.keys.drop_last(again)
-            self._tokens.keys.append(filtered[:, :, -new - again : -new], self._room)
-        keys, values = super().update(filtered[:, :, -new:], value_states, *args, **kwargs)
+        stored = key_states
+        if self._filters:
+            filtered = self._owner.layer().cached_keys(near, segments)
+            if again:
+                self._tokens.keys.drop_last(again)
+                self._tokens.keys.append(filtered[:, :, -new - again : -new], self._room)
+            stored = filtered[:, :, -new:]
+        keys, values = super().update(stored, value_states, *args, **kwargs)
         self._returned, self._called = (key_states, values), (near, segments, keys)
         return self._returned
 
@@ -97,7 +103,8 @@ class FilteredKeysCache(LayerCache):
         (near, segments, keys), self._called, self._segments = self._called, None, None
         rows = self._past.add(q, keep_all=self.record_past)
         if self.counters.total > q.shape[2]:
-            k, inputs = keys, inputs._replace(newest=Newest(rows, near, segments))
+            newest = Newest(rows, near, segments, not self._filters)
+            k, inputs = keys, inputs._replace(newest=newest)
         return super().attend(layer, q, k, v, visibility=visibility, scale=scale, inputs=inputs)
 
     def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:

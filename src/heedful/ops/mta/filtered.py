@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
+from heedful.ops.common.precision import widen
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.common.tiles import row_blocks
 from heedful.ops.mta.flash import HeadGroups
-from heedful.ops.mta.low_rank import Band, LowRank, query_filter
+from heedful.ops.mta.low_rank import BLOCK, Band, LowRank, banded, query_filter
 from heedful.ops.mta.reference import mix_heads
 from heedful.ops.visibility import Visibility
 
@@ -30,17 +31,20 @@ class Newest(NamedTuple):
     queries: `[B, H, r, D]`, as many before the new ones as kernels look back, if there are.
     keys: `[B, Hk, m, D]`, as many before the new ones as their band reads; not fewer than queries.
     segments: of the same tokens as the keys, `[B or 1, m]`; `None` where all are of one document.
+    plain: all keys are there as they are, in order, and are not filtered.
     """
 
     queries: Float[Tensor, "B H r D"]
     keys: Float[Tensor, "B Hk m D"]
     segments: Int[Tensor, "#B m"] | None = None
+    plain: bool = False
 
     def before(self, later: int) -> "Newest":
         """Those that are followed by `later` ones."""
         queries, keys = (x[:, :, : x.shape[2] - later] for x in self[:2])
         segments = self.segments
-        return Newest(queries, keys, None if segments is None else segments[:, : keys.shape[2]])
+        segments = None if segments is None else segments[:, : keys.shape[2]]
+        return Newest(queries, keys, segments, self.plain)
 
 
 def filtered_attention(
@@ -60,7 +64,8 @@ def filtered_attention(
 
     Arguments:
         newest: these tokens and some before them.
-        k: filtered keys, of which the last are those of the newest tokens, in order.
+        k: filtered keys, of which the last are those of the newest tokens, in order; or all as they
+            are, if `newest.plain`.
         v: values of the same tokens.
         conv, post_mix, across_keys, sinks, visibility, scale: as of `multi_token_attention`.
     """
@@ -114,7 +119,10 @@ def _softmax(
         q, near = _newest_row(newest, conv, visibility.causal, scale)
     else:
         q, near = _newest_rows(newest, queries, conv, visibility.causal, scale)
-    logits = few_scores(q, k, scale)
+    if newest.plain:
+        logits = _convolved(q, k, conv, visibility.segments(), scale)
+    else:
+        logits = few_scores(q, k, scale)
     if near is not None:
         width = min(near.shape[3], k.shape[2])
         if queries == 1:
@@ -126,6 +134,34 @@ def _softmax(
         visible = torch.ones_like(logits, dtype=torch.bool) if hidden is None else ~hidden
         return masked_softmax(logits, visible, None if sinks is None else sinks[:, None, None])
     return few_weights(logits, hidden, sinks)
+
+
+def _convolved(
+    q: Float[Tensor, "B H Tq RD"], k: Float[Tensor, "B Hk Tk D"], conv: LowRank,
+    segments: Int[Tensor, "#B Tk"] | None, scale: float,
+) -> Float[Tensor, "B H Tq Tk"]:  # fmt: skip
+    """Scores with plain keys, filtered along these: half the bytes of filtered keys of rank two."""
+    (batch, heads, queries, _), (_, shared, keys, dim) = q.shape, k.shape
+    ranks, columns = conv.w.shape[1:]
+    # The keys come first: a product of few rows with many keys is slow on a CPU.
+    k, rows = (x if x.is_cuda else widen(x) for x in (k, q.reshape(batch, shared, -1, dim)))
+    scores = widen(k @ rows.mT) * scale  # b h k (g t r)
+    reach, around = BLOCK + columns - 1, (columns - 1 - conv.ahead, conv.ahead + -keys % BLOCK)
+    windows = pad(scores, (0, 0, *around)).unfold(2, reach, BLOCK)  # b h n (g t r) y
+    windows = windows.unflatten(3, (-1, queries, ranks)).movedim(2, 3)  # b h g n t r y
+    w = banded(conv.w.to(scores.dtype)[:, :, None].expand(-1, -1, BLOCK, -1)).transpose(1, 2)
+    w = w.unflatten(0, (shared, -1))  # h g x r y
+    if segments is None:
+        logits = windows.flatten(3, 4).flatten(4) @ w.flatten(3).mT  # b h g (n t) x
+        logits = logits.unflatten(3, (-1, queries))
+    else:
+        number = pad(segments, around, value=-2).unfold(1, reach, BLOCK)  # b n y
+        own = number[:, :, around[0] : around[0] + BLOCK, None]
+        same = own == number[:, :, None]  # b n x y
+        w = w[:, :, None] * same[:, None, None, :, :, None]  # b h g n x r y
+        logits = windows.flatten(5) @ w.flatten(5).mT  # b h g n t x
+    logits = logits.movedim(4, 3).flatten(4).reshape(batch, heads, queries, -1)
+    return logits[..., :keys]
 
 
 def _newest_row(
@@ -171,7 +207,7 @@ def _newest_rows(
     newest: Newest, queries: int, conv: LowRank, causal: bool, scale: float
 ) -> tuple[Float[Tensor, "B H Tq W"], Float[Tensor, "B H Tq m"] | None]:
     """The same for several."""
-    rows, keys, segments = newest
+    rows, keys, segments, _ = newest
     own = None if segments is None else segments[:, -rows.shape[2] :]
     q = query_filter(conv, own).of(rows)[:, :, -queries:]
     width = conv.band(causal)
