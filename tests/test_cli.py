@@ -44,6 +44,7 @@ def test_the_commands_are_these():
     assert commands == [
         "compare",
         "train",
+        "shrink",
         "convert",
         "export",
         "generate",

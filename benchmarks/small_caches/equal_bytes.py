@@ -69,7 +69,7 @@ def main() -> None:
     about = {"task": args.task, "length": task.length, "rows": args.rows}
     for name, word in zip(names, args.models, strict=True):
         try:
-            model = heedful.load(word.partition("=")[2], budgets=False).eval()
+            model = heedful.load(word.partition("=")[2], budgets=False, convert=True).eval()
         except ValueError as error:
             raise SystemExit(f"{word}: {error}") from None
         if "measure" not in about:

@@ -52,7 +52,7 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for word in args.models:
         name, _, folder = word.partition("=")
-        model = heedful.load(folder, budgets=False).eval()
+        model = heedful.load(folder, budgets=False, convert=True).eval()
         for eviction in tqdm(list(plans(model, task, tuple(args.budgets))), desc=name):
             policy = policy_name(eviction, task.length)
             if policy not in ("whole", *(args.policies or (policy,))):

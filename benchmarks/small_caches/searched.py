@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--name", default="selective + memory loss")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    model = heedful.load(args.model, budgets=False)
+    model = heedful.load(args.model, budgets=False, convert=True)
     eviction = read_budgets(args.model / NAME, model)
     task = Text.default(tuple(args.data)).cut(args.length, args.tokenizer)
     hyperparameters = Hyperparameters(held_out=task.recipe.held_out)

@@ -68,7 +68,9 @@ def main() -> None:
         raise SystemExit(f"--to must be a new folder, but {args.to} is there")
     task = task_of(args)
     hyperparameters = Hyperparameters(args.steps, args.batch, held_out=task.recipe.held_out)
-    model = changed(heedful.load(args.model, budgets=False), args.mechanism, task, args.window)
+    model = changed(
+        heedful.load(args.model, budgets=False, convert=True), args.mechanism, task, args.window
+    )
     split, judged = next(iter(task.evaluations().items()))
     before = score(model, judged, hyperparameters)
     kinds = {type(m.heedful).__name__ for m in model.modules() if hasattr(m, "heedful")}

@@ -23,6 +23,7 @@ from heedful.commands.evaluate.options import Evaluation
 from heedful.commands.export.options import Export
 from heedful.commands.generate.options import Generation
 from heedful.commands.inspect.options import Inspection
+from heedful.commands.shrink.options import Shrink
 from heedful.commands.train.options import Training
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class CompareCommand(_Unchecked, Comparison):
 @dataclass(frozen=True)
 class TrainCommand(_Unchecked, Training):
     __doc__ = Training.__doc__
+
+
+@dataclass(frozen=True)
+class ShrinkCommand(_Unchecked, Shrink):
+    __doc__ = Shrink.__doc__
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ def _word(info: tyro.constructors.PrimitiveTypeInfo):
 _Command = (
     Annotated[CompareCommand, tyro.conf.subcommand("compare")]
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[ShrinkCommand, tyro.conf.subcommand("shrink")]
     | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
     | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
@@ -212,6 +219,8 @@ def _run(command: _Command) -> int:
             return _compare(command)
         case TrainCommand():
             return _train(command)
+        case ShrinkCommand():
+            return _shrink(command)
         case ConvertCommand():
             return _convert(command)
         case ExportCommand():
@@ -263,6 +272,29 @@ def _train(command: TrainCommand) -> int:
     if result is not None:
         print(formatted(result))
         _say_device(options.device)
+    return 0
+
+
+def _shrink(command: ShrinkCommand) -> int:
+    options = _as(Shrink, command)
+    from tqdm import tqdm
+
+    from heedful.commands.shrink.run import shrink
+    from heedful.training.run import Stopped
+
+    _path(options.out)
+    _quiet()
+    with _stopping() as signals:
+        try:
+            result = shrink(
+                options, lambda text: tqdm.write(text, file=sys.stderr), lambda: bool(signals)
+            )
+        except (Stopped, KeyboardInterrupt):
+            place = f"the state is kept in {options.out}"
+            print(f"stopped: {place}; the same command goes on there", file=sys.stderr)
+            return 128 + signals[-1]
+    print(result)
+    _say_device(options.device)
     return 0
 
 

@@ -179,7 +179,7 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     result = None  # the folder that the command writes
     if arguments[0] == "convert":
         result = arguments[2]
-    elif arguments[0] == "train":
+    elif arguments[0] in ("train", "shrink"):
         result = arguments[arguments.index("--out") + 1]
     for folder in folders - {result}:
         if arguments[0] in ("budget", "calibrate", "generate", "eval", "inspect"):
@@ -188,8 +188,8 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
             model = heedful.load(tmp_path / folder)
             calibration = calibrate(model, [torch.arange(3, 40)[None]])
             write_calibration(Path("calibration.safetensors"), calibration, {})
-        if arguments[0] in ("train", "convert", "doctor"):
-            small(positions=length + 16).save_pretrained(tmp_path / folder)
+        if arguments[0] in ("train", "convert", "doctor", "shrink"):
+            small(positions=max(length, 96) + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)
     ours = {f"adapters/smollm2-135m-{recipe}" for recipe in ("hide", "evict")}
     for adapter in ({"runs/hide", "runs/gemma-hide"} | ours) & {*arguments} - {result}:
@@ -219,6 +219,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
         if option in arguments and arguments[0] != "inspect":  # its layers are which, not how many
             value = arguments.index(option) + 1
             arguments = [*arguments[:value], small_value, *arguments[value + 1 :]]
+    if arguments[0] == "shrink":
+        few = "--steps 1 --length 96 --trials 2 --rows 1 --ratio 2"
+        arguments = [*arguments, *few.split()]
     if arguments[0] == "compare" and "--steps" not in arguments:
         arguments = [*arguments, "--steps", "1"]  # of the tour too, which has steps of its own
     plans = compare.plans

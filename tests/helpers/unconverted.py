@@ -6,6 +6,9 @@ import torch
 
 import heedful
 from heedful.eviction import CachedTokens, Eviction
+from heedful.hf import conversion_of
+from heedful.hf.convert import replace_attention
+from heedful.nn import Selective
 from helpers.cached import in_steps
 from helpers.families import tiny
 
@@ -30,13 +33,31 @@ class Strongest(Eviction):
         return cached.values.norm(dim=-1).mean(1) - 0.1 * cached.keys.norm(dim=-1).mean(1)
 
 
-def pair(family="llama", attention="sdpa", **options):
-    """A model as it is, and the same one converted."""
+RANKED = Selective("extra", dim=6, masks=False)
+
+
+def pair(family="llama", attention="sdpa", ranked=False, **options):
+    """A model as it is, and the same one converted; with selectors that rank, if `ranked`."""
     model, converted = (tiny(family, **options) for _ in range(2))
     converted.load_state_dict(model.state_dict())
     model.set_attn_implementation(attention)
-    heedful.convert(converted, "standard", verify=False)
-    return model, converted
+    if not ranked:
+        heedful.convert(converted, "standard", verify=False)
+        return model, converted
+    return beside(model), give_selectors(converted)
+
+
+def beside(model):
+    """The model with selectors beside its attention."""
+    return give_selectors(model, attends=False)
+
+
+def give_selectors(model, attends=True):
+    replace_attention(model, RANKED, verify=False, attends=attends)
+    draws = torch.Generator().manual_seed(5)
+    for _, p in sorted(conversion_of(model).parameters().items()):
+        p.data = torch.randn(p.shape, generator=draws).to(model.dtype) / 3
+    return model
 
 
 def agree(model, converted, policy, ids, sizes, **options):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import heedful
 from heedful.eviction import TOVA, LowestGate, MostHidden, StreamingLLM
-from heedful.hf import conversion_of
+from heedful.hf import after_eviction, conversion_of
 from heedful.hf.after_eviction import AfterEviction, Calls
 from heedful.hf.budgets import read_budgets, write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
@@ -189,7 +189,7 @@ def test_how_far_matrices_act():
     assert shares[18:].eq(1).all() and 0.9 < shares[17] < 1  # 9 of 18 tokens are left
 
 
-def test_what_matrices_add_is_multiplied_by_their_strength(adapter):
+def test_what_matrices_add_is_multiplied_by_their_strength(adapter, monkeypatch):
     """A call after so many tokens is that of a model whose matrices are as much smaller."""
     folder, _ = adapter
     model, ids = heedful.load(folder, dtype=torch.float64), tokens(1, 40)
@@ -200,9 +200,7 @@ def test_what_matrices_add_is_multiplied_by_their_strength(adapter):
         expected = model(input_ids=ids[:, 32:], **cache_argument(model, cache)).logits
         strength = 2 * ((32 - 14) / 32 + (32 - 19) / 32) / len(cache.layers)
         assert len(cache.layers) == 3 and strength < 1
-        for layer in (x for x in model.modules() if hasattr(x, "lora_B")):
-            for x in layer.lora_B.values():
-                x._forward_hooks.clear()
+        monkeypatch.setattr(after_eviction, "strength_after", lambda *_: torch.ones(1, 1))
         third = copy.deepcopy(other)
         in_full = model(input_ids=ids[:, 32:], **cache_argument(model, third)).logits
         for name, p in model.named_parameters():
@@ -245,12 +243,13 @@ def test_an_adapter_opens_as_it_was_trained(adapter):
     folder, model = adapter
     ids = tokens(2, 51)
     opened = heedful.load(folder)
-    assert torch.equal(in_steps(opened, POLICY, ids), in_steps(model, POLICY, ids))
+    expected = in_steps(model, POLICY, ids)  # of PEFT's layers, which round elsewhere
+    torch.testing.assert_close(in_steps(opened, POLICY, ids), expected, rtol=0, atol=1e-5)
     copied, pickled = copy.deepcopy(opened), pickle.loads(pickle.dumps(opened))
     for again in (copied, pickled):
         conversion_of(again).after_eviction.remove(again)  # of the copy alone
         assert not any("lora" in name for name, _ in again.named_parameters())
-    assert torch.equal(in_steps(opened, POLICY, ids), in_steps(model, POLICY, ids))
+    torch.testing.assert_close(in_steps(opened, POLICY, ids), expected, rtol=0, atol=1e-5)
     base = heedful.revert(opened)
     stock = heedful.hf.stock.stock_model(str(folder.parent / "base"))
     assert torch.equal(logits(base, ids), logits(stock, ids))

@@ -17,6 +17,7 @@ from heedful.hf.grids import steps
 from heedful.hf.stock import stock_model, stock_tokenizer
 from helpers.families import logits, stir, tiny, tokens
 from helpers.quantised import CASTS, QUANTISATIONS, quantised
+from helpers.small_models import needs_smollm2
 
 EXTRA = heedful.Selective(selector="extra")
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
@@ -190,6 +191,7 @@ def test_steps_are_those_of_the_blocks(kind, levels):
 
 
 @pytest.mark.slow
+@needs_smollm2
 def test_the_kept_adapter_on_other_quantisations_of_smollm2():
     """Perplexity with the adapter under its budgets stays near that of the base it was made for."""
     tokenizer, base = stock_tokenizer("smollm2"), stock_model("smollm2")
@@ -221,6 +223,7 @@ def test_the_kept_adapter_on_other_quantisations_of_smollm2():
 
 
 @pytest.mark.slow
+@needs_smollm2
 def test_smollm2_trained_on_is_refused():
     model = trained_on(stock_model("smollm2"), 1e-5, length=64, count=100)
     for kind in (None, "bf16", "Q8_0", "Q4_0"):

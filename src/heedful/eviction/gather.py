@@ -193,18 +193,24 @@ def slots_to_evict(
         protected |= positions < protection.prompt
         _check_room(protected if real is None else protected & real, policy, tokens, protection)
     score = score.float().masked_fill(protected, float("inf"))
-    unseen = torch.zeros_like(protected) if real is None else ~real
+    unseen = None if real is None else ~real
     for window in protection.windows:
-        unseen = unseen | (positions <= protection.total - window)
-    if protection.first:
-        unseen = unseen & (positions != start)
-    score = score.masked_fill(unseen, float("-inf"))
+        far = positions <= protection.total - window
+        unseen = far if unseen is None else unseen | far
+    if unseen is not None:
+        if protection.first:
+            unseen = unseen & (positions != start)
+        score = score.masked_fill(unseen, float("-inf"))
     if protection.newest:
         newest = positions >= protection.total - protection.newest
         score = score.masked_fill(newest, float("inf"))
     if kept is not None:
         score = score.masked_fill(kept, float("inf"))
     count = positions.shape[1] - (tokens - 1)
+    if count == 1:
+        score = score.nan_to_num(float("inf"), float("inf"), float("-inf"))
+        others = score > score.amin(1, keepdim=True)
+        return positions.masked_fill(others, protection.total).argmin(1, keepdim=True)
     by_age = positions.argsort(dim=1)
     lowest = score.gather(1, by_age).argsort(dim=1, stable=True)[:, :count]
     return by_age.gather(1, lowest).sort(dim=1).values
@@ -223,22 +229,34 @@ def _check_room(
 
 
 class Moves(NamedTuple):
-    """How `n` slots become `n - m`: the tokens in `source` go to the slots `to`, `[B, m]`.
+    """How `n` slots become `left`: the tokens in `source` go to the slots `to`, `[B, n - left]`.
 
-    keep: from which slot each of the slots that stay gets its token, `[B, n - m]`.
+    One alone comes from the last slot.
     """
 
     to: Int[Tensor, "B m"]
     source: Int[Tensor, "B m"]
-    keep: Int[Tensor, "B left"]
+    left: int
+
+    @property
+    def keep(self) -> Int[Tensor, "B left"]:
+        """From which slot each of the slots that stay gets its token."""
+        (batch, size), device = self.to.shape, self.to.device
+        slot = torch.arange(self.left + size, device=device).repeat(batch, 1)
+        return slot.scatter_(1, self.to, self.source)[:, : self.left]
 
     def on(self, device: torch.device) -> "Moves":
         """The same on another device."""
-        return Moves(*(x.to(device) for x in self))
+        if self.to.device == device:
+            return self
+        return Moves(self.to.to(device), self.source.to(device), self.left)
 
     def of(self, x: Shaped[Tensor, "B S n"]) -> Shaped[Tensor, "B S left"]:
         """One number per token after the moves."""
-        return x.gather(2, self.keep[:, None].expand(-1, x.shape[1], -1))
+        if self.to.shape[1] > 1:  # a part of the old tensor would keep all of it
+            return x.gather(2, self.keep[:, None].expand(-1, x.shape[1], -1))
+        last = x[:, :, self.left :]
+        return x.scatter(2, self.to[:, None].expand_as(last), last)[:, :, : self.left]
 
 
 def moves(slots: Int[Tensor, "B m"], count: int, newest: int = 0) -> Moves:
@@ -248,17 +266,18 @@ def moves(slots: Int[Tensor, "B m"], count: int, newest: int = 0) -> Moves:
     slots to evict are last slots themselves: what is moved there is dropped with them. The last
     `newest` slots are apart from that, and stay the last ones.
     """
+    batch, size = slots.shape
+    left = count - size
     if newest:
         body, last = moves(slots, count - newest), torch.arange(newest, device=slots.device)
-        last = last.expand(len(slots), -1)
-        to, source = last + (count - newest - slots.shape[1]), last + (count - newest)
-        pairs = zip(body, (to, source, source), strict=True)
-        return Moves(*(torch.cat(pair, dim=1) for pair in pairs))
-    size = count - slots.shape[1]
-    evicted = torch.zeros(len(slots), count, dtype=torch.bool, device=slots.device)
-    source = size + evicted.scatter_(1, slots, True)[:, size:].int().argsort(dim=1, stable=True)
-    keep = torch.arange(count, device=slots.device).repeat(len(slots), 1)
-    return Moves(slots, source, keep.scatter_(1, slots, source)[:, :size])
+        last = last.expand(batch, -1)
+        to = torch.cat([body.to, last + (left - newest)], dim=1)
+        return Moves(to, torch.cat([body.source, last + (count - newest)], dim=1), left)
+    if size == 1:
+        return Moves(slots, torch.full_like(slots, left), left)
+    evicted = torch.zeros(batch, count, dtype=torch.bool, device=slots.device)
+    source = left + evicted.scatter_(1, slots, True)[:, left:].int().argsort(dim=1, stable=True)
+    return Moves(slots, source, left)
 
 
 def attention_received(

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
-from heedful.hf.after_eviction import AfterEviction
+from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
 from heedful.hf.attention import NAME
 from heedful.hf.convert import conversion_of, revert
 from heedful.hf.converted_model import ConvertedModel
@@ -66,7 +66,8 @@ def save_adapter(
     converted = converted_inside(model)
     conversion = conversion_of(converted)
     own = conversion.parameters()
-    if not own and not holds_adapter(model):
+    has_budgets = conversion.eviction is not None
+    if not own and not holds_adapter(model) and not has_budgets:
         names = ", ".join(map(str, conversion.mechanisms))
         raise UserError(
             f"model has no parameters beside its base: {names}; there is nothing to save, convert "
@@ -92,7 +93,7 @@ def save_adapter(
                 path = Path(staging) / _PEFT[1]
                 save_file({k: x.to(dtype) for k, x in load_file(path).items()}, path)
             (folder / beside.NAME).unlink(missing_ok=True)
-        else:
+        elif own:
             tensors = {k: p.detach().cpu().to(dtype or p.dtype) for k, p in own.items()}
             save_file({k: p.contiguous() for k, p in tensors.items()}, Path(staging) / WEIGHTS)
             carry_budgets(model, folder, Path(staging), changed=False)
@@ -129,6 +130,7 @@ def load_adapter(
     *,
     impl: Impl = "auto",
     budgets: bool = True,
+    convert: bool = False,
     verify: bool | None = None,
     **options,
 ) -> PreTrainedModel:
@@ -139,7 +141,7 @@ def load_adapter(
     Arguments:
         base: its name, or the model itself, which is converted in place.
         folder: of `save_adapter`.
-        impl, budgets, verify: as for `heedful.load`.
+        impl, budgets, convert, verify: as for `heedful.load`.
         options: for transformers' `from_pretrained`.
 
     Raises:
@@ -177,7 +179,9 @@ def load_adapter(
         for name, tensor in read_parameters(folder).items()
     }
     try:
-        restore(model, about["mechanisms"], tensors, impl, verify)
+        bare = not tensors and not has_low_rank(folder)  # budgets alone
+        attends = True if convert else False if bare else None
+        restore(model, about["mechanisms"], tensors, impl, verify, attends)
         if has_low_rank(folder):
             conversion_of(model).matrices = _matrices_in(folder)
         if about["format"] == 2:
@@ -225,6 +229,7 @@ def _put_beside(model: PreTrainedModel, folder: Path) -> None:
         named = load_file(folder / _PEFT[1]).items()
         matrices = {k.removeprefix("base_model.model."): x for k, x in named if ".lora_" in k}
         peft.set_peft_model_state_dict(model, matrices)
+        replace_layers_of_peft(model)
     except Exception as error:  # whatever PEFT raises for a damaged file
         raise UserError(f"adapter {folder} cannot be read by PEFT: {error}") from error
     finally:
@@ -272,6 +277,19 @@ def read_about(folder: Path) -> dict:
     ):
         raise UserError(f"{path} lacks its base or its mechanisms; the adapter is damaged")
     weights = [name for name in (WEIGHTS, _PEFT[1]) if (folder / name).is_file()]
-    if len(weights) != 1:
+    plain = all(part["mechanism"].get("kind") == "Standard" for part in parts)
+    if len(weights) != 1 and not (plain and not weights):
         raise UserError(f"adapter {folder} must hold {WEIGHTS} or {_PEFT[1]}; it is cut short")
+    if about["format"] == 2 or _learned_an_order(folder):
+        for part in parts:  # written before there was a choice
+            if part["mechanism"].get("kind") == "Selective":
+                part["mechanism"].setdefault("masks", False)
     return about
+
+
+def _learned_an_order(folder: Path) -> bool:
+    """Whether an adapter's selectors were trained by `heedful train` to rank a cache's tokens."""
+    try:
+        return json.loads((folder / "training.json").read_text())["recipe"]["targets"] == "maps"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -16,12 +16,15 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import Cache, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
+from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.family.call import Strength, forward_pass
+
+_LAYERS = AttentionCache | EvictingLayer
 
 _thread = threading.local()
 
@@ -31,6 +34,16 @@ def _standing() -> dict[int, "Calls"]:
     if not hasattr(_thread, "calls"):
         _thread.calls = {}
     return _thread.calls
+
+
+@contextmanager
+def matrices_at_rest() -> Iterator[None]:
+    """Within it no matrices act in this thread, whatever a cache has evicted."""
+    outer, _thread.rest = getattr(_thread, "rest", False), True
+    try:
+        yield
+    finally:
+        _thread.rest = outer
 
 
 class Calls(NamedTuple):
@@ -74,6 +87,57 @@ def _cached(
     return before.clamp(max=budget - 1)
 
 
+class LowRankLinear(nn.Linear):
+    """A linear layer with low-rank matrices beside it, as far as those of a forward pass act."""
+
+    matrices: tuple[nn.Parameter, nn.Parameter, float]  # down, up, and the factor on their product
+
+    def forward(self, x: Float[Tensor, "B T m"]) -> Float[Tensor, "B T n"]:
+        """The layer's output; without a strength no matrix is read."""
+        output = linear(x, self.weight, self.bias)
+        strength = forward_pass().strength
+        if strength is None or strength.factor is None:
+            return output
+        down, up, scaling = self.matrices
+        inner = linear(x if x.dtype == down.dtype else x.to(down.dtype), down)
+        inner = _as_far(inner, strength.factor)
+        more = linear(inner, up)
+        more = more if more.dtype == output.dtype else more.to(output.dtype)
+        return torch.add(output, more, alpha=scaling)
+
+    @classmethod
+    def in_place_of(cls, layer: nn.Module) -> "LowRankLinear | None":
+        """The same as a layer of PEFT, for inference; `None` where it is more than two matrices."""
+        base, names = layer.base_layer, layer.active_adapters
+        if type(base) is not nn.Linear or len(names) != 1 or layer.lora_variant or layer.merged:
+            return None
+        down, up = (x[names[0]] for x in (layer.lora_A, layer.lora_B))
+        if up.bias is not None:
+            return None
+        base.__class__ = cls
+        base.lora_A, base.lora_B = layer.lora_A, layer.lora_B  # under PEFT's names
+        base.matrices = (down.weight, up.weight, layer.scaling[names[0]])
+        return base
+
+    def without(self) -> nn.Linear:
+        """The layer as it was."""
+        del self.lora_A, self.lora_B, self.matrices
+        self.__class__ = nn.Linear
+        return self
+
+
+def _as_far(x: Float[Tensor, "B T n"], factor: Float[Tensor, "#B #T"]) -> Float[Tensor, "B T n"]:
+    """`x` as far as matrices act on each token."""
+    if x.ndim != 3 or factor.shape[1] not in (1, x.shape[1]):
+        raise UserError(
+            f"matrices get tokens of shape {tuple(x.shape[:-1])}, and how far they act is known "
+            f"for {tuple(factor.shape)}: layers that see a choice of the tokens, such as experts, "
+            "cannot tell sequences apart; leave them out of target_modules"
+        )
+    factor = factor if factor.dtype == x.dtype else factor.to(x.dtype)
+    return x * factor[..., None]
+
+
 class AfterEviction:
     """Lets the low-rank matrices of a model act on tokens that are read after an eviction.
 
@@ -93,6 +157,8 @@ class AfterEviction:
         self._newest: Strength | None = None
         self._handles = [model.base_model.register_forward_pre_hook(self._begin)]
         for layer in _low_rank_layers(model).values():
+            if isinstance(layer, LowRankLinear):
+                continue
             self._handles += [x.register_forward_hook(self._apply) for x in layer.lora_B.values()]
 
     @contextmanager
@@ -121,14 +187,17 @@ class AfterEviction:
         for handle in self._handles:
             handle.remove()
         for name, layer in _low_rank_layers(model).items():
-            model.set_submodule(name, layer.base_layer)
+            own = isinstance(layer, LowRankLinear)
+            model.set_submodule(name, layer.without() if own else layer.base_layer)
 
     def _begin(self, module: nn.Module, args: tuple) -> None:
         """Before a call of the model, after its cache and its documents have been read."""
         call = forward_pass()
         mask, cache = call.sources[0], call.sources[2]
         factor = None
-        if cache is not None:
+        if getattr(_thread, "rest", False):
+            pass
+        elif cache is not None:
             factor = strength_after(cache, None if call.unpadded else mask)
         elif self.calls is not None:
             tokens = call.positions if call.token_ids is None else call.token_ids
@@ -145,14 +214,7 @@ class AfterEviction:
         strength = forward_pass().strength or self._newest
         if strength is None or strength.factor is None:
             return torch.zeros_like(output)
-        factor = strength.factor
-        if output.ndim != 3 or factor.shape[1] not in (1, output.shape[1]):
-            raise UserError(
-                f"matrices get tokens of shape {tuple(output.shape[:-1])}, and how far they act is "
-                f"known for {tuple(factor.shape)}: layers that see a choice of the tokens, "
-                "such as experts, cannot tell sequences apart; leave them out of target_modules"
-            )
-        return output * factor[..., None].to(output)
+        return _as_far(output, strength.factor)
 
 
 def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
@@ -165,7 +227,7 @@ def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tens
     Returns:
         Of each sequence, or of all alike; `None` where nothing is evicted.
     """
-    layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, AttentionCache)]
+    layers = [x for x in getattr(cache, "layers", ()) if isinstance(x, _LAYERS)]
     total = layers[0].counters.total if layers else 0
     if not any(x.length < total for x in layers if x.budget is not None):
         return None
@@ -193,7 +255,7 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
     Raises:
         ValueError: what it evicts depends on more than how many tokens have come.
     """
-    budgets = [x.budget for x in cache.layers if isinstance(x, AttentionCache)]
+    budgets = [x.budget for x in cache.layers if isinstance(x, _LAYERS)]
     for policy in (budget.policy for budget in budgets if budget is not None):
         if policy.keep_prompt:
             raise UserError(
@@ -203,6 +265,16 @@ def calls_of(cache: Cache, first: int, later: int) -> Calls | None:
             )
     tokens = tuple(None if x is None else x.tokens for x in budgets)
     return Calls(tokens, first, later) if any(budgets) else None
+
+
+def replace_layers_of_peft(model: nn.Module) -> None:
+    """Put short layers of our own in place of PEFT's, where these are two matrices each.
+
+    One decoded token passes some hundred of them.
+    """
+    for name, layer in _low_rank_layers(model).items():
+        if (own := LowRankLinear.in_place_of(layer)) is not None:
+            model.set_submodule(name, own)
 
 
 def _low_rank_layers(model: nn.Module) -> dict[str, nn.Module]:

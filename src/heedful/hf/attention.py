@@ -1,11 +1,11 @@
 """The attention function that transformers calls in a converted model, and the hooks around it."""
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from heedful.checks import UserError
 from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.crossing import CrossLayerCache, of_source
+from heedful.hf.cache.crossing import of_source
 from heedful.hf.cache.new import layer_cache
 from heedful.hf.family.mask import AttentionContext, attention_context
 from heedful.hf.family.modules import SOURCES
@@ -13,6 +13,7 @@ from heedful.hf.family.projections import NAME, PROJECTION_HOOKS, begin_call, en
 from heedful.hf.intercept import interceptors, needs_of, run_layer, using
 from heedful.hf.versions import HARMLESS, cache_among, implementation_of
 from heedful.nn import Layer, LayerInputs
+from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
 
 ROTATION = "heedful_rotation"
@@ -24,10 +25,15 @@ IMPLEMENTATION = "heedful_converted"
 _Layer = Layer | nn.Module
 """A layer, or what PEFT wraps around one that it saves whole."""
 
-_TERMS = {"position_bias": "bias", "softcap": "softcap", "s_aux": "sinks"}
-"""What families call the terms of `heedful.nn.layer.Term` that they pass to their attention."""
+_NAMES = {"bias": "position_bias", "sinks": "s_aux"}
+"""What families call terms of `heedful.nn.layer.Term` that they pass to their attention."""
 
-_SERVED = {*_TERMS, "dropout", "output_attentions", "heedful_input", "heedful_source"}
+_MAPS = "output_attentions"
+_UNREAD = HARMLESS - {_MAPS}
+
+# Of what a layer can need: what changes its module's projections, and what is the forward pass's.
+_EDITS = frozenset({"unprojected", "unrotated"})
+_OF_PASS = frozenset({"token_ids", "positions", "cache", "rotation"})
 
 
 def register_attention() -> None:
@@ -45,18 +51,39 @@ def attention(
     *,
     scaling: float | None = None,
     is_causal: bool | None = None,
-    heedful_cache: object | None = None,
-    **passed: object,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    heedful_cache: AttentionCache | None = None,
+    heedful_input: Tensor | None = None,
+    heedful_source: Tensor | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """One layer's attention, in the signature of transformers' attention functions.
 
     Queries and keys arrive rotated, keys and values straight from the cache and not repeated. A
     sliding window is in the mask, so `sliding_window=` says nothing new.
     """
-    layer, context = _layer_in(module), _context(attention_mask)
-    _check_passed(module, layer, passed)
+    layer = module._modules.get(NAME)
+    if layer is None:
+        raise UserError(
+            f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
+            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
+            "heedful.load(folder) loads one"
+        )
+    for name in others:
+        if name not in _UNREAD:
+            _check_unknown(module, name, others[name])
+    inputs = NO_INPUTS
+    if layer.needs:
+        inputs = LayerInputs(input=heedful_input, source=heedful_source)
+    if dropout or position_bias is not None or softcap is not None or s_aux is not None:
+        terms = {"bias": position_bias, "softcap": softcap, "sinks": s_aux}
+        inputs = _with_terms(module, layer, inputs, terms, dropout or 0.0)
     _check_shape(module, layer, query, key)
-    call = (module, layer, (query, key, value), context, heedful_cache, is_causal, scaling, passed)
+    context = _context(attention_mask)
+    call = (module, layer, (query, key, value), context, heedful_cache, is_causal, scaling, inputs)
     if attention_mask is None or context.interceptors is interceptors():
         output = _attend(*call)
     else:  # computed again in a backward pass
@@ -67,70 +94,54 @@ def attention(
 
 def _attend(
     module: nn.Module, layer: _Layer, qkv: tuple[Tensor, ...], context: AttentionContext,
-    cache: object, is_causal: bool | None, scale: float | None, passed: dict,
+    cache: AttentionCache | None, is_causal: bool | None, scale: float | None, inputs: LayerInputs,
 ) -> Tensor:  # fmt: skip
     """The output of a layer for what the family's attention has passed."""
-    inputs = _layer_inputs(module, layer, context, passed, cache)
-    attend = _ATTEND[layer.shape.role]
-    return attend(module, qkv, context, cache, is_causal, scale=scale, inputs=inputs)
+    reads_positions = cache is not None and cache.reads_positions
+    if layer.needs & _OF_PASS or reads_positions or interceptors():
+        inputs = _of_pass(module, layer, context, cache, inputs)
+    if layer.shape.role == "decoder":
+        return _attend_causally(module, layer, qkv, context, cache, is_causal, scale, inputs)
+    visibility = _two_sided(module, layer, context, qkv[1])
+    options = {"scale": scale, "inputs": inputs}
+    if layer.shape.role == "cross":
+        if cache is not None:
+            of_target = {"visibility": visibility, "target": context.target}
+            return cache.attend(layer, *qkv, **of_target, **options)
+        visibility = of_source(visibility, context.target, qkv[0].shape[2])
+    return run_layer(layer, *qkv, visibility=visibility, **options).output
 
 
 def _attend_causally(
-    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
-    is_causal: bool | None, **options: object,
+    module: nn.Module, layer: _Layer, qkv: tuple[Tensor, ...], context: AttentionContext,
+    cache: AttentionCache | None, is_causal: bool | None, scale: float | None, inputs: LayerInputs,
 ) -> Tensor:  # fmt: skip
     """Attention of a decoder's tokens to each other, and to those that its cache has."""
-    layer, visibility, (query, key, _) = getattr(module, NAME), context.visibility, qkv
-    # Without tokens of this call it was another layer's cache that gave the keys.
-    own = cache if isinstance(cache, AttentionCache) and cache.counters.pending else None
-    if own is None and not layer.plain_cache and query.shape[2] != key.shape[2]:
-        raise UserError(
-            f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
-            "and without its own layer of a cache, and this mechanism needs more of earlier tokens "
-            "than their keys; call the model with use_cache=False"
-        )
+    visibility, (query, key, _) = context.visibility, qkv
     if is_causal is False and (visibility is None or visibility.causal):
         raise UserError(
             f"{type(module).__name__} was called with is_causal=False and a causal mask; say "
             "is_causal=False to the whole model"
         )
-    if own is not None:
-        return own.attend(layer, *qkv, visibility=visibility or Visibility(), **options)
+    # Without tokens of this call it was another layer's cache that gave the keys.
+    if cache is not None and cache.counters.pending:
+        visibility = Visibility() if visibility is None else visibility
+        return cache.attend(layer, *qkv, visibility=visibility, scale=scale, inputs=inputs)
+    if not layer.plain_cache and query.shape[2] != key.shape[2]:
+        raise UserError(
+            f"{type(module).__name__} {layer.shape.layer} was called with keys of earlier tokens "
+            "and without its own layer of a cache, and this mechanism needs more of earlier tokens "
+            "than their keys; call the model with use_cache=False"
+        )
     visibility = None if visibility is None else visibility.last(key.shape[2])
-    return run_layer(layer, *qkv, visibility=visibility, **options).output
+    return run_layer(layer, *qkv, visibility=visibility, scale=scale, inputs=inputs).output
 
 
-def _attend_to_source(
-    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
-    is_causal: bool | None, **options: object,
-) -> Tensor:  # fmt: skip
-    """Attention of a decoder's tokens to an encoder's."""
-    layer, visibility = getattr(module, NAME), _two_sided(module, context, qkv[1])
-    if isinstance(cache, CrossLayerCache):
-        return cache.attend(layer, *qkv, visibility=visibility, target=context.target, **options)
-    visibility = of_source(visibility, context.target, qkv[0].shape[2])
-    return run_layer(layer, *qkv, visibility=visibility, **options).output
-
-
-def _attend_both_ways(
-    module: nn.Module, qkv: tuple[Tensor, ...], context: AttentionContext, cache: object,
-    is_causal: bool | None, **options: object,
-) -> Tensor:  # fmt: skip
-    """Attention of an encoder's tokens to each other."""
-    visibility = _two_sided(module, context, qkv[1])
-    return run_layer(getattr(module, NAME), *qkv, visibility=visibility, **options).output
-
-
-_ATTEND = {
-    "decoder": _attend_causally,
-    "encoder": _attend_both_ways,
-    "cross": _attend_to_source,
-}
-
-
-def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Visibility:
+def _two_sided(
+    module: nn.Module, layer: _Layer, context: AttentionContext, key: Tensor
+) -> Visibility:
     """Who sees whom in an encoder, or of a source: no mask shows everything."""
-    role, visibility = getattr(module, NAME).shape.role, context.visibility
+    role, visibility = layer.shape.role, context.visibility
     if visibility is None:
         return Visibility(causal=False)
     if visibility.causal:
@@ -149,21 +160,10 @@ def _two_sided(module: nn.Module, context: AttentionContext, key: Tensor) -> Vis
     return visibility
 
 
-def _layer_in(module: nn.Module) -> _Layer:
-    layer = getattr(module, NAME, None)
-    if layer is None:
-        raise UserError(
-            f"attn_implementation={IMPLEMENTATION!r} needs a converted model, and this "
-            f"{type(module).__name__} is none: heedful.convert(model, ...) makes one, "
-            "heedful.load(folder) loads one"
-        )
-    return layer
-
-
 def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
     if mask is None:
         return AttentionContext()
-    if not isinstance(mask, AttentionContext):
+    if type(mask) is not AttentionContext:
         raise UserError(
             f"attention_mask must be 2-D [B, tokens] with 1 for real tokens, got a mask of shape "
             f"{tuple(mask.shape)}; for packed documents pass position_ids that restart at 0"
@@ -171,33 +171,45 @@ def _context(mask: AttentionContext | Tensor | None) -> AttentionContext:
     return mask
 
 
-def _check_passed(module: nn.Module, layer: _Layer, passed: dict[str, object]) -> None:
-    """Raise unless all that the family passes to its attention is served."""
-    if passed.get("output_attentions"):
+def _check_unknown(module: nn.Module, name: str, value: object) -> None:
+    """Raise where a family passes a value to its attention that nothing here reads."""
+    if name == _MAPS and value:
         raise UserError(
             "output_attentions=True is not supported: no map is ever whole in memory; "
             "heedful.look(model, input_ids) gives the maps of a short sequence"
         )
-    values = {name for name, value in passed.items() if value is not None}
-    absent = {name for name, term in _TERMS.items() if term not in layer.host.terms}
-    if _has_no_cross_bias(module, layer):
-        absent.discard("position_bias")
-    if unknown := values & absent | values - _SERVED - HARMLESS:
+    if value is not None and name != _MAPS:
+        raise _unserved(module, name)
+
+
+def _unserved(module: nn.Module, name: str) -> UserError:
+    return UserError(
+        f"{type(module).__name__} passes {name} to its attention, which a converted model does not "
+        "serve and will not drop; call heedful.revert(model)"
+    )
+
+
+def _with_terms(
+    module: nn.Module, layer: _Layer, inputs: LayerInputs, terms: dict, dropout: float
+) -> LayerInputs:
+    """The inputs with what the family does to logits and weights."""
+    if layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True):
+        terms["bias"] = None  # T5 passes zeros, for want of one
+    for term, value in terms.items():
+        if value is not None and term not in layer.host.terms:
+            raise _unserved(module, _NAMES.get(term, term))
+    if terms["bias"] is not None and "bias" not in layer.takes:
         raise UserError(
-            f"{type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which "
-            "a converted model does not serve and will not drop; call heedful.revert(model)"
+            f"{type(module).__name__} adds a position bias to its logits, which "
+            f"{type(layer).__name__} does not take; convert to another mechanism"
         )
-    if passed.get("dropout") and "dropout" not in layer.takes:
+    if dropout and "dropout" not in layer.takes:
         raise UserError(
-            f"attention dropout must be 0 with {type(layer).__name__}, got {passed['dropout']}; "
+            f"attention dropout must be 0 with {type(layer).__name__}, got {dropout}; "
             "set config.attention_dropout (attn_pdrop; of BERT attention_probs_dropout_prob, of T5 "
             "dropout_rate) to 0 before building it, or call model.eval()"
         )
-
-
-def _has_no_cross_bias(module: nn.Module, layer: _Layer) -> bool:
-    """Whether the family passes zeros for a bias: T5 does in cross-attention, for want of one."""
-    return layer.shape.role == "cross" and not getattr(module, "has_relative_attention_bias", True)
+    return inputs._replace(**terms, dropout=dropout)
 
 
 def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -> None:
@@ -211,28 +223,15 @@ def _check_shape(module: nn.Module, layer: _Layer, query: Tensor, key: Tensor) -
         )
 
 
-def _layer_inputs(
-    module: nn.Module, layer: _Layer, context: AttentionContext, passed: dict, cache: object
-) -> LayerInputs:
-    """What the layer gets beside queries, keys and values."""
-    bias = passed.get("position_bias")
-    if _has_no_cross_bias(module, layer):
-        bias = None
-    if bias is not None and "bias" not in layer.takes:
-        raise UserError(
-            f"{type(module).__name__} adds a position bias to its logits, which "
-            f"{type(layer).__name__} does not take; convert to another mechanism"
-        )
-    inputs = LayerInputs(
-        input=passed.get("heedful_input"),
-        source=passed.get("heedful_source"),
+def _of_pass(
+    module: nn.Module, layer: _Layer, context: AttentionContext, cache: AttentionCache | None,
+    inputs: LayerInputs,
+) -> LayerInputs:  # fmt: skip
+    """The inputs with what the layer needs to know of the forward pass."""
+    inputs = inputs._replace(
         token_ids=_needed(module, layer, "token_ids", context.token_ids),
         positions=_positions(module, layer, context, cache),
         cache=cache if "cache" in layer.needs else None,
-        bias=bias,
-        softcap=passed.get("softcap"),
-        sinks=passed.get("s_aux"),
-        dropout=passed.get("dropout") or 0.0,
         shared=context.shared,
     )
     if "rotation" not in layer.needs or (rotation := getattr(module, ROTATION)) is None:
@@ -246,10 +245,10 @@ def _layer_inputs(
 
 
 def _positions(
-    module: nn.Module, layer: _Layer, context: AttentionContext, cache: object
+    module: nn.Module, layer: _Layer, context: AttentionContext, cache: AttentionCache | None
 ) -> Tensor | None:
     """The positions of the new tokens, where the layer or what its cache evicts by needs them."""
-    if not getattr(cache, "reads_positions", False):
+    if cache is None or not cache.reads_positions:
         return _needed(module, layer, "positions", context.positions)
     if context.positions is None:
         raise UserError(
@@ -270,43 +269,66 @@ def _needed(module: nn.Module, layer: _Layer, name: str, x: Tensor | None) -> Te
     return x
 
 
+def edits_projections(layer: Layer) -> bool:
+    """Whether a layer changes what goes into its module's projections, or what they give."""
+    return bool(layer.needs & _EDITS)
+
+
 def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The forward pre-hook of attention modules: passes what the layer needs beside q, k, v.
 
     The family's forward passes what it does not know on to its attention function.
     """
-    if (now := implementation_of(module.config)) != IMPLEMENTATION:
-        raise UserError(
-            f"attn_implementation was changed to {now!r}, which would switch the mechanism off "
-            "silently; call revert() to go back"
-        )
-    layer, own = getattr(module, NAME), {}
-    hidden_states, *rest = args or (kwargs["hidden_states"],)
-    if layer.input_factor != 1.0:
-        hidden_states = hidden_states * layer.input_factor
+    if type(kwargs.get("attention_mask")) is not AttentionContext:  # that was made for ours
+        _check_implementation(module)
+    layer, own = module._modules[NAME], {}
+    if (cache := cache_among(kwargs)) is not None:
+        own["heedful_cache"] = part = _cache_of(layer, module, cache)
+        if layer.past_keys and part is not None:
+            part.expect(_visibility_among(args, kwargs))
+    hidden_states = args[0] if args else kwargs["hidden_states"]
     if "source" in layer.needs:
         sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
         own["heedful_source"] = next(sources, None)
-    if (cache := cache_among(kwargs)) is not None:
-        own["heedful_cache"] = layer_cache(cache, module)
-        if layer.past_keys and own["heedful_cache"] is not None:
-            own["heedful_cache"].expect(_visibility_among(rest, kwargs))
-    if layer.needs & {"unprojected", "unrotated"}:
+    if "input" in layer.needs:
+        own["heedful_input"] = hidden_states
+    if layer.input_factor == 1.0 and not layer.needs & _EDITS:
+        return args, kwargs | own
+    if layer.input_factor != 1.0:
+        hidden_states = hidden_states * layer.input_factor
+    if layer.needs & _EDITS:
         for hook in getattr(module, PROJECTION_HOOKS):
             hook.follow()
-        call = begin_call(layer, _visibility_among(rest, kwargs), own.get("heedful_cache"))
+        call = begin_call(layer, _visibility_among(args, kwargs), own.get("heedful_cache"))
         if "unprojected" in layer.needs:
             tokens = call.tokens(layer, "input", hidden_states)
             hidden_states = layer.before_projection(hidden_states, tokens)
     if "input" in layer.needs:
         own["heedful_input"] = hidden_states
     others = {name: x for name, x in kwargs.items() if name != "hidden_states"}
-    return (hidden_states, *rest), others | own
+    return (hidden_states, *args[1:]), others | own
 
 
-def _visibility_among(rest: list, kwargs: dict) -> Visibility | None:
+def _cache_of(layer: _Layer, module: nn.Module, cache: Cache) -> AttentionCache | None:
+    """The layer's part of a cache; as of `layer_cache`, where they have not met before."""
+    parts, index = getattr(cache, "layers", ()), module.layer_idx
+    belongs = getattr(parts[index], "is_of", None) if index < len(parts) else None
+    if belongs is not None and belongs(layer):
+        return parts[index]
+    return layer_cache(cache, module)
+
+
+def _check_implementation(module: nn.Module) -> None:
+    if (now := implementation_of(module.config)) != IMPLEMENTATION:
+        raise UserError(
+            f"attn_implementation was changed to {now!r}, which would switch the mechanism off "
+            "silently; call revert() to go back"
+        )
+
+
+def _visibility_among(args: tuple, kwargs: dict) -> Visibility | None:
     """Who sees whom in the call with these arguments."""
-    contexts = (x for x in (*rest, *kwargs.values()) if isinstance(x, AttentionContext))
+    contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
     return next(contexts, AttentionContext()).visibility
 
 

@@ -20,10 +20,12 @@ from heedful.hf.attention import (
     ROTATION,
     after_attention,
     before_attention,
+    edits_projections,
     register_attention,
 )
 from heedful.hf.auto_classes import register
 from heedful.hf.converted_model import ConvertedModel, caches, converted_class, family_of
+from heedful.hf.evicting.hook import remove
 from heedful.hf.family.call import ForgetCall, ReadCall
 from heedful.hf.family.modules import (
     Attention,
@@ -210,14 +212,16 @@ def replace_attention(
     where: Role | Iterable[Role] | Mapping | None = None,
     impl: Impl = "auto",
     verify: bool | None = None,
+    attends: bool = True,
 ) -> Conversion:
     """Convert a model as `convert` does, without a warning: its parameters are restored or trained.
 
-    Arguments, returns and errors: as of `convert`.
+    Arguments, returns and errors: as of `convert`; without `attends` the family's attention stays
+    in place, and the layers only say which tokens a cache evicts.
     """
     _check_convertible(model)
     check_impl(impl)
-    if newer_than_tested() if verify is None else verify:
+    if attends and (newer_than_tested() if verify is None else verify):
         prove(model, replace_attention)
     modules = list(find_attention(model).values())
     plan = make_plan(mechanism, layers, where, modules, type(model).__name__)
@@ -226,15 +230,14 @@ def replace_attention(
     roles = settled_roles(plan, defined, type(model).__name__)
     _check_changes(seats, type(model).__name__)
     # All that can be refused has been: the model changes from here on.
-    _own_config(model)
-    stock = _install(model, seats)
+    stock = _install(model, seats) if attends else _install_beside(model, seats)
     model.__class__ = converted_class(type(model))
     mechanisms = {config: assignment.layers for config, assignment in plan.items()}
     model._heedful = Conversion(model, mechanisms, roles, stock)
     own_cache = caches(model, exactly=True)
     for seat in seats:
-        seat.layer.host = seat.layer.host._replace(own_cache=own_cache)
-    if not caches(model):
+        seat.layer.host = seat.layer.host._replace(own_cache=own_cache, attends=attends)
+    if attends and not caches(model):
         set_use_cache(model, dict.fromkeys(stock.use_cache, False))
     return model._heedful
 
@@ -325,6 +328,7 @@ def _is_defined(
 
 def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     """Put layers and hooks into the model; returns what takes them out again."""
+    _own_config(model)
     attention = [seat.attention for seat in seats]
     configs = {id(x.module.config): x.module.config for x in attention}.values()
     implementations = [(config, implementation_of(config)) for config in configs]
@@ -337,10 +341,9 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     for seat in seats:
         module = seat.attention.module
         setattr(module, NAME, seat.layer.train(model.training))
-        hooks += [
-            module.register_forward_pre_hook(before_attention, with_kwargs=True),
-            module.register_forward_hook(after_attention, always_call=True),
-        ]
+        hooks.append(module.register_forward_pre_hook(before_attention, with_kwargs=True))
+        if edits_projections(seat.layer):
+            hooks.append(module.register_forward_hook(after_attention, always_call=True))
         if seat.mlp is not None:
             scale = _ScaledInput(seat.layer.input_factor)
             hooks.append(seat.mlp.register_forward_pre_hook(scale))
@@ -350,6 +353,16 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
         for hook in seat.hooks:
             hook.follow()
     return Stock(hooks, implementations, use_cache)
+
+
+def _install_beside(model: PreTrainedModel, seats: list[Seat]) -> Stock:
+    """Put layers into the model that leave its attention alone."""
+    register()
+    for seat in seats:
+        setattr(seat.attention.module, NAME, seat.layer.train(model.training))
+        setattr(seat.attention.module, PROJECTION_HOOKS, [])
+    hooks = _call_hooks(model, [seat.attention for seat in seats])
+    return Stock(hooks, [], use_cache_settings(model))
 
 
 def _call_hooks(model: PreTrainedModel, modules: list[Attention]) -> list:
@@ -415,6 +428,7 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
     stock = conversion._stock
     for handle in stock.hooks:
         handle.remove()
+    remove(model)
     for config, implementation in stock.implementations:
         set_implementation(config, implementation)
     set_use_cache(model, stock.use_cache)

@@ -21,6 +21,7 @@ from heedful.hf.cache.new import (
     prepare,
     stock_layers,
 )
+from heedful.hf.family.modules import layers_of
 from heedful.hf.save import save_converted
 from heedful.hf.versions import (
     OwnCacheInGenerate,
@@ -63,7 +64,8 @@ class ConvertedModel(OwnCacheInGenerate):
         implementation = generation_config.cache_implementation
         ours = generation_config.use_cache is not False and caches(self, exactly=True)
         if cache is not None and ours:
-            prepare(cache, self)
+            if attends(self):
+                prepare(cache, self)
             if mode != GenerationMode.ASSISTED_GENERATION and not generation_config.is_assistant:
                 end_past_recording(cache)
             if isinstance(cache, EncoderDecoderKVCache) and implementation is None:
@@ -74,7 +76,7 @@ class ConvertedModel(OwnCacheInGenerate):
             if generation_config.is_assistant:
                 new.activate_past_recording()
             return new
-        elif implementation not in kinds:
+        elif implementation not in kinds and attends(self):
             raise UserError(
                 f"cache_implementation={implementation!r} is not served by a converted model: its "
                 "cache grows (static ones do not) and keeps more than keys and values (quantized "
@@ -107,13 +109,18 @@ class ConvertedModel(OwnCacheInGenerate):
         save_converted(self, family_of(self), super().save_pretrained, save_directory, options)
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs) -> None:
-        """Refused: another implementation would switch the mechanism off."""
-        if attn_implementation != IMPLEMENTATION:
+        """Refused where another implementation would switch the mechanism off."""
+        if attends(self) and attn_implementation != IMPLEMENTATION:
             raise UserError(
                 f"attn_implementation={attn_implementation!r} would switch the mechanism off "
                 "silently; call heedful.revert(model) first"
             )
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
+
+
+def attends(model: PreTrainedModel) -> bool:
+    """Whether the mechanism computes the model's attention, and not only ranks cached tokens."""
+    return all(layer.host.attends for layer in layers_of(model))
 
 
 def _is_assistant(model: PreTrainedModel, options: dict) -> bool:
@@ -149,6 +156,8 @@ def caches(model: PreTrainedModel, *, exactly: bool = False) -> bool:
     """
     modules = attention_modules(model)
     both = (*modules, *attention_modules(model, "cross"))
+    if not exactly and not attends(model):
+        return True
     if not modules or (not exactly and all(module.heedful.plain_cache for module in both)):
         return True
     if not makes_dynamic_cache(model):

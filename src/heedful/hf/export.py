@@ -64,7 +64,7 @@ def export(model: PreTrainedModel, folder: str | os.PathLike) -> None:
             f"model: {type(model).__name__} has been given another class since it was converted "
             "(as fully_shard does); save it, heedful.load the folder and export that"
         )
-    if holds_adapter(model):
+    if holds_adapter(model) or conversion_of(model).after_eviction is not None:
         raise UserError(
             "model holds adapters of PEFT, which a stock checkpoint has no place for: merge them "
             "(merge_and_unload), or heedful.load the adapter's folder, which does unless they act "

@@ -14,12 +14,11 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from heedful.checks import UserError
 from heedful.hf.family.modules import layers_of
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.nn.layer import NO_INPUTS
 from heedful.ops import Visibility
-
-_thread = threading.local()
 
 
 class LayerCall(NamedTuple):
@@ -50,6 +49,15 @@ class Interceptor(NamedTuple):
     needs: frozenset[str]
 
 
+class _Thread(threading.local):
+    """What stands around the layers in a thread."""
+
+    interceptors: tuple[Interceptor, ...] = ()
+
+
+_thread = _Thread()
+
+
 @contextmanager
 def intercept(model: nn.Module, around: Around, needs: frozenset[str] = frozenset()) -> Iterator:
     """Let `around(layer, call, compute)` stand around every call of the model's layers.
@@ -62,14 +70,23 @@ def intercept(model: nn.Module, around: Around, needs: frozenset[str] = frozense
         model: converted.
         around: the function.
         needs: what it needs of each call, such as `{"positions"}`.
+
+    Raises:
+        ValueError: the layers stand beside the model's attention, and nothing calls them.
     """
-    with using((*interceptors(), Interceptor(frozenset(layers_of(model)), around, needs))):
+    layers = layers_of(model)
+    if not all(layer.host.attends for layer in layers):
+        raise UserError(
+            "model keeps its own attention, and its selectors only rank the tokens of a cache; "
+            "open it with heedful.load(..., convert=True) to train it or to see its maps"
+        )
+    with using((*interceptors(), Interceptor(frozenset(layers), around, needs))):
         yield
 
 
 def interceptors() -> tuple[Interceptor, ...]:
     """Those of this thread, the first entered first."""
-    return getattr(_thread, "interceptors", ())
+    return _thread.interceptors
 
 
 @contextmanager
@@ -84,7 +101,7 @@ def using(these: tuple[Interceptor, ...]) -> Iterator[None]:
 
 def needs_of(layer: nn.Module) -> frozenset[str]:
     """What a layer needs of a call, or an interceptor that stands around it."""
-    these = interceptors()
+    these = _thread.interceptors
     if not these:
         return layer.needs
     return layer.needs.union(*(x.needs for x in these if layer in x.layers))
@@ -101,7 +118,7 @@ def run_layer(
     inputs: LayerInputs = NO_INPUTS,
 ) -> LayerOutput:
     """A layer's output, by way of the functions around it; arguments as of the layer."""
-    these = interceptors()
+    these = _thread.interceptors
     if not these:
         return layer(q, k, v, visibility=visibility, scale=scale, inputs=inputs)
     return _compute(these, layer, LayerCall(q, k, v, visibility, scale, inputs))

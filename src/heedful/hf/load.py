@@ -23,6 +23,7 @@ def load(
     adapter: str | os.PathLike | None = None,
     impl: Impl = "auto",
     budgets: bool = True,
+    convert: bool = False,
     verify: bool | None = None,
     **options,
 ) -> PreTrainedModel:
@@ -38,6 +39,10 @@ def load(
         budgets: take what `heedful budget` found, if the folder has a `budgets.json`: caches that
             `heedful.new_cache` and `generate` make then evict, and the one that a bare call of the
             model makes keeps everything. `heedful.new_cache(model, eviction=False)` does so too.
+        convert: put the mechanism in place of the model's attention also where it only ranks tokens
+            for eviction (`Selective(masks=False)`, what the recipes `hide` and `evict` train): to
+            train it, or to see its maps. By default such a model keeps its own attention, and its
+            logits are the base's, to the last bit, until its cache evicts.
         verify: prove that the conversion changes nothing but the attention, as for `convert`.
         options: for transformers' `from_pretrained`, such as `dtype` or `device_map`.
 
@@ -56,7 +61,7 @@ def load(
     if adapter is None and not isinstance(folder, PreTrainedModel) and is_adapter(folder):
         folder, adapter = base_of(folder), folder
     if adapter is not None:
-        own = {"impl": impl, "budgets": budgets, "verify": verify}
+        own = {"impl": impl, "budgets": budgets, "verify": verify, "convert": convert}
         return load_adapter(folder, adapter, **own, **options)
     folder = Path(folder)
     about = saved_conversion(folder)
@@ -73,7 +78,7 @@ def load(
         raise UserError(f"{folder} lacks weights of the model: {', '.join(missing)}")
     model.__class__ = family
     model.name_or_path = ""  # PEFT would read the folder as one of the family's, and be refused
-    restore(model, about["mechanisms"], tensors, impl, verify)
+    restore(model, about["mechanisms"], tensors, impl, verify, convert or None)
     if budgets:
         beside.take_budgets(folder, model)
     return model

@@ -1,6 +1,6 @@
 """Look into a converted model: attention maps, what hides what, learned kernels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf.attention import NAME
-from heedful.hf.cache.base import AttentionCache
-from heedful.hf.cache.new import new_cache
+from heedful.hf.cache.new import attention_layers, new_cache
+from heedful.hf.intercept import LayerCall, intercept
 from heedful.hf.versions import cache_argument
-from heedful.nn import Layer, MultiTokenAttention
+from heedful.nn import Layer, LayerOutput, MultiTokenAttention
 from heedful.nn.layer import Step
 
 
@@ -110,20 +110,20 @@ def _calls(
             raise UserError(f"layers must be converted ones ({names}), got {index}")
     layers = {index: layers[index] for index in indices or layers}
     calls: dict[int, tuple] = {}
-    hooks = [
-        layer.register_forward_pre_hook(
-            lambda _, qkv, options, index=index: calls.update({index: (qkv, options)}),
-            with_kwargs=True,
-        )
-        for index, layer in layers.items()
-    ]
+
+    def note(
+        layer: Layer, call: LayerCall, compute: Callable[[LayerCall], LayerOutput]
+    ) -> LayerOutput:
+        if layer.shape.layer in layers:
+            calls[layer.shape.layer] = call[:3], dict(zip(call._fields[3:], call[3:], strict=True))
+        return compute(call)
+
     training = model.training
-    try:
-        model.eval()(input_ids=input_ids.to(model.device), use_cache=False)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    with intercept(model, note):
+        try:
+            model.eval()(input_ids=input_ids.to(model.device), use_cache=False)
+        finally:
+            model.train(training)
     return layers, calls
 
 
@@ -137,10 +137,8 @@ def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
         hiding = maps.hiding[0].cpu()
         look = look._replace(hiding=hiding, hidden=hiding.sum(1))
     if isinstance(layer, MultiTokenAttention):
-        parameters = {
-            name: getattr(layer, name) for name in ("conv", "post_conv", "mix", "post_mix")
-        }
-        copies = {name: None if x is None else x.cpu().clone() for name, x in parameters.items()}
+        shown = layer.shown()
+        copies = {name: None if x is None else x.cpu().clone() for name, x in shown.items()}
         look = look._replace(**copies, two_sided=layer.two_sided)
     if maps.groups is not None:
         there = maps.groups.there[0]
@@ -159,7 +157,7 @@ def cached_over_time(
     """Which tokens each layer's cache holds after every token of one row, read one by one.
 
     Arguments:
-        model: a converted model.
+        model: a converted model, or a decoder of transformers.
         input_ids: one row of tokens, `[1, T]`.
         eviction: the policy and its budget.
 
@@ -168,7 +166,8 @@ def cached_over_time(
     """
     cache = new_cache(model, eviction)
     length = input_ids.shape[1]
-    indices = [i for i, layer in enumerate(cache.layers) if isinstance(layer, AttentionCache)]
+    own = attention_layers(cache)
+    indices = [i for i, layer in enumerate(cache.layers) if layer in own]
     cached = {index: torch.zeros(length, length, dtype=torch.bool) for index in indices}
     training = model.training
     model.eval()

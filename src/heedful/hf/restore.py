@@ -1,5 +1,6 @@
 """Give a model of transformers the mechanisms that a file holds."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.hf.convert import Conversion, replace_attention
-from heedful.nn import from_json
+from heedful.nn import Mechanism, Selective, Standard, from_json
 from heedful.ops.impl import Impl
 
 
@@ -18,13 +19,24 @@ def restore(
     tensors: dict,
     impl: Impl,
     verify: bool | None = None,
+    attends: bool | None = None,
 ) -> Conversion:
-    """Convert a model of transformers to saved mechanisms and give it the saved parameters."""
+    """Convert a model of transformers to saved mechanisms and give it the saved parameters.
+
+    Arguments:
+        model: of transformers.
+        mechanisms: as `mechanisms_to_json` wrote them.
+        tensors: the parameters by name.
+        impl, verify: as for `heedful.convert`.
+        attends: whether the mechanisms compute attention; by default unless they only rank tokens.
+    """
     plan, where = {}, {}
     for part in mechanisms:
         config = from_json(part["mechanism"])
         plan[config], where[config] = part["layers"], part.get("where", ["decoder"])
-    conversion = replace_attention(model, plan, where=where, impl=impl, verify=verify)
+    attends = not rank_only(plan) if attends is None else attends
+    options = {"where": where, "impl": impl, "verify": verify, "attends": attends}
+    conversion = replace_attention(model, plan, **options)
     own = conversion.parameters()
     problems = [f"{name} is missing" for name in sorted(set(own) - set(tensors))]
     problems += [f"{name} is not expected" for name in sorted(set(tensors) - set(own))]
@@ -39,6 +51,12 @@ def restore(
     for name, parameter in own.items():
         parameter.data = tensors[name].to(parameter.device)  # in the precision it was saved in
     return conversion
+
+
+def rank_only(mechanisms: Iterable[Mechanism]) -> bool:
+    """Whether mechanisms leave attention alone, and only rank a cache's tokens for eviction."""
+    others = [x for x in mechanisms if x != Standard()]
+    return bool(others) and all(isinstance(x, Selective) and not x.masks for x in others)
 
 
 def read_parameters(folder: Path) -> dict[str, Tensor]:

@@ -61,8 +61,10 @@ def newer_than_tested() -> bool:
 
 def cache_among(arguments: Mapping[str, object]) -> object | None:
     """The cache among the arguments of a call, by whichever name; `None` without one."""
-    caches = (arguments[name] for name in _CACHES if arguments.get(name) is not None)
-    return next(caches, None)
+    for name in _CACHES:
+        if (cache := arguments.get(name)) is not None:
+            return cache
+    return None
 
 
 def cache_of(output: object) -> object | None:

@@ -79,6 +79,9 @@ class LayerInputs(NamedTuple):
         then what `Layer.cached_keys` made of all tokens. `None` where the call holds all tokens.
     dropout: while a model trains with attention dropout, the share of weights to drop. Handed over
         like the bias, to layers that drop (`"dropout" in takes`).
+    new: in a step of a cache, of few queries and without gradients or autocast, how many of the
+        last queries are of new tokens. The outputs of these alone are read, and nothing needs a
+        check. `None` in every other call.
     """
 
     input: Float[Tensor, "B T E"] | None = None
@@ -95,6 +98,7 @@ class LayerInputs(NamedTuple):
     sinks: Float[Tensor, " H"] | None = None
     dropout: float = 0.0
     newest: Newest | None = None
+    new: int | None = None
 
     def before(self, later: int, tokens: int) -> "LayerInputs":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
@@ -227,10 +231,13 @@ class Host(NamedTuple):
 
     terms: what the module's family does to its logits and weights.
     own_cache: whether the module has a layer of a cache to itself.
+    attends: whether the layer computes the module's attention; else the family's function does, and
+        the layer only says which tokens a cache evicts.
     """
 
     terms: frozenset[Term] = frozenset()
     own_cache: bool = True
+    attends: bool = True
 
 
 class Layer(nn.Module):
@@ -266,6 +273,7 @@ class Layer(nn.Module):
     reports_memory: whether `forward` returns memory while `tau` is set.
     summarises: whether it keeps summaries of tokens, and goes on from a cache made for these.
     learns_groups: whether `forward` returns what training needs to know of its groups.
+    takes_steps: whether `forward` has a shorter way for a cache's steps, see `LayerInputs.new`.
 
     The integration sets once:
 
@@ -296,6 +304,7 @@ class Layer(nn.Module):
     reports_memory: bool = False
     summarises: bool = False
     learns_groups: bool = False
+    takes_steps: bool = False
 
     host: Host = Host()
     impl: Impl = "auto"
@@ -310,6 +319,11 @@ class Layer(nn.Module):
         """Whether keys and values are all that the next token needs."""
         rows = self.past_queries + self.past_inputs + self.past_keys
         return rows == 0 and not self.keeps and not self.summarises
+
+    def in_step(self, inputs: LayerInputs) -> bool:
+        """Whether a cache takes a step, so that the dense form of few queries serves unchecked."""
+        dense = self.impl in ("auto", "tiled", "composed")
+        return dense and inputs.new is not None and not inputs.dropout
 
     @property
     def hides(self) -> bool:

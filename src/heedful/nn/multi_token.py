@@ -21,6 +21,8 @@ from heedful.nn.layer import (
 )
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
 from heedful.ops import LowRank, Visibility, multi_token_attention
+from heedful.ops.mta.convolution import Parameters
+from heedful.ops.mta.decode import multi_token_attention_few
 from heedful.ops.mta.filtered import filtered_attention, filtered_attention_map
 from heedful.ops.mta.reference import multi_token_attention_map
 
@@ -227,6 +229,7 @@ class MultiTokenAttention(Layer):
 
     roles = frozenset(ROLES)
     takes = TERMS
+    takes_steps = True
 
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -312,11 +315,16 @@ class MultiTokenAttention(Layer):
         self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility | None, scale: float | None,
         inputs: LayerInputs,
     ) -> Float[Tensor, "B H Tq D"]:  # fmt: skip
-        """The operator's output."""
+        """The operator's output; of a step of a cache, that of its new queries."""
+        terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
+        if self.in_step(inputs):
+            return multi_token_attention_few(
+                q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,
+            ).to(q.dtype)  # fmt: skip
         return multi_token_attention(
-            q, k, v, **self._parts(), bias=inputs.bias, softcap=inputs.softcap,
-            sinks=inputs.sinks, two_sided=self.two_sided, dropout_p=inputs.dropout,
-            visibility=visibility, scale=scale, impl=self.impl,
+            q, k, v, **self._parts(), two_sided=self.two_sided, dropout_p=inputs.dropout,
+            visibility=visibility, scale=scale, impl=self.impl, **terms,
         )  # fmt: skip
 
     def _identity(self, name: str, weights: Tensor) -> Tensor:
@@ -360,6 +368,10 @@ class MultiTokenAttention(Layer):
             two_sided=self.two_sided, visibility=visibility, scale=scale, steps=steps,
         )  # fmt: skip
 
+    def shown(self) -> dict[str, Tensor | None]:
+        """Kernels and mixing as the operator takes them, kernels whole and groups consecutive."""
+        return dict(self._learned())
+
     def _parts(self) -> dict[str, object]:
         """The operator's arguments that are of the layer."""
         return dict(self._learned())
@@ -379,7 +391,8 @@ class LowRankAttention(MultiTokenAttention):
     takes = frozenset({"sinks"})
 
     def _make(self, size: tuple[int, int] | None, post_size: None) -> None:
-        shape, group, self.post_mix = self.shape, self.config.post_mix, None
+        shape, group = self.shape, self.config.post_mix
+        self.conv = self.post_conv = self.mix = self.post_mix = None
         if group is not None:
             if shape.key_heads % group:
                 raise UserError(
@@ -424,10 +437,12 @@ class LowRankAttention(MultiTokenAttention):
         inputs: LayerInputs,
     ) -> Tensor:  # fmt: skip
         if inputs.newest is None:
+            inputs = inputs._replace(new=None)  # no step of a cache of its own
             return super()._attend(q, k, v, visibility, scale, inputs)
         return filtered_attention(
             inputs.newest, k, v, queries=q.shape[2], **self._parts(), sinks=inputs.sinks,
-            visibility=visibility or Visibility(), scale=scale or q.shape[3] ** -0.5,
+            visibility=visibility or Visibility(),
+            scale=q.shape[3] ** -0.5 if scale is None else scale,
         )  # fmt: skip
 
     def _map(self, q, k, visibility, scale, inputs, steps=None) -> Tensor:
@@ -437,8 +452,19 @@ class LowRankAttention(MultiTokenAttention):
         del parts["across_keys"]
         return filtered_attention_map(
             inputs.newest, k, queries=q.shape[2], **parts, sinks=inputs.sinks,
-            visibility=visibility or Visibility(), scale=scale or q.shape[3] ** -0.5,
+            visibility=visibility or Visibility(),
+            scale=q.shape[3] ** -0.5 if scale is None else scale,
         )  # fmt: skip
+
+    def shown(self) -> dict[str, Tensor | None]:
+        shape, mixing = self.shape, self.post_mix
+        conv = None if self.u is None else self._parts()["conv"].kernel()
+        if mixing is not None and shape.heads > shape.key_heads:
+            per_key = shape.heads // shape.key_heads
+            parts = mixing.unflatten(0, (-1, per_key)).permute(0, 2, 3, 1)  # p out in place
+            # Heads of one place are mixed, and no others of the same group of key heads.
+            mixing = torch.diag_embed(parts).transpose(2, 3).flatten(3).flatten(1, 2)
+        return {"conv": conv, "post_conv": None, "mix": None, "post_mix": mixing}
 
     def _parts(self) -> dict[str, object]:
         conv = None if self.u is None else LowRank(self.u, self.w, self.config.centred)

@@ -20,9 +20,11 @@ from heedful.nn.layer import (
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
+from heedful.nn.standard import attend
 from heedful.ops import Visibility, selective_attention
 from heedful.ops.common.standard import masked_softmax
-from heedful.ops.selective.reference import selection
+from heedful.ops.selective.decode import selective_attention_few
+from heedful.ops.selective.reference import hidden_sums, selection
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Selective:
         protect_first: keep the first token of every document from being hidden.
         dim: channels of a separate selector's queries and keys; by default those of a head. A cache
             keeps these keys beside K and V, so a small number saves bytes.
+        masks: subtract F from the logits, as published. Else F only ranks the tokens of a cache for
+            eviction, and attention stays what it is without the mechanism.
 
     Source: Leviathan et al., arXiv 2410.02703, section 3 and its ablations.
     """
@@ -46,6 +50,7 @@ class Selective:
     head: int = 0
     protect_first: bool = True
     dim: int | None = None
+    masks: bool = True
 
     def __post_init__(self) -> None:
         choices = ("head", "mean", "per-head", "bilinear", "extra")
@@ -55,9 +60,15 @@ class Selective:
                 f"head must be a head index, and only with selector='head', got {self.head!r} with "
                 f"selector={self.selector!r}"
             )
-        if not isinstance(self.protect_first, bool):
-            raise UserError(f"protect_first must be True or False, got {self.protect_first!r}")
+        for name in ("protect_first", "masks"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} must be True or False, got {getattr(self, name)!r}")
         own = self.selector in ("bilinear", "extra")
+        if not self.masks and not own:
+            raise UserError(
+                f"masks=False needs a selector of its own (selector='extra' or 'bilinear'), got "
+                f"{self.selector!r}, which changes nothing but what a cache evicts"
+            )
         if self.dim is not None and not (own and is_whole(self.dim, 1)):
             raise UserError(
                 f"dim must be None or a whole number of at least 1, and only with an own selector "
@@ -79,6 +90,7 @@ class SelectiveAttention(Layer):
     takes = TERMS
     keeps = ("F",)
     reports_memory = True
+    takes_steps = True
 
     def __init__(self, config: Selective, shape: HeadShape) -> None:
         super().__init__(shape)
@@ -119,24 +131,43 @@ class SelectiveAttention(Layer):
     ) -> LayerOutput:
         """Attention with what earlier tokens have hidden; `state` is F of every key."""
         selector_q, selector_k = self.selectors(q, k, inputs)
-        result = selective_attention(
-            q,
-            k,
-            v,
-            selector_q=selector_q,
-            selector_k=selector_k,
-            state=inputs.state,
-            tau=self.tau,
-            protect_first=self.config.protect_first,
-            bias=inputs.bias,
-            softcap=inputs.softcap,
-            sinks=inputs.sinks,
-            dropout_p=inputs.dropout,
-            visibility=visibility,
-            scale=scale,
-            impl=self.impl,
-        )
-        return LayerOutput(result.output, result.state, result.memory)
+        if not self.config.masks:
+            return self._ranked(q, k, v, selector_q, selector_k, visibility, scale, inputs)
+        options = {
+            "tau": self.tau, "protect_first": self.config.protect_first, "bias": inputs.bias,
+            "softcap": inputs.softcap, "sinks": inputs.sinks,
+        }  # fmt: skip
+        if self.in_step(inputs):
+            result = selective_attention_few(
+                q, k, v, selector_q, selector_k, state=inputs.state,
+                visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, **options,
+            )  # fmt: skip
+        else:
+            result = selective_attention(
+                q, k, v, selector_q=selector_q, selector_k=selector_k, state=inputs.state,
+                dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=self.impl,
+                **options,
+            )  # fmt: skip
+        return LayerOutput(*result)
+
+    def _ranked(
+        self, q, k, v, selector_q, selector_k, visibility, scale, inputs: LayerInputs
+    ) -> LayerOutput:
+        """Standard attention; `state` is F of every key, without a gradient."""
+        if self.tau is not None:
+            raise UserError(
+                "a memory loss trains what F masks, and with masks=False it masks nothing; leave "
+                "the loss out, or masks=True"
+            )
+        visibility = Visibility() if visibility is None else visibility
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        output = attend(q, k, v, visibility=visibility, scale=scale, inputs=inputs, impl=self.impl)
+        first = self.config.protect_first
+        state = hidden_sums(selector_q, selector_k, first, visibility, scale)
+        if inputs.state is not None:
+            state = state + pad(inputs.state, (0, k.shape[2] - inputs.state.shape[2]))
+        return LayerOutput(output, state)
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax of what is left of the logits, per head, and what hides what."""
@@ -152,7 +183,7 @@ class SelectiveAttention(Layer):
         logits = q @ spread.mT * scale
         if inputs.softcap is not None:
             logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-        logits = logits - f
+        logits = logits - f if self.config.masks else logits
         logits = logits if inputs.bias is None else logits + inputs.bias
         sinks = None if inputs.sinks is None else inputs.sinks[:, None, None]
         return Maps(masked_softmax(logits, visible, sinks), hiding)
@@ -179,7 +210,8 @@ class SelectiveAttention(Layer):
                 joined = q.transpose(1, 2).flatten(2)[:, None] / q.shape[1]
                 spread = k.repeat_interleave(self.group, dim=1)
                 return joined, spread.transpose(1, 2).flatten(2)[:, None]
-        check_inputs(self, inputs)
+        if not self.in_step(inputs):
+            check_inputs(self, inputs)
         keys = self.beside(inputs) if inputs.beside is None else inputs.beside
         query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)

@@ -70,6 +70,9 @@ class WideLinear(nn.Linear):
         super().__init__(inputs, outputs, bias, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
-        bias = None if self.bias is None else self.bias.to(wide)
-        return nn.functional.linear(x.to(wide), self.weight.to(wide), bias)
+        weight, bias = self.weight, self.bias
+        if x.dtype != weight.dtype:
+            wide = torch.promote_types(x.dtype, weight.dtype)
+            x, weight = x.to(wide), weight.to(wide)
+            bias = None if bias is None else bias.to(wide)
+        return nn.functional.linear(x, weight, bias)

@@ -20,6 +20,7 @@ from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.few import FEW
 from heedful.ops.common.standard import standard_attention
+from heedful.ops.impl import Impl
 from heedful.ops.mta.reference import multi_token_attention_map
 
 
@@ -114,28 +115,8 @@ class StandardAttention(Layer):
     ) -> LayerOutput:
         """Softmax attention; padded queries get zeros."""
         visibility = self._visibility(visibility, k)
-        queries, keys = q.shape[2], k.shape[2]
-        more = inputs.dropout or any(
-            x is not None for x in (inputs.bias, inputs.softcap, inputs.sinks)
-        )
-        if more or (queries > FEW and not visibility.plain and q.device.type == "cpu"):
-            impl = "reference" if self.impl == "reference" else "auto"
-            out = multi_token_attention(
-                q, k, v, bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
-                dropout_p=inputs.dropout, visibility=visibility, scale=scale, impl=impl,
-            )  # fmt: skip
-            return LayerOutput(out)
-        if visibility.plain:
-            out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
-            if out is not None:
-                return LayerOutput(out)
-        visible = visibility.dense(queries, keys, q.device)[:, None]
-        blind = ~visible.any(-1, keepdim=True)  # such a row would divide by zero: let it see all
-        grouped = q.shape[1] != k.shape[1]
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible | blind, scale=scale, enable_gqa=grouped
-        )
-        return LayerOutput(out.masked_fill(blind, 0))
+        options = {"visibility": visibility, "scale": scale, "inputs": inputs, "impl": self.impl}
+        return LayerOutput(attend(q, k, v, **options))
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
         """The softmax, per head."""
@@ -161,3 +142,35 @@ class StandardAttention(Layer):
         if visibility.window is not None and visibility.window <= window:
             return visibility
         return replace(visibility, window=window)
+
+
+def attend(
+    q: Float[Tensor, "B H Tq D"],
+    k: Float[Tensor, "B Hk Tk D"],
+    v: Float[Tensor, "B Hk Tk D"],
+    *,
+    visibility: Visibility,
+    scale: float | None,
+    inputs: LayerInputs = NO_INPUTS,
+    impl: Impl = "auto",
+) -> Float[Tensor, "B H Tq D"]:
+    """Softmax attention with the terms of a family; padded queries get zeros."""
+    queries, keys = q.shape[2], k.shape[2]
+    more = inputs.bias is not None or inputs.softcap is not None or inputs.sinks is not None
+    more, plain = more or inputs.dropout, visibility.plain
+    if more or (queries > FEW and not plain and q.device.type == "cpu"):
+        return multi_token_attention(
+            q, k, v, bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
+            dropout_p=inputs.dropout, visibility=visibility, scale=scale,
+            impl="reference" if impl == "reference" else "auto",
+        )  # fmt: skip
+    if plain:
+        out = standard_attention(q, k, v, causal=visibility.causal, scale=scale)
+        if out is not None:
+            return out
+    visible = visibility.dense(queries, keys, q.device)[:, None]
+    blind = ~visible.any(-1, keepdim=True)  # such a row would divide by zero: let it see all
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=visible | blind, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.masked_fill(blind, 0)

@@ -161,7 +161,9 @@ class Visibility:
     def plain(self) -> bool:
         """Whether nothing but causal order limits attention, or nothing at all, as SDPA can
         express it."""
-        return self.window is None and self.queries is None and not self._tensors()
+        limited = self.window is not None or self.documents is not None or self.padding is not None
+        placed = self.positions is not None or self.queries is not None
+        return not (limited or placed) and self.mutual is None
 
     @property
     def in_place(self) -> bool:
@@ -188,6 +190,8 @@ class Visibility:
 
     def last(self, keys: int) -> "Visibility":
         """The same among the last `keys` tokens."""
+        if self.plain:
+            return self
         tokens = next((x.shape[1] for x in self._tensors().values()), keys)
         return self.part(tokens - keys, tokens)
 

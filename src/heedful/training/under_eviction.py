@@ -145,7 +145,8 @@ class EvictionInTraining:
         if layer.hides:
             selectors = layer.selectors(q, k, inputs)
             hiding = selection(*selectors, layer.config.protect_first, view, scale)
-            bias, order = hiding - hiding.cumsum(2), after_chunks(hiding, dense)
+            masked = hiding - hiding.cumsum(2) if layer.config.masks else torch.zeros_like(hiding)
+            bias, order = masked, after_chunks(hiding, dense)
         else:
             gates = layer.gates(tokens, inputs)
             bias, order = layer.logit_bias(gates, tokens, view), gates_after_chunks(gates, dense)

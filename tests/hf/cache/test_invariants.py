@@ -182,7 +182,8 @@ def shorter(part, slots="keys"):
 
 
 def doubled(part):
-    part._tokens.positions = part._tokens.positions[..., [0, *range(part.length - 1)]]
+    positions = part._tokens.positions
+    positions[..., 1] = positions[..., 0]
 
 
 def without_one(holder, name):

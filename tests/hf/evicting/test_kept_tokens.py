@@ -1,16 +1,18 @@
 """Unconverted models under a budget: the tokens and logits of the model converted to `standard`."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import heedful
-from heedful.eviction import Random, StreamingLLM, Window
+from heedful.eviction import MostHidden, Random, StreamingLLM, Window
 from heedful.hf.versions import cache_argument
 from helpers.cached import greedy, in_steps
 from helpers.families import EAGER, FAMILIES, chunked, logits, ragged_mask, tokens, windowed
-from helpers.unconverted import Knorm, Strongest, agree, pair
+from helpers.unconverted import Knorm, Strongest, agree, beside, pair
 
 CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")
          if attention == "eager" or family not in EAGER]  # fmt: skip
@@ -24,11 +26,12 @@ def test_kept_tokens_and_logits_are_those_of_the_converted_model(family, attenti
     models, ids = pair(family, attention), tokens(2, 40)
     for policy in (StreamingLLM(tokens=14), Random(tokens=15), Knorm(tokens=14)):
         agree(*models, policy, ids, WAYS[way])
+    agree(*pair(family, attention, ranked=True), MostHidden(tokens=14), ids, WAYS[way])
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM, Window, Random, Knorm, Strongest])
+@pytest.mark.parametrize("policy", [StreamingLLM, Window, Random, Knorm, Strongest, MostHidden])
 def test_budgets_of_layers_sinks_recent_and_the_prompt(policy):
-    models, ids = pair(), tokens(2, 40)
+    models, ids = pair(ranked=policy is MostHidden), tokens(2, 40)
     sinks = 0 if policy is Window else 2
     for tokens_of in ((13, None, 20), 16):
         agree(*models, policy(tokens_of, sinks, 3), ids, WAYS["chunks"])
@@ -47,7 +50,9 @@ def test_padding_on_either_side(family, attention, left):
     mask = ragged_mask(3, 34, left)
     mask[:, 14:] = 1  # what is decoded is real
     mask[:, :14] = ragged_mask(3, 14, left)
-    for policy in (StreamingLLM, Window, Knorm):
+    ranked = pair(family, attention, ranked=True)
+    for policy in (StreamingLLM, Window, Knorm, MostHidden):
+        models = ranked if policy is MostHidden else models
         for sizes in ([14, *[1] * 20], [3, 11, 9, *[1] * 11]):
             budget = policy(tokens=11, sinks=2, recent=3)
             agree(*models, budget, ids, sizes, attention_mask=mask)
@@ -55,9 +60,9 @@ def test_padding_on_either_side(family, attention, left):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("policy", [StreamingLLM, Window, Knorm])
+@pytest.mark.parametrize("policy", [StreamingLLM, Window, Knorm, MostHidden])
 def test_a_ragged_batch_is_its_rows(family, attention, policy):
-    model = pair(family, attention, dtype=torch.float32)[0]
+    model = pair(family, attention, ranked=policy is MostHidden, dtype=torch.float32)[0]
     rows = [tokens(1, n) for n in (14, 8, 11)]
     ids = torch.cat([pad(row, (14 - row.shape[1], 0)) for row in rows])
     budget = policy(tokens=10, sinks=2, recent=3)
@@ -72,6 +77,7 @@ def test_a_ragged_batch_is_its_rows(family, attention, policy):
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_a_full_budget_is_transformers_own_cache_bit_for_bit(family, attention):
     model, ids = pair(family, attention, dtype=torch.float32)[0], tokens(2, 21)
+    ranked = beside(copy.deepcopy(model))
     for mask in (None, ragged_mask(2, 21)):
         options = {} if mask is None else {"attention_mask": mask}
         sizes = [9, 1, 1, 4, *[1] * 6]
@@ -80,6 +86,9 @@ def test_a_full_budget_is_transformers_own_cache_bit_for_bit(family, attention):
             cache = heedful.new_cache(model, policy)
             actual = in_steps(model, ids, sizes, cache, **dict(options))
             assert torch.equal(actual, expected)
+        for policy in (False, MostHidden(tokens=22)):
+            cache = heedful.new_cache(ranked, policy)
+            assert torch.equal(in_steps(ranked, ids, sizes, cache, **dict(options)), expected)
 
 
 def test_masks_of_chunks_and_windows():
@@ -122,11 +131,14 @@ def test_tokens_that_see_later_ones_of_their_call():
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
 def test_windows_wider_than_the_budget(family, attention):
-    """What no later query sees leaves first, sinks too."""
+    """What no later query sees leaves first, sinks too, but for a first token that F leaves out."""
     models, ids = pair(family, attention, sliding_window=18), tokens(2, 40)
     mask = ragged_mask(2, 40)
-    for policy in (StreamingLLM, Knorm, Random):
+    ranked = pair(family, attention, ranked=True, sliding_window=18)
+    for policy in (StreamingLLM, Knorm, Random, MostHidden):
+        models = ranked if policy is MostHidden else models
         for options in ({}, {"attention_mask": mask}):
             sizes = [9, 1, 1, 7, 5, *[1] * 17]
             caches = agree(*models, policy(tokens=14), ids, sizes, **options)
-        assert caches[0].positions()[0].min() > 40 - 18
+        kept = caches[0].positions()[0][:, policy is MostHidden :]
+        assert kept.min() > 40 - 18

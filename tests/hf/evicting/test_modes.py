@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 import heedful
-from heedful.eviction import TOVA, StreamingLLM, TriAttention, Window
+from heedful.eviction import TOVA, MostHidden, StreamingLLM, TriAttention, Window
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.evicting.hook import MaskColumns, hook_of, remove
 from heedful.hf.evicting.layer import EvictingLayer
@@ -19,13 +19,14 @@ from heedful.records.environment import release
 from helpers.cached import greedy, in_steps
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import logits, ragged_mask, tiny, tokens
-from helpers.unconverted import Knorm, pair
+from helpers.unconverted import Knorm, beside, pair
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", [StreamingLLM, Knorm])
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
 def test_generate_goes_on_as_with_a_converted_model(family, policy):
-    models, ids, mask = pair(family), tokens(2, 30), ragged_mask(2, 30)
+    models = pair(family, ranked=policy is MostHidden)
+    ids, mask = tokens(2, 30), ragged_mask(2, 30)
     for options in (
         {},
         {"prefill_chunk_size": 7},
@@ -47,9 +48,10 @@ def test_generate_goes_on_as_with_a_converted_model(family, policy):
     release(transformers.__version__) < (5, 24),
     reason="transformers before 5.24 takes tokens back from a cache of its own in another way",
 )
-@pytest.mark.parametrize("policy", [StreamingLLM, Knorm])
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
 def test_prompt_lookup_and_assisted_decoding(policy):
-    models, ids = pair(max_position_embeddings=256), tokens(1, 20).repeat(1, 2)
+    models = pair(ranked=policy is MostHidden, max_position_embeddings=256)
+    ids = tokens(1, 20).repeat(1, 2)
     for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny()}):
         caches = [heedful.new_cache(x, policy(tokens=24)) for x in models]
         results = [
@@ -69,10 +71,11 @@ def test_prompt_lookup_and_assisted_decoding(policy):
         assert torch.equal(greedy(models[0], ids, 30, cache=cache, **options), whole)
 
 
-def test_crop_takes_back_what_was_recorded():
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
+def test_crop_takes_back_what_was_recorded(policy):
     for family in ("llama", "gemma3_text"):
-        model, ids = tiny(family), tokens(2, 40)
-        cache, once = (heedful.new_cache(model, StreamingLLM(tokens=20)) for _ in range(2))
+        model, ids = beside(tiny(family)), tokens(2, 40)
+        cache, once = (heedful.new_cache(model, policy(tokens=20)) for _ in range(2))
         expected = in_steps(model, ids, [25, *[1] * 15], once)
         in_steps(model, ids[:, :25], [25], cache)
         cache.activate_past_recording()
@@ -89,9 +92,9 @@ def test_crop_takes_back_what_was_recorded():
 
 
 def test_turns_reset_and_other_batches():
-    model, ids = tiny(), tokens(2, 50)
+    model, ids = beside(tiny()), tokens(2, 50)
     mask = ragged_mask(2, 50)
-    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16)):
+    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16), MostHidden(tokens=16)):
         cache = heedful.new_cache(model, policy)
         first = in_steps(model, ids, [20, *[1] * 10, 20], cache, attention_mask=mask)
         cache.reset()
@@ -161,11 +164,11 @@ def test_slack_evicts_in_blocks(slack):
         heedful.new_cache(model, budget, slack=-1)
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM, Knorm])
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
 def test_slack_on_ragged_batches_and_windows(policy):
     """Each row keeps what it keeps alone."""
     for family in ("llama", "mistral"):
-        model = tiny(family, max_position_embeddings=256, **window(family))
+        model = beside(tiny(family, max_position_embeddings=256, **window(family)))
         rows = [tokens(1, n) for n in (14, 8)]
         ids = torch.cat([torch.nn.functional.pad(x, (14 - x.shape[1], 0)) for x in rows])
         more = tokens(2, 40)
@@ -242,8 +245,8 @@ def test_hooks_leave_other_caches_and_the_model_alone():
 
 
 def test_copies_of_models_and_caches_go_on():
-    model, ids, mask = tiny(), tokens(2, 40), ragged_mask(2, 40)
-    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16)):
+    model, ids, mask = beside(tiny()), tokens(2, 40), ragged_mask(2, 40)
+    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16), MostHidden(tokens=16)):
         sizes = [20, 1, 1, 8, *[1] * 10]
         expected = in_steps(
             model, ids, sizes, heedful.new_cache(model, policy), attention_mask=mask
@@ -263,17 +266,19 @@ def test_copies_of_models_and_caches_go_on():
                     )  # fmt: skip
                 parts.append(out.logits)
             torch.testing.assert_close(torch.cat(parts, 1), expected[:, 22:], rtol=0, atol=1e-12)
+    heedful.revert(model)
+    assert not any(hook_of(x) for x in model.modules())
     heedful.convert(model, "standard")
-    assert not isinstance(heedful.new_cache(model, policy).layers[0], EvictingLayer)
+    assert not isinstance(heedful.new_cache(model, False).layers[0], EvictingLayer)
 
 
 def test_threads_share_a_model():
-    model = tiny()
+    model = beside(tiny())
     rows = [tokens(1, 60) for _ in range(4)]
     policies = [
         StreamingLLM(tokens=14),
         Knorm(tokens=16),
-        StreamingLLM(tokens=20),
+        MostHidden(tokens=20),
         Window(tokens=9),
     ]
 
@@ -300,7 +305,7 @@ def test_what_an_evicting_cache_does_not_serve_is_said():
         (StreamingLLM(tokens=(16, 20)), "one for each of the model's 3 attention layers"),
         (
             heedful.eviction.MostHidden(tokens=16),
-            "MostHidden needs a converted model, as it reads F",
+            "MostHidden needs selectors, and this model has none: heedful.load",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -198,7 +198,7 @@ def _score_missing(
         folder, task = job.model(out), job.setup.task
         if not task.under_budgets() or not folder.is_dir():
             continue
-        model = load(folder).eval()
+        model = load(folder, convert=True).eval()
         policies = []
         for eviction in plans(model, task, comparison.budgets):
             name, tokens = policy_name(eviction, task.length), min(eviction.tokens, task.length)
@@ -297,7 +297,9 @@ def _looks(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Model
     def model_look(job: _Job, folder: Path) -> ModelLook:
         task = job.setup.task
         ids = task.shown()
-        return ModelLook(job.name, job.mechanism, task.tokens(ids), look(load(folder), ids[None]))
+        return ModelLook(
+            job.name, job.mechanism, task.tokens(ids), look(load(folder, convert=True), ids[None])
+        )
 
     decoders = [job for job in jobs if not job.setup.task.paired]
     return _of_models(decoders, records, out, model_look)
@@ -308,7 +310,7 @@ def _texts(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[Model
         task = job.setup.task
         rows = task.held_out(_WRITTEN)
         sources, references = (task.references(ids) for ids in (rows.input_ids, rows.labels))
-        texts = write(load(folder).eval(), task, rows)
+        texts = write(load(folder, convert=True).eval(), task, rows)
         return ModelTexts(
             job.name, job.mechanism, list(zip(sources, references, texts, strict=True))
         )
@@ -345,7 +347,7 @@ def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterato
             continue
         eviction = MostHidden(tokens=min(x.tokens for x in those))
         ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
-        layers = cached_over_time(load(job.model(out)), ids[:, :_PICTURED], eviction)
+        layers = cached_over_time(load(job.model(out), convert=True), ids[:, :_PICTURED], eviction)
         yield CacheHistory(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
 
 

@@ -51,11 +51,13 @@ class GenerationResult(NamedTuple):
     def __str__(self) -> str:
         rate = self.tokens_per_second
         speed = "" if rate is None else f" at {rate:.1f} tokens/s"
+        sizes = (self.contents_nbytes, self.bf16_nbytes, self.peak_nbytes)
+        contents, full, peak = map(size_in_words, sizes)
         return (
             f"{self.prompt} tokens read, {self.tokens} written{speed}; the cache has "
-            f"{self._tokens} of {self.passed:,} tokens per layer in {_size(self.contents_nbytes)}, "
+            f"{self._tokens} of {self.passed:,} tokens per layer in {contents}, "
             f"{self.bf16_nbytes / max(self.contents_nbytes, 1):.1f} × smaller than a full one in "
-            f"bf16 ({_size(self.bf16_nbytes)}); peak with reserve {_size(self.peak_nbytes)}"
+            f"bf16 ({full}); peak with reserve {peak}"
         )
 
     @property
@@ -84,6 +86,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
         dtype=options.dtype,
         adapter=options.adapter,
         budgets=reads_budgets(options),
+        convert=False,
     )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     ids = _prompt(text, tokenizer, options.chat)
@@ -223,5 +226,6 @@ class _Streamer(BaseStreamer):
         return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
 
 
-def _size(size: int) -> str:
+def size_in_words(size: int) -> str:
+    """Bytes for people."""
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -55,7 +55,7 @@ RECIPES = {
 learns which tokens its cache can do without, and an adapter that learns to do without them."""
 
 HIDE, EVICT = "hide", "evict"
-HIDING = "selective:selector=extra,dim=16"
+HIDING = "selective:selector=extra,dim=16,masks=false"
 """The mechanism of that last one, unless another is named."""
 
 

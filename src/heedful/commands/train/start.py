@@ -143,7 +143,7 @@ def _beside_frozen(
                 else f"model {options.model!r} has low-rank matrices, which training does not "
                 "resume; train from its base again"
             )
-        load_adapter(model, options.model, budgets=False)
+        load_adapter(model, options.model, budgets=False, convert=True)
     else:
         _give_mechanism(model, options)
     own = conversion_of(model).parameters().values()
@@ -290,5 +290,5 @@ def _with_weights(name: str) -> PreTrainedModel:
         raise UserError(f"model {name!r} is a folder without a config.json; name a model's folder")
     with opening("model", name):
         if is_converted(folder):
-            return load(folder, budgets=False, dtype=torch.float32)
+            return load(folder, budgets=False, convert=True, dtype=torch.float32)
         return stock_model(name, dtype=torch.float32)

@@ -30,7 +30,10 @@ class AttentionCache(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
     is_croppable = True
+    reads_positions = False
+    """Whether `attend` needs the positions of the new tokens."""
     window: int | None = None
+    _aside = 0
     budget: Budget | None = None
 
     def __init__(self, layer: Layer, meter: Meter | None = None) -> None:
@@ -174,6 +177,10 @@ class AttentionCache(CacheLayerMixin):
             return torch.tensor([[self.length]])  # on the CPU: one number and no launch
         return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
+    def is_of(self, layer: Layer) -> bool:
+        """Whether the cache belongs to that layer already."""
+        return self._owner.layer() is layer
+
     def check_owner(self, layer: Layer) -> None:
         """Raise unless the cache belongs to that layer; one from a file does from now on."""
         self._owner.check(layer, used=self.counters.total > 0)
@@ -184,7 +191,7 @@ class AttentionCache(CacheLayerMixin):
     def _begin_update(self, key_states: Tensor, options: dict) -> None:
         """What every `update` does first: `options` are its keywords."""
         hand_over(self, options)
-        if self._check_batch(len(key_states)) is None:
+        if self._check_batch(key_states.shape[0]) is None:
             self.dtype, self.device = key_states.dtype, key_states.device
 
     def _check_batch(self, batch: int) -> int | None:
@@ -205,3 +212,12 @@ class AttentionCache(CacheLayerMixin):
         nbytes = nbytes_of(self._tensors())
         self.meter.change(nbytes - self._nbytes, max(copied, most - nbytes))
         self._nbytes = nbytes
+
+
+def check_unrecorded(does: str, other: str) -> None:
+    """Raise while gradients are recorded, for a cache that `does` what has none; `other` serves."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            f"the cache {does} tokens, which has no gradients: call the model under "
+            f"torch.no_grad(), or with {other}"
+        )

@@ -69,10 +69,6 @@ class EvictionStep:
         self.budget = budget
         self.score: Float[Tensor, "B 1 n"] | None = None
 
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        return [self.score]
-
     def due(self, length: int) -> bool:
         """Whether a call is followed by a step, with so many tokens cached."""
         return self.budget.policy.observes != 0 or length >= self.budget.tokens

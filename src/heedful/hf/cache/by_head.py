@@ -52,7 +52,9 @@ class ByHeadCache(LayerCache):
             most = max(min(windows), budget.policy.sinks + budget.policy.recent + 2)
             budget = replace(budget, tokens=tuple(min(n, most) for n in budget.tokens))
         super().__init__(layer, sliding, budget, meter, int8)
+        self._room, self._changes = max(budget.tokens), True
         self._by_heads = False  # it is groups of heads that are read one by one here
+        self._reads_itself = True
 
     def _clear(self) -> None:
         super()._clear()
@@ -64,9 +66,8 @@ class ByHeadCache(LayerCache):
 
     values = keys
 
-    @property
-    def _room(self) -> int:
-        return max(self.budget.tokens)
+    def _measure_call(self) -> None:
+        self._measure()  # the places of groups are new tensors
 
     @property
     def _copied(self) -> int:
@@ -98,16 +99,14 @@ class ByHeadCache(LayerCache):
     def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values
 
-    _reads_itself = True
-    _blind_to_changes = "a cache with budgets of key heads"
-    _way_out = "give its layers one number of tokens"
+    _reader = ("a cache with budgets of key heads", "give its layers one number of tokens")
 
     def _run(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
     ) -> LayerOutput:
         """The layer for query rows that are followed by so many later tokens, group by group."""
-        inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
-        heads, before = len(self.budget.tokens), 0 if self._state is None else self._state.shape[2]
+        inputs, heads = call.inputs, len(self.budget.tokens)
+        before = 0 if inputs.state is None else inputs.state.shape[2]
         size, new = rows.shape[1] // heads, self.length - later - before
         outputs: list[Tensor | None] = [None] * heads
         for group in self._tokens.groups:
@@ -128,7 +127,6 @@ class ByHeadCache(LayerCache):
                 state = out.state  # of all tokens, the same whichever head it is from
         return LayerOutput(torch.cat(outputs, dim=1), state)
 
-    @torch.no_grad()
     def _evict_over_budget(self, call: LastCall) -> None:
         if not any(group.keys.length >= group.tokens for group in self._tokens.groups):
             return
@@ -234,10 +232,8 @@ class TokensByHead(StoredTokens):
             for count in sorted(set(tokens), reverse=True)
         ]
         self.keys, self.values = self.groups[0].keys, self.groups[0].values
-
-    @property
-    def of_heads(self) -> list[Slots | Int8Slots]:
-        return [x for group in self.groups for x in (group.keys, group.values)]
+        self.of_heads = [x for group in self.groups for x in (group.keys, group.values)]
+        self.streams = list(self.of_heads)
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -245,13 +241,11 @@ class TokensByHead(StoredTokens):
 
     def append(
         self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
-    ) -> int:
-        start, before = self.length, [x.nbytes for x in self.streams]
+    ) -> bool:
+        start = self.length
         for group in self.groups:
             group.append(keys, values, start)
-        after = [x.nbytes for x in self.streams]
-        moved = [old for old, new in zip(before, after, strict=False) if old != new]
-        return max(moved, default=0)
+        return True  # the places of groups are new tensors
 
     def drop_last(self, count: int) -> None:
         super().drop_last(count)
@@ -293,8 +287,8 @@ class TokensByHead(StoredTokens):
         slot = slot.repeat(len(self.positions), 1).scatter_(1, moves.source, moves.to)
         for group in self.groups[1:]:
             group.places = slot.gather(1, group.places.long()).int()
-        self.positions = moves.of(self.positions)
-        if self.beside.tensors:
+        self._places.move(moves, self.groups[0].tokens)
+        if self.beside.buffer is not None:
             self.beside.move(moves, self.groups[0].tokens)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -37,7 +37,7 @@ class Counters:
 
     def add(self, new: int) -> None:
         """Count the tokens of an `update`."""
-        if new == 1 and self.total >= max(1, self.expected):
+        if self.prefill and new == 1 and self.total >= max(1, self.expected):
             self.prefill = False
         self.total += new
         self.pending = new
@@ -70,5 +70,9 @@ class Meter:
 
 def nbytes_of(tensors: list[Tensor | None]) -> int:
     """Bytes of the storages, each counted once."""
-    storages = [x.untyped_storage() for x in tensors if x is not None]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for x in tensors:
+        if x is not None:
+            storage = x.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -22,6 +22,7 @@ from heedful.hf.cache.rows import PastRows
 from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs
 from heedful.ops import Queries, Visibility
+from heedful.ops.common.few import is_step
 
 
 def of_source(visibility: Visibility, target: Bool[Tensor, "B n"] | None, rows: int) -> Visibility:
@@ -118,6 +119,8 @@ class CrossLayerCache(AttentionCache):
             )
         rows = self._queries.add(q, keep_all=self.record_past) if self._past_queries else q
         visibility = of_source(visibility, target, rows.shape[2])
+        if is_step(rows, k):
+            inputs = inputs._replace(new=q.shape[2])
         options = {"visibility": visibility, "scale": scale, "inputs": inputs}
         out = run_layer(layer, rows, k, v, **options).output
         if self._past_queries:
@@ -171,7 +174,7 @@ class BiasedLayerCache(LayerCache):
                 "eviction=False)"
             )
         super().__init__(layer, sliding, meter=meter, int8=int8)
-        self.window = None
+        self.window = self._room = None
 
     def _clear(self) -> None:
         super()._clear()

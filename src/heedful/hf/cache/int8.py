@@ -60,6 +60,16 @@ class Int8Slots:
         return [*self._codes.tensors, *self._scales.tensors]
 
     @property
+    def buffer(self) -> Int8[Tensor, "B H room D"] | None:
+        """The codes, with room for more."""
+        return self._codes.buffer
+
+    @property
+    def replaced(self) -> int:
+        """Bytes of the buffers that the newest `append` has replaced."""
+        return self._codes.replaced + self._scales.replaced
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return self._codes.nbytes + self._scales.nbytes

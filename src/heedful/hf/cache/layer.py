@@ -14,11 +14,10 @@ from torch import Tensor
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
-from heedful.hf.cache.base import AttentionCache
+from heedful.hf.cache.base import AttentionCache, check_unrecorded
 from heedful.hf.cache.budget import Budget, EvictionStep
-from heedful.hf.cache.counters import Meter
+from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.int8 import heads_read_together
-from heedful.hf.cache.owner import kind_of
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import SLACK
 from heedful.hf.cache.tokens import StoredTokens
@@ -26,6 +25,7 @@ from heedful.hf.cache.undo import UNDO_ROWS, LastCall, Undo
 from heedful.hf.intercept import run_layer
 from heedful.nn import Layer, LayerInputs, LayerOutput
 from heedful.ops import Visibility
+from heedful.ops.common.few import is_step
 
 
 class LayerCache(AttentionCache):
@@ -54,6 +54,7 @@ class LayerCache(AttentionCache):
             raise UserError(f"{type(layer).__name__} needs both query rows and a state")
         self._past_queries, self._past_inputs = layer.past_queries, layer.past_inputs
         self._stateful, self._keeps_first = layer.has_state, layer.keeps_first
+        self._takes_steps, self._counts_positions = layer.takes_steps, layer.counts_positions
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
@@ -62,8 +63,19 @@ class LayerCache(AttentionCache):
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
         self.budget, self._int8 = budget, int8
+        self.policy: Eviction | None = None if budget is None else budget.policy
+        needs = () if budget is None else self.policy.needs
+        self._observes = budget is not None and self.policy.observes != 0
+        self.is_croppable, self.reads_positions = not self._observes, "positions" in needs
+        self._reads_rows = "keys" in needs or "values" in needs
         # Keys that other layers of the model read must be there as a whole.
         self._by_heads = int8 and layer.any_heads and layer.host.own_cache
+        # Attention or the policy reads keys from here, and not what `attend` is given.
+        self._reads_itself = self._by_heads or self._reads_rows
+        # Other tensors than the buffers of tokens change their size in every call.
+        rows = layer.past_queries or layer.past_inputs
+        self._changes = bool(rows or self._stateful or self._observes or int8)
+        self._room = self._room_ahead()
         super().__init__(layer, meter)
 
     def _clear(self) -> None:
@@ -75,15 +87,6 @@ class LayerCache(AttentionCache):
         self._step = None if self.budget is None else EvictionStep(self.budget)
         self._undo: Undo | None = None
         self._returned: tuple[Tensor, Tensor] | None = None  # by an `update`, until `attend`
-
-    @property
-    def policy(self) -> Eviction | None:
-        return None if self.budget is None else self.budget.policy
-
-    @property
-    def reads_positions(self) -> bool:
-        """Whether `attend` needs the positions of the new tokens."""
-        return self.budget is not None and "positions" in self.budget.policy.needs
 
     @property
     def keys(self) -> Float[Tensor, "B Hk n D"] | None:
@@ -100,10 +103,6 @@ class LayerCache(AttentionCache):
     @property
     def length(self) -> int:
         return self._tokens.length
-
-    @property
-    def is_croppable(self) -> bool:
-        return self.budget is None or self.budget.policy.observes == 0
 
     def activate_past_recording(self) -> None:
         if not self.is_croppable:
@@ -147,10 +146,9 @@ class LayerCache(AttentionCache):
         """How many tokens are behind a window: a row above the newest has a window of its own."""
         return self.window - 1 + self._past_queries
 
-    @property
-    def _room(self) -> int | None:
+    def _room_ahead(self) -> int | None:
         """For how many tokens room is made ahead of them; a window's slides through some more."""
-        if self.budget is not None and self.budget.tokens is not None:
+        if self.budget is not None and not self.budget.by_head:
             return self.budget.tokens
         if self.window is None:
             return None
@@ -166,27 +164,22 @@ class LayerCache(AttentionCache):
 
         Where `attend` dequantizes some heads at a time, it is the codes that are returned.
         """
-        recorded = torch.is_grad_enabled() and key_states.requires_grad
-        if self.budget is not None and recorded:
-            raise UserError(
-                "the cache evicts tokens, which has no gradients: call the model under "
-                "torch.no_grad(), or with heedful.new_cache(model, eviction=False)"
-            )
-        if self._int8 and recorded:
-            raise UserError(
-                "the cache quantizes tokens, which has no gradients: call the model under "
-                "torch.no_grad(), or with a cache without dtype"
-            )
+        if (evicts := self.budget is not None) and key_states.requires_grad:
+            check_unrecorded("evicts", "heedful.new_cache(model, eviction=False)")
+        if self._int8 and key_states.requires_grad:
+            check_unrecorded("quantizes", "a cache without dtype")
         self._begin_update(key_states, kwargs)
-        new = key_states.shape[2]
-        copied = self._tokens.append(key_states, value_states, self._room)
-        if self.budget is not None:
-            self._tokens.place(self.counters.total, new)
+        new, tokens = key_states.shape[2], self._tokens
+        grown = tokens.append(key_states, value_states, self._room)
+        if evicts:
+            grown = tokens.place(self.counters.total, new, self._room) or grown
+        if grown or self._int8:
+            self._measure(copied=tokens.replaced)
         self.counters.add(new)
-        self._measure(copied=copied)
-        returned = self._for_attention(key_states, value_states)
-        self._returned = returned if self._reads_itself else None
-        return returned
+        if self._reads_itself:
+            self._returned = self._for_attention(key_states, value_states)
+            return self._returned
+        return self.keys, self.values
 
     def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What `update` returns for new keys and values, and `attend` is given."""
@@ -194,36 +187,22 @@ class LayerCache(AttentionCache):
             return self._tokens.keys.codes, self._tokens.values.codes
         return self.keys, self.values
 
-    @property
-    def _reads_itself(self) -> bool:
-        """Whether attention or the policy reads keys from here, and not what `attend` is given."""
-        return self._by_heads or self._reads_rows
-
-    @property
-    def _reads_rows(self) -> bool:
-        """Whether the policy reads keys or values."""
-        return self.policy is not None and not {"keys", "values"}.isdisjoint(self.policy.needs)
-
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         """Raise where what attention reads is not what `update` has returned."""
         returned, self._returned = self._returned, None
-        if not self._reads_itself or returned is None:
-            return
-        if k is not returned[0] or v is not returned[1]:
-            name = type(layer).__name__
+        if returned is not None and (k is not returned[0] or v is not returned[1]):
+            reader, way_out = self._reader
             raise UserError(
-                f"{name}: this family changes keys or values after the cache has returned them, "
-                f"which {self._blind_to_changes} does not see; {self._way_out}"
+                f"{type(layer).__name__}: this family changes keys or values after the cache has "
+                f"returned them, which {reader} does not see; {way_out}"
             )
 
     @property
-    def _blind_to_changes(self) -> str:
-        """What takes keys and values from the cache alone, in words."""
-        return "a quantized cache" if self._by_heads else type(self.policy).__name__
-
-    @property
-    def _way_out(self) -> str:
-        return "make it without dtype" if self._by_heads else "take a policy that reads no keys"
+    def _reader(self) -> tuple[str, str]:
+        """What reads keys and values from the cache alone, and the way out, in words."""
+        if self._by_heads:
+            return "a quantized cache", "make it without dtype"
+        return type(self.policy).__name__, "take a policy that reads no keys"
 
     def newest(self, part: str, rows: Float[Tensor, "B T ..."]) -> Float[Tensor, "B r ..."] | None:
         """Keep new tokens' rows from before the rotation; returns the newest ones before these."""
@@ -253,10 +232,11 @@ class LayerCache(AttentionCache):
             visibility: which keys each query sees, among all tokens so far.
             scale, inputs: for the layer.
         """
-        self._check_unchanged(layer, k, v)
-        beside = layer.beside(inputs)
-        if beside is not None:
-            self._tokens.beside.append(beside.to(q.dtype), self._room)
+        if self._reads_itself:
+            self._check_unchanged(layer, k, v)
+        grown = False
+        if (beside := layer.beside(inputs)) is not None:
+            grown = self._tokens.append_beside(beside.to(q.dtype), self._room)
             inputs = inputs._replace(beside=self._tokens.beside.contents)
         if self.reads_positions:
             if inputs.positions is None:
@@ -265,37 +245,41 @@ class LayerCache(AttentionCache):
                     "inputs=LayerInputs(positions=...)"
                 )
             inputs = inputs._replace(positions=inputs.positions.expand(len(q), -1))
-        of_cached = self._visibility_of_cached(
-            visibility, self.counters.total - self.counters.pending
-        )
-        self._check_rows(layer, of_cached)
+        of_cached = self._visibility_of_cached(visibility, self.counters.pending)
         rows = q
         if self._past_queries or (self._stateful and self.record_past):
+            if layer.window is None and 0 < (self.window or 0) <= self.counters.total:
+                self._queries.check_seen(layer, of_cached)
             rows = self._queries.add(q, keep_all=self.record_past)
-        output, before = self._output(layer, rows, k, v, LastCall(None, of_cached, scale, inputs))
-        keys = None if self._by_heads else k
-        call = LastCall(q, visibility, scale, inputs._replace(state=before), keys)
-        if self.record_past:
-            recorded = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
-            self._undo = Undo.after(self._undo, recorded, self._stateful)
+        if self._stateful or self._takes_steps:
+            new = q.shape[2] if self._takes_steps and is_step(rows, k) else None
+            inputs = inputs._replace(state=self._state, new=new)
+        call, before = LastCall(None, of_cached, scale, inputs), self._state
+        if self.record_past and self._stateful and rows.shape[2] > UNDO_ROWS:
+            output, before = self._in_two_runs(layer, rows, k, v, call)
         else:
-            self._evict(call)
+            output, self._state = self._run(layer, rows, k, v, call)[:2]
+        if self.record_past or self.budget is not None or self.window is not None:
+            inputs = inputs._replace(state=before, new=None)
+            call = LastCall(q, visibility, scale, inputs, None if self._by_heads else k)
+            (self._record if self.record_past else self._evict)(call)
         self.counters.pending = 0
-        self._measure()
-        return output[:, :, -q.shape[2] :]
+        if grown:
+            self._measure()
+        elif self._changes:
+            self._measure_call()
+        return output if rows is q else output[:, :, -q.shape[2] :]
 
-    def _visibility_of_cached(self, visibility: Visibility, before: int) -> Visibility:
-        """Who sees whom among the cached tokens.
-
-        Arguments:
-            visibility: of all tokens so far.
-            before: how many of these came before the call.
-        """
+    def _visibility_of_cached(self, visibility: Visibility, new: int) -> Visibility:
+        """Who sees whom among the cached tokens, from that of all, `new` ones of this call."""
         if self.budget is None:
             return visibility.last(self.length)
-        visibility = gather.check_visibility(visibility, self._owner.layer(), before)
-        if visibility.plain and not self._owner.layer().counts_positions:
+        if visibility.plain and not self._counts_positions:
             # Every cached token is seen, and the newest ones are the last: as if all were in order.
+            return visibility
+        before = self.counters.total - new
+        visibility = gather.check_visibility(visibility, self._owner.layer(), before)
+        if visibility.plain and not self._counts_positions:
             return visibility
         positions = self._tokens.positions[:, 0]
         parts = {
@@ -305,47 +289,37 @@ class LayerCache(AttentionCache):
         }
         return replace(visibility, positions=positions, **parts)
 
-    def _check_rows(self, layer: Layer, visibility: Visibility) -> None:
-        """Raise where earlier query rows see tokens that a window has dropped."""
-        if self._queries.rows is None or layer.window is not None:
-            return
-        drops = self.window is not None and self.counters.total >= self.window > 0
-        if drops and visibility.window is None and visibility.documents is None:
-            raise UserError(
-                f"{kind_of(layer)}: this family's cache drops tokens that its mask shows, so that "
-                "earlier query rows cannot be computed again; call the model with use_cache=False"
-            )
-
-    def _output(
+    def _in_two_runs(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall
-    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"] | None]:
-        """The layer's output for query rows, and the running state before the recorded ones."""
+    ) -> tuple[Float[Tensor, "B H Tr D"], Float[Tensor, "B S n"]]:
+        """The layer's output for query rows, and the running state where undoing may begin."""
         first = rows.shape[2] - UNDO_ROWS
-        if first <= 0 or not (self.record_past and self._stateful):
-            before, out = self._state, self._run(layer, rows, k, v, call)
-            self._state = out.state
-            return out.output, before
-        # In two runs, so that the state is known where undoing may begin.
-        early = self._run(layer, rows[:, :, :first], k, v, call, later=UNDO_ROWS)
+        early = self._run_part(layer, rows[:, :, :first], k, v, call, UNDO_ROWS)
         self._state = early.state
-        late = self._run(layer, rows[:, :, first:], k, v, call)
+        late = self._run_part(layer, rows[:, :, first:], k, v, call)
         self._state = late.state
         return torch.cat([early.output, late.output], dim=2), early.state
 
-    def _run(
+    def _run_part(
         self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
     ) -> LayerOutput:
-        """The layer for query rows that are followed by so many later tokens."""
+        """The layer for some of the query rows, which so many later tokens follow."""
         count = self.length - later
         inputs = call.inputs.before(later, rows.shape[2])._replace(state=self._state)
         if later and inputs.beside is not None:
             inputs = inputs._replace(beside=inputs.beside[:, :, :count])
         call = call._replace(visibility=call.visibility.part(0, count), inputs=inputs)
+        return self._run(layer, rows, k, v, call, later)
+
+    def _run(
+        self, layer: Layer, rows: Tensor, k: Tensor, v: Tensor, call: LastCall, later: int = 0
+    ) -> LayerOutput:
+        """The layer for query rows, and the tokens before so many later ones."""
         if self._by_heads:
-            return self._run_by_heads(layer, rows, count, call)
+            return self._run_by_heads(layer, rows, self.length - later, call)
         if later:
-            k, v = k[:, :, :count], v[:, :, :count]
-        options = {"visibility": call.visibility, "scale": call.scale, "inputs": inputs}
+            k, v = k[:, :, : self.length - later], v[:, :, : self.length - later]
+        options = {"visibility": call.visibility, "scale": call.scale, "inputs": call.inputs}
         return run_layer(layer, rows, k, v, **options)
 
     def _run_by_heads(self, layer: Layer, rows: Tensor, count: int, call: LastCall) -> LayerOutput:
@@ -369,65 +343,65 @@ class LayerCache(AttentionCache):
 
     def _evict(self, call: LastCall) -> None:
         """Drop what no window reaches any more, or what the budget has no room for."""
-        if self.budget is not None:
+        if self.budget is None:
+            spare = 0 if self.window is None else self.length - self._reach
+            if spare > 0:
+                self._tokens.drop_first(spare)
+                self._state = None if self._state is None else self._state[..., spare:]
+        elif torch.is_grad_enabled():
+            with torch.no_grad():
+                self._evict_over_budget(call)
+        else:
             self._evict_over_budget(call)
-        elif self.window is not None and (spare := self.length - self._reach) > 0:
-            self._tokens.drop_first(spare)
-            if self._state is not None:
-                self._state = self._state[..., spare:]
 
-    @torch.no_grad()
     def _evict_over_budget(self, call: LastCall) -> None:
-        if not self._step.due(self.length):
-            return
-        cached, protection = self._candidates(call)
-        moves = self._step.moves(cached, protection)
-        if moves is not None:
+        if self._step.due(self.length) and (moves := self._step.moves(*self._candidates(call))):
             self._move(moves)
 
     def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
         """All cached tokens as the policy scores them, and what else decides."""
-        policy, counters, visibility = self.policy, self.counters, call.visibility
-        if "keys" in policy.needs or policy.observes != 0:
+        counters, visibility, needs = self.counters, call.visibility, self.policy.needs
+        if self._int8 and (self._reads_rows or self._observes):
             self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
-        cached = CachedTokens(self._tokens.positions[:, 0], counters.total)
-        if "F" in policy.needs:
-            cached = cached._replace(hidden=self._state.amin(1))
-        if "gate" in policy.needs:
-            cached = cached._replace(gate=self._state[:, 0])
-        if "positions" in policy.needs:
-            cached = cached._replace(next=call.inputs.positions[:, -1] + 1)
+        positions, read = self._tokens.positions[:, 0], {}
+        if "F" in needs:
+            read["hidden"] = self._state.amin(1)
+        if "gate" in needs:
+            read["gate"] = self._state[:, 0]
+        if self.reads_positions:
+            read["next"] = call.inputs.positions[:, -1] + 1
         if self._reads_rows:
-            padding = visibility.padding
-            if padding is not None:
-                padding = padding.expand(len(cached.positions), -1).gather(1, cached.positions)
-            keys = self.keys if "keys" in policy.needs else None
-            values = self.values if "values" in policy.needs else None
-            cached = cached._replace(keys=keys, values=values, layer=self._index, real=padding)
-        if policy.observes != 0:
-            queries = self._step.queries(call.queries.shape[2])
-            before = counters.total - counters.pending
-            attention = gather.attention_received(
+            real = visibility.padding
+            if real is not None:
+                real = real.expand(len(positions), -1).gather(1, positions)
+            read |= {"real": real, "layer": self._index}
+            read |= {name: getattr(self, name) for name in ("keys", "values") if name in needs}
+        if self._observes:
+            read["queries"] = queries = self._step.queries(call.queries.shape[2])
+            read["attention"] = gather.attention_received(
                 self._owner.layer(), call.queries, self.keys if call.keys is None else call.keys,
-                queries, scale=call.scale,
-                visibility=self._visibility_of_cached(visibility, before), inputs=call.inputs,
+                queries, scale=call.scale, inputs=call.inputs,
+                visibility=self._visibility_of_cached(visibility, counters.pending),
             )  # fmt: skip
-            cached = cached._replace(attention=attention, queries=queries)
-        windows = tuple(w for w in (visibility.window, self.window) if w is not None)
+        windows = (visibility.window, self.window)
         protection = gather.Protection(
-            counters.total, counters.prompt, self._keeps_first, windows,
-            gather.Padding.of(visibility.padding),
+            counters.total, counters.prompt, self._keeps_first,
+            tuple([x for x in windows if x is not None]), gather.Padding.of(visibility.padding),
         )  # fmt: skip
-        return cached, protection
+        return CachedTokens(positions, counters.total, **read), protection
 
     def _move(self, moves: gather.Moves) -> None:
         """Fill the slots of evicted tokens."""
-        before = self._nbytes + self._copied
-        copied = self._tokens.move(moves, self._room)
+        before, copied = self._nbytes + self._copied, self._tokens.move(moves, self._room)
         self._state = None if self._state is None else moves.of(self._state)
-        self._measure(most=before + copied)
+        if copied:
+            self._measure(most=before + copied)
 
     # Taking calls back.
+
+    def _record(self, call: LastCall) -> None:
+        call = call._replace(inputs=call.inputs._replace(bias=None, beside=None))
+        self._undo = Undo.after(self._undo, call, self._stateful)
 
     def _undoable(self) -> int:
         needs_more = self._past_queries or self._past_inputs or self._stateful
@@ -463,11 +437,11 @@ class LayerCache(AttentionCache):
         """The running state without the newest `count` recorded tokens, which are dropped."""
         remaining = undo.tokens - count
         inputs = undo.call.inputs.before(count, remaining)
-        visibility = self._visibility_of_cached(visibility, self.counters.total - remaining)
+        visibility = self._visibility_of_cached(visibility, remaining)
         inputs = inputs._replace(beside=self._tokens.beside.contents)
         call = LastCall(None, visibility, undo.call.scale, inputs)
         rows = self._queries.rows[:, :, -remaining:]
-        return self._run(layer, rows, self.keys, self.values, call).state
+        return self._run_part(layer, rows, self.keys, self.values, call).state
 
     # Batches, devices, bytes.
 
@@ -497,15 +471,30 @@ class LayerCache(AttentionCache):
 
     def _measure(self, *, most: int = 0, copied: int = 0) -> None:
         """As of any cache; copies of quantized tokens, which attention reads, are there as well."""
+        self._aside = nbytes_of(self._tensors_aside())
         super()._measure(most=most, copied=copied + self._copied)
+
+    def _measure_call(self) -> None:
+        """As `_measure`, where the buffers of tokens are the same as before."""
+        if self._int8:
+            self._measure()
+            return
+        before, self._aside = self._aside, nbytes_of(self._tensors_aside())
+        self.meter.change(self._aside - before)
+        self._nbytes += self._aside - before
 
     @property
     def _copied(self) -> int:
         """Bytes of the copies that there are as long as a call lasts."""
-        tokens = self._tokens
-        return tokens.beside.copy_nbytes if self._by_heads else tokens.copy_nbytes
+        if not self._int8:
+            return 0
+        return (self._tokens.beside if self._by_heads else self._tokens).copy_nbytes
 
     def _tensors(self) -> list[Tensor | None]:
-        step = [] if self._step is None else self._step.tensors
-        rows = [part.rows for part in self._rows]
-        return [*self._tokens.tensors, *rows, self._state, *step]
+        return [*self._tokens.tensors, *self._tensors_aside()]
+
+    def _tensors_aside(self) -> list[Tensor | None]:
+        """Those beside the buffers of tokens."""
+        score = None if self._step is None else self._step.score
+        rows = [x.rows for x in self._inputs.values()] if self._inputs else ()
+        return [*rows, self._queries.rows, self._state, score]

@@ -83,8 +83,7 @@ class KVCache(Cache):
 
     @property
     def _attention_layers(self) -> list[AttentionCache | EvictingLayer]:
-        kinds = AttentionCache | EvictingLayer
-        return [layer for layer in self.layers if isinstance(layer, kinds)]
+        return attention_layers(self)
 
 
 class EncoderDecoderKVCache(EncoderDecoderCache):
@@ -190,7 +189,7 @@ def new_cache(
         )
     policy = _policy(model, eviction)
     check_whole("slack", slack, 0)
-    if not attention:
+    if not attention or not attention[0].heedful.host.attends:
         return _unconverted(model, policy, slack, int8, offloading, verify)
     if slack:
         raise UserError(
@@ -337,12 +336,12 @@ def expect_prompt(cache: Cache, tokens: int) -> None:
         layer.counters.expected = tokens
 
 
-def attention_layers(cache: Cache | None) -> list[AttentionCache]:
+def attention_layers(cache: Cache | None) -> list[AttentionCache | EvictingLayer]:
     """The layers of a cache that are heedful's, those of a source included."""
     own = getattr(cache, "self_attention_cache", cache)
     sources = getattr(cache, "cross_attention_cache", None)
     layers = (*getattr(own, "layers", ()), *getattr(sources, "layers", ()))
-    return [layer for layer in layers if isinstance(layer, AttentionCache)]
+    return [layer for layer in layers if isinstance(layer, AttentionCache | EvictingLayer)]
 
 
 def layer_cache(cache: Cache, module: nn.Module) -> AttentionCache | None:

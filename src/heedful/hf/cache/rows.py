@@ -6,6 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from heedful.checks import UserError
+from heedful.hf.cache.owner import kind_of
+from heedful.nn import Layer
+from heedful.ops import Visibility
+
 
 class PastRows:
     """The newest rows of one stream: of queries, or of what enters and leaves a projection.
@@ -29,6 +34,14 @@ class PastRows:
         # A copy, since a part would keep the whole.
         self.rows = joined if keep_all else self._newest(joined, self.count).clone()
         return self._newest(joined, self.count + new.shape[self.dim]) if self.count else new
+
+    def check_seen(self, layer: Layer, visibility: Visibility) -> None:
+        """Raise where these rows see tokens that the cache of a family has dropped."""
+        if self.rows is not None and visibility.window is None and visibility.documents is None:
+            raise UserError(
+                f"{kind_of(layer)}: this family's cache drops tokens that its mask shows, so that "
+                "earlier query rows cannot be computed again; call the model with use_cache=False"
+            )
 
     def drop_last(self, count: int) -> None:
         """Drop the newest rows."""

@@ -22,6 +22,7 @@ class Slots:
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
         self.start = self.length = 0
+        self.replaced = 0  # bytes of the buffer that the newest `append` has replaced
         self._own = False  # whether nobody else has this tensor
 
     @property
@@ -77,14 +78,17 @@ class Slots:
         if self.buffer is None:
             self._begin(new, limit)
             return True
-        length, count = self.length, new.shape[2]
-        if torch.is_grad_enabled() and (new.requires_grad or self.buffer.requires_grad):
+        buffer, length, count = self.buffer, self.length, new.shape[2]
+        self.replaced = 0
+        if (new.requires_grad or buffer.requires_grad) and torch.is_grad_enabled():
+            self.replaced = self.nbytes
             self._take(torch.cat([self.contents, new], dim=2), own=False)
             return True
         end = self.start + length
-        larger = self._shared or end + count > self.buffer.shape[2]
+        larger = not self._own or end + count > buffer.shape[2]
+        larger = larger or (buffer.is_inference() and self._shared)
         if larger:
-            size = length + count
+            size, self.replaced = length + count, self.nbytes
             roomy = _roomy(size)
             self._resize(roomy if limit is None else max(size, min(roomy, limit)))
             end = length
@@ -128,13 +132,15 @@ class Slots:
         def spread(index: Tensor) -> Tensor:
             return index[:, None, :, None].expand(batch, heads, -1, dim)
 
-        length = moves.keep.shape[1]
+        length = moves.left
         limit, copied = _roomy(length) if limit is None else limit, 0
         if not self._own or self.buffer.shape[2] > limit + max(1, limit // SLACK):
             smaller = self.buffer.new_empty(*self.buffer.shape[:2], limit, dim)
             smaller[:, :, :length] = self.contents.gather(2, spread(moves.keep))
             self.buffer, self.start, self._own = smaller, 0, True
             copied = self.nbytes  # for a moment both are there
+        elif moves.to.shape[1] == 1:  # the last token fills the hole
+            self.put(moves.to, self.contents[:, :, length:].clone())
         else:
             contents = self.contents
             contents.scatter_(2, spread(moves.to), contents.gather(2, spread(moves.source)))
@@ -149,6 +155,12 @@ class Slots:
             self.buffer.index_copy_(2, slots[0] + self.start if self.start else slots[0], new)
         else:
             self.contents.scatter_(2, slots[:, None, :, None].expand_as(new), new)
+
+    def replace(self, tokens: Shaped[Tensor, "B H n D"]) -> None:
+        """Replace the tokens by as many others."""
+        if self._shared:
+            self._resize(self.buffer.shape[2])
+        self.contents.copy_(tokens)
 
     def extended(self, new: Shaped[Tensor, "B H m D"]) -> "Slots":
         """The tokens followed by new ones, in a tensor of their own; nothing changes here."""

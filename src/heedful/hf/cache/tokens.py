@@ -12,31 +12,31 @@ from heedful.hf.cache.slots import Slots
 
 
 class StoredTokens:
-    """Three streams of the same tokens, and their positions once these are no longer plain.
-
-    keys, values: as the model gave them.
-    beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
-    positions: of the tokens in all slots, `[B, 1, n]`; `None` where no token can be evicted, so
-        that they are the newest ones in order.
+    """Three streams of the same tokens, and their positions where some can be evicted.
 
     Arguments:
         int8: whether the streams have eight bits per number.
+
+    Attributes:
+        keys, values: as the model gave them.
+        beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
+        of_heads: the streams of keys and values.
+        streams: those that have tokens.
     """
 
     def __init__(self, int8: bool = False) -> None:
         kind = Int8Slots if int8 else Slots
         self.keys, self.values, self.beside = kind(), kind(), kind()
-        self.positions: Int[Tensor, "B 1 n"] | None = None
+        self.of_heads: list[Slots | Int8Slots] = [self.keys, self.values]
+        self.streams = list(self.of_heads)
+        self._places = Slots()
 
     @property
-    def of_heads(self) -> list[Slots | Int8Slots]:
-        """Keys and values."""
-        return [self.keys, self.values]
-
-    @property
-    def streams(self) -> list[Slots | Int8Slots]:
-        """Those that have tokens."""
-        return [slots for slots in (*self.of_heads, self.beside) if slots.tensors]
+    def positions(self) -> Int[Tensor, "B 1 n"] | None:
+        """Of the tokens in all slots; `None` where no token can be evicted, so that they are the
+        newest ones in order."""
+        places = self._places.contents
+        return None if places is None else places[..., 0]
 
     @property
     def length(self) -> int:
@@ -46,11 +46,12 @@ class StoredTokens:
     @property
     def batch(self) -> int | None:
         """How many sequences there are; `None` before the first call."""
-        return len(self.keys.tensors[0]) if self.keys.tensors else None
+        buffer = self.keys.buffer
+        return None if buffer is None else buffer.shape[0]
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        return [*(x for slots in self.streams for x in slots.tensors), self.positions]
+        return [*(x for slots in self.streams for x in slots.tensors), self._places.buffer]
 
     @property
     def token_nbytes(self) -> int:
@@ -60,36 +61,41 @@ class StoredTokens:
     @property
     def reserve_nbytes(self) -> int:
         """Bytes of the room for later tokens."""
-        return sum(slots.nbytes - slots.contents_nbytes for slots in self.streams)
+        return sum(x.nbytes - x.contents_nbytes for x in (*self.streams, self._places))
 
     @property
     def copy_nbytes(self) -> int:
         """Bytes of the copies that attention reads, where the streams are quantized."""
         return sum(slots.copy_nbytes for slots in self.streams)
 
+    @property
+    def replaced(self) -> int:
+        """Bytes that the newest `append` has copied for more room: old and new were there."""
+        return max(slots.replaced for slots in self.of_heads)
+
     def append(
         self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
-    ) -> int:
-        """Add tokens; returns the bytes that were copied for more room.
+    ) -> bool:
+        """Add tokens; returns whether there are new buffers.
 
         Arguments:
             keys, values: of the new tokens.
             limit: for how many tokens room is made ahead of them.
         """
-        before = self.keys.nbytes, self.values.nbytes
-        self.keys.append(keys, limit)
-        self.values.append(values, limit)
-        after = self.keys.nbytes, self.values.nbytes
-        moved = [old for old, new in zip(before, after, strict=True) if old != new]
-        return max(moved, default=0)  # old and new were there at once
+        grown = self.keys.append(keys, limit)
+        return self.values.append(values, limit) or grown
 
-    def place(self, start: int, count: int) -> None:
-        """Note the positions of the newest tokens, from `start` on."""
-        positions = torch.arange(start, start + count, device=self.keys.tensors[0].device)
-        positions = positions.expand(self.batch, 1, -1)
-        if self.positions is not None:
-            positions = torch.cat([self.positions, positions], dim=2)
-        self.positions = positions
+    def append_beside(self, rows: Float[Tensor, "B S m Ds"], limit: int | None) -> bool:
+        """Add what the layer keeps beside keys and values of the same tokens, as above."""
+        if self.beside.buffer is None:
+            self.streams.append(self.beside)
+        return self.beside.append(rows, limit)
+
+    def place(self, start: int, count: int, limit: int | None) -> bool:
+        """Note the positions of the newest tokens, from `start` on, as above."""
+        buffer = self.keys.buffer
+        positions = torch.arange(start, start + count, device=buffer.device)
+        return self._places.append(positions.expand(buffer.shape[0], 1, -1)[..., None], limit)
 
     def drop_first(self, count: int) -> None:
         """Drop the oldest tokens, where all are in order."""
@@ -100,18 +106,15 @@ class StoredTokens:
         """Drop the newest tokens."""
         for slots in self.streams:
             slots.drop_last(count)
-        if self.positions is not None:
-            self.positions = self.positions[..., : self.keys.length]
+        if self._places.buffer is not None:
+            self._places.drop_last(count)
 
     def move(self, moves: Moves, limit: int | None) -> int:
         """Fill the slots of evicted tokens; returns the bytes that were copied for less room."""
-        copied = max(slots.move(moves, limit) for slots in self.streams)
-        self.positions = moves.of(self.positions)
-        return copied
+        copied = max([slots.move(moves, limit) for slots in self.streams])
+        return max(copied, self._places.move(moves, limit))
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by a function of it, such as a choice of sequences."""
-        for slots in self.streams:
+        for slots in (*self.streams, self._places):
             slots.map_batch(change)
-        if self.positions is not None:
-            self.positions = change(self.positions)

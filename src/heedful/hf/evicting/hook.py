@@ -6,15 +6,19 @@ hook leaves every other cache alone, and keeps nothing of a call: what a call ne
 """
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import linear
 from transformers import Cache
 
 from heedful.checks import UserError
+from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.evicting.slots import Step
+from heedful.hf.family.projections import NAME
 from heedful.hf.versions import cache_name
+from heedful.nn.selective import SelectiveAttention
 
 Mask = Tensor | BlockMask
 
@@ -22,31 +26,48 @@ Mask = Tensor | BlockMask
 class MaskColumns:
     """A forward pre-hook of one attention module.
 
+    It also hands the module's input to the selectors beside it, where the layer evicts by these.
+
     Arguments:
         index: of the module's layer in a cache.
         name: of the cache among the module's arguments.
+        selectors: weights of the selector's queries and keys, if there is one beside the module.
 
     Attributes:
         proven: the attention implementation for which the module's model was proven to be served.
     """
 
-    def __init__(self, index: int, name: str) -> None:
-        self.index, self.name = index, name
+    def __init__(
+        self, index: int, name: str, selectors: tuple[nn.Parameter, nn.Parameter] | None
+    ) -> None:
+        self.index, self.name, self.selectors = index, name, selectors
         self.proven: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
-        if mask is None:
+        if mask is None and self.selectors is None:
             return None
         cache = kwargs.get(self.name)
-        if not isinstance(mask, Mask):  # the model was converted since
-            return None
         if not isinstance(cache, Cache) or self.index >= len(cache.layers):
             return None
         layer = cache.layers[self.index]
         if not isinstance(layer, EvictingLayer):
             return None
+        if layer.map.hiding is not None:
+            input = args[0] if args else kwargs["hidden_states"]
+            layer.rows = self._rows(input)
+        if mask is None or not isinstance(mask, Mask):  # the latter: the model was converted since
+            return None
         return args, kwargs | {"attention_mask": columns(mask, layer)}
+
+    def _rows(self, x: Float[Tensor, "B T E"]) -> SelectorRows:
+        """The selector's queries and keys of an attention module's input."""
+        query, key = self.selectors
+        if x.dtype == query.dtype:
+            return SelectorRows(linear(x, query), linear(x, key))
+        wide = torch.promote_types(x.dtype, query.dtype)
+        rows = (linear(x.to(wide), weight.to(wide)) for weight in (query, key))
+        return SelectorRows(*(row.to(x.dtype) for row in rows))
 
 
 def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
@@ -55,7 +76,7 @@ def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
     for index, module in modules.items():
         hook = hook_of(module)
         if hook is None:
-            hook = MaskColumns(index, cache_name(module.forward))
+            hook = MaskColumns(index, cache_name(module.forward), selectors_of(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
         hooks.append(hook)
     return hooks
@@ -73,6 +94,14 @@ def hook_of(module: nn.Module) -> MaskColumns | None:
     """The hook of an attention module, if it has one."""
     hooks = module._forward_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, MaskColumns)), None)
+
+
+def selectors_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
+    """The weights of the selector beside an attention module, if it has one of its own."""
+    layer = getattr(module, NAME, None)
+    if not isinstance(layer, SelectiveAttention) or layer.query is None:
+        return None
+    return layer.query.weight, layer.key.weight
 
 
 def columns(mask: Mask, layer: EvictingLayer) -> Mask:

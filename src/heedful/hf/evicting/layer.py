@@ -16,10 +16,15 @@ from transformers.cache_utils import CacheLayerMixin
 from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.eviction.gather import Moves
+from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
+from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.slots import SlotMap, Step
+
+READ = frozenset({"keys", "values"})
+"""Needs of a policy that are read off a layer's own keys and values."""
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -42,7 +47,7 @@ class EvictingLayer(CacheLayerMixin):
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
         self._first, self._int8, self._nbytes = first, int8, 0
-        if slot_map.budget is not None and slot_map.budget.policy.needs:
+        if slot_map.budget is not None and READ.intersection(slot_map.budget.policy.needs):
             slot_map.reader = self
         self._clear()
 
@@ -50,6 +55,7 @@ class EvictingLayer(CacheLayerMixin):
         kind = Int8Slots if self._int8 else Slots
         self._keys, self._values = kind(), kind()
         self._step: Step | None = None  # of a call that has announced itself
+        self.rows: SelectorRows | None = None  # of that call
         self.batch: int | None = None
         self._turn = 0
 
@@ -160,7 +166,15 @@ class EvictingLayer(CacheLayerMixin):
 
     def _begin(self, new: int, real: Tensor | None, device: torch.device) -> Step:
         turn, self._turn = self._turn, self._turn + 1
-        return self.map.once(turn, self.map.begin, new, real, device)
+        if self.map.hiding is None:
+            return self.map.once(turn, self.map.begin, new, real, device)
+        rows, self.rows = self.rows, None
+        if rows is None:
+            raise UserError(
+                f"attention layer {self.index} was called without the hook that hands its input "
+                "to the selectors; call the model that the cache was made for"
+            )
+        return self.map.once(turn, self.map.begin, new, real, device, rows)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest `-tokens_to_remove` tokens.
@@ -197,6 +211,10 @@ class EvictingLayer(CacheLayerMixin):
         one without `crop` evicts again.
         """
         self.map.activate_past_recording()
+
+    def end_past_recording(self) -> None:
+        """From now on what a window or a budget has no room for is evicted again."""
+        self.map.record_past = False
 
     def reset(self) -> None:
         self.map.reset()  # by each of its layers, also where a call was interrupted
@@ -240,6 +258,10 @@ class EvictingLayer(CacheLayerMixin):
         return None if self.map.budget is None else self.map.budget.policy
 
     @property
+    def budget(self) -> Budget | None:
+        return self.map.budget
+
+    @property
     def counters(self) -> Counters:
         return self.map.counters
 
@@ -262,6 +284,12 @@ class EvictingLayer(CacheLayerMixin):
         if self.batch is None:
             return torch.empty(0, 0, dtype=torch.int64)
         return self.map.positions().expand(self.batch, -1)
+
+    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "#B 1"]:
+        """How many tokens of each sequence are cached; of those so far that `real` says, if any."""
+        if real is None:
+            return torch.tensor([[self.length]])  # on the CPU: one number and no launch
+        return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
     @property
     def whole_nbytes(self) -> int:

@@ -8,12 +8,15 @@ from heedful.checks import UserError
 from heedful.eviction import Eviction
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
-from heedful.hf.evicting.layer import EvictingLayer
+from heedful.hf.evicting.hiding import Hiding
+from heedful.hf.evicting.layer import READ, EvictingLayer
 from heedful.hf.evicting.slots import SlotMap
 from heedful.hf.family.modules import find_attention, parameter_device
+from heedful.hf.family.projections import NAME
 from heedful.hf.versions import implementation_of
+from heedful.nn import Layer
 
-_SERVED = frozenset({"keys", "values"})  # needs of a policy
+_SERVED = READ | {"F"}  # needs of a policy
 
 
 def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module]:
@@ -35,6 +38,10 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
         )
     found = find_attention(model, "have a cache that evicts").values()
     modules = [x.module for x in found if x.role == "decoder"]
+    if policy is not None and "F" in policy.needs:
+        for module, tokens in zip(modules, policy.budgets(len(modules)), strict=True):
+            if tokens is not None:
+                policy.check(_selectors(module, policy))
     if not modules:
         raise UserError(
             f"model must have a decoder: {type(model).__name__} is an encoder, which keeps nothing "
@@ -72,9 +79,28 @@ def evicting_layers(
         own = budget is not None and bool(budget.policy.needs)
         key = len(layers) if own else same
         first = key not in maps
-        slot_map = maps.setdefault(key, SlotMap(budget, window, slack))
+        hiding = _hiding(module) if own and "F" in budget.policy.needs else None
+        slot_map = maps.setdefault(key, SlotMap(budget, window, slack, hiding))
         layers.append(EvictingLayer(module.layer_idx, slot_map, first, meter, int8))
     return layers
+
+
+def _selectors(module: nn.Module, policy: Eviction) -> Layer:
+    """The layer beside an attention module, whose selectors rank its tokens."""
+    layer = getattr(module, NAME, None)
+    if layer is None:
+        raise UserError(
+            f"eviction: {type(policy).__name__} needs selectors, and this model has none: "
+            "heedful.load(base, adapter=...) opens trained ones; or take another policy"
+        )
+    return layer
+
+
+def _hiding(module: nn.Module) -> Hiding:
+    """What adds up F by the selectors beside a module."""
+    layer = getattr(module, NAME)
+    scale = getattr(module, "scaling", layer.shape.dim**-0.5)
+    return Hiding(scale, layer.keeps_first)
 
 
 def _tokens(budget: Budget) -> int:
@@ -82,7 +108,8 @@ def _tokens(budget: Budget) -> int:
     if isinstance(budget.tokens, tuple):
         raise UserError(
             "eviction: budgets of key heads need a converted model; heedful.convert(model, "
-            "'standard') is enough, or give each layer one number of tokens"
+            "'standard') is enough, or heedful.load(..., convert=True) of an adapter, or give each "
+            "layer one number of tokens"
         )
     return budget.tokens
 

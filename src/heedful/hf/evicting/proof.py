@@ -21,6 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction import StreamingLLM
+from heedful.hf.after_eviction import matrices_at_rest
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.evicting.hook import MaskColumns
@@ -60,7 +61,7 @@ def prove(
     real = torch.ones(2, _TOKENS, dtype=torch.bool)
     real[1, :_PADDING] = False
     budget = Budget(_POLICY, _POLICY.tokens)
-    with evaluated(model), torch.no_grad():
+    with evaluated(model), torch.no_grad(), matrices_at_rest():
         run = partial(_logits, model, real)
         try:
             own = run(DynamicCache(config=model.config))

@@ -8,6 +8,7 @@ A decoded token takes the slot of the one that was evicted after the call before
 the tokens in the slots means nothing, and their positions are stored beside them.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from heedful.eviction.gather import Moves, Padding, Protection
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
+from heedful.hf.evicting.hiding import Hiding, SelectorRows
 
 _NEVER = 2**62  # position of the first real token of a sequence that has none yet
 
@@ -74,6 +76,7 @@ class SlotMap:
         budget: what is evicted when; `None` keeps all that the window shows.
         window: how far back the family's queries see; `None` for all tokens.
         slack: how many tokens more than the budget's may be cached between two evictions.
+        hiding: what adds up F, for a map of one layer whose policy reads it.
 
     Attributes:
         reader: the layer whose keys and values the policy reads, for a map of one layer; `None`
@@ -84,12 +87,16 @@ class SlotMap:
         record_past: whether nothing is evicted until `crop`.
     """
 
-    def __init__(self, budget: Budget | None, window: int | None, slack: int) -> None:
-        self.budget, self.window, self.slack = budget, window, slack
+    def __init__(
+        self, budget: Budget | None, window: int | None, slack: int, hiding: Hiding | None = None
+    ) -> None:
+        self.budget, self.window, self.slack, self.hiding = budget, window, slack, hiding
         self.reader: Reader | None = None
         self.limit = None  # for how many tokens slots are made
+        self._most = math.inf  # tokens that may be cached between two calls
         if budget is not None:
             self.limit = budget.tokens + slack
+            self._most = self.limit - 1
         elif window is not None:
             self.limit = window + max(8, window // 8)
         self.reset()
@@ -99,15 +106,20 @@ class SlotMap:
         self._turn, self._result = 0, None
         self.counters = Counters()
         self.length, self._fresh, self.grown = 0, 0, False
+        self._late = 0  # newest tokens whose positions are not written yet
         self.holes: Int[Tensor, "#B m"] | None = None
         self.record_past, self._cropped, self._calls = False, False, 0
-        self._positions, self._real = Slots(), Slots()
+        self._streams = {"positions": Slots()}
         self._start: Int[Tensor, "#B 1"] | None = None
-        self._joined: list[Slots] | None = None  # what the newest call reads, while it does
+        self._joined: dict[str, Slots] | None = None  # what the newest call reads, while it does
+        if self.hiding is not None:
+            self.hiding.reset()
+            self._streams |= {"F": Slots(), "selector keys": Slots()}
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        return [*self._positions.tensors, *self._real.tensors, self._start]
+        own = [] if self.hiding is None else self.hiding.tensors
+        return [*(y for x in self._streams.values() for y in x.tensors), *own, self._start]
 
     @property
     def tokens(self) -> int:
@@ -120,7 +132,12 @@ class SlotMap:
     @property
     def at(self) -> Int[Tensor, "#B n"]:
         """The positions of the tokens that the newest call reads, in the order of their slots."""
-        return (self._positions if self._joined is None else self._joined[0]).contents[:, 0, :, 0]
+        return self._read("positions")[:, 0, :, 0]
+
+    def _read(self, name: str) -> Tensor:
+        """A stream of the tokens that the newest call reads."""
+        self._write_late()
+        return (self._streams if self._joined is None else self._joined)[name].contents
 
     def once(self, turn: int, act: Callable, *arguments: object) -> object:
         """The result of the method of this turn, which the first of the layers calls.
@@ -145,14 +162,28 @@ class SlotMap:
 
     # A call.
 
-    def begin(self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device) -> Step:
+    def begin(
+        self,
+        new: int,
+        real: Bool[Tensor, "B m"] | None,
+        device: torch.device,
+        rows: SelectorRows | None = None,
+    ) -> Step:
         """What a call of so many new tokens does to the slots.
 
         Arguments:
             new: how many tokens come.
             real: which of them are no padding; `None` where all tokens so far are real.
             device: of the keys.
+            rows: the selector's, where F is added up.
         """
+        steps = new == 1 and real is None and self._start is None and not self.record_past
+        if steps and self.holes is None and 0 < self.length < self._most and self.budget:
+            # Nothing happens but that a token is added.
+            self._count(rows)
+            return Step(1, self.counters.total - 1, self.length)
+        self.grown = False
+        self._write_late()
         if self.record_past and self._cropped:
             # Assisted decoding crops after every call: a second call without it is a plain one.
             self._calls += 1
@@ -174,11 +205,37 @@ class SlotMap:
         elif evicted is not None:
             moves = gather.moves(evicted, self.length)
         step = Step(new, before, read, moves, 0, hole, over and new > 1, over)
-        self._place(step, real, device)
+        self._place(step, real, device, rows)
         if not over or self.reader is not None:
             return step
         keep = self.evict(step)
         return step if keep is None else step._replace(keep=keep)
+
+    def _count(self, rows: SelectorRows | None) -> None:
+        """Add one token, whose position is written when it is read."""
+        self.counters.add(1)
+        self.counters.pending = 0
+        self.length += 1
+        self._fresh += 1
+        self._late += 1
+        self._joined, self.grown = None, False
+        if rows is not None:
+            keys = self._streams["selector keys"].append(rows.keys[:, None], self.limit)
+            self.grown = self.hiding.add(rows.queries, 1 + self.slack) or keys
+
+    def _write_late(self) -> None:
+        """Write what is known of tokens that were only counted: their positions, and F of zero."""
+        count, self._late = self._late, 0
+        if not count:
+            return
+        at, total = self._streams["positions"], self.counters.total
+        new = torch.arange(total - count, total, device=at.buffer.device)
+        new = new.expand(self._rows, 1, -1)[..., None]
+        self.grown = at.append(new.contiguous(), self.limit) or self.grown
+        if self.hiding is not None:
+            f = self._streams["F"]
+            new = f.buffer.new_zeros(len(f.buffer), 1, count, 1)
+            self.grown = f.append(new, self.limit) or self.grown
 
     def evict(
         self,
@@ -203,15 +260,10 @@ class SlotMap:
             self.holes = slots
             return None
         keep = gather.moves(slots, self.length).keep
-        for stream, joined in zip(self._streams, self._joined, strict=False):
-            stream.take(joined, keep, self.limit)
+        for name, joined in self._joined.items():
+            self._streams[name].take(joined, keep, self.limit)
         self.length = keep.shape[1]
         return keep
-
-    @property
-    def _most(self) -> int:
-        """How many tokens may be cached between two calls."""
-        return self.budget.tokens - 1 + self.slack
 
     def _begin_in_order(self, new: int, before: int, device: torch.device) -> Step:
         """The step of layers that cache the newest tokens in order."""
@@ -223,28 +275,42 @@ class SlotMap:
         keep = torch.arange(read - self.length, read, device=device)[None] if joined else None
         return Step(new, before, read, drop=drop, joined=joined, keep=keep)
 
-    def _place(self, step: Step, real: Bool[Tensor, "B m"] | None, device: torch.device) -> None:
-        """Note the positions of new tokens, and which of them are padding."""
-        self._joined, self.grown = None, step.moves is not None
+    def _place(
+        self,
+        step: Step,
+        real: Bool[Tensor, "B m"] | None,
+        device: torch.device,
+        rows: SelectorRows | None,
+    ) -> None:
+        """Note the positions of new tokens, which of them are padding, and the selector's rows."""
+        self._joined, self.grown = None, self.grown or step.moves is not None
         if real is not None and self._start is None and step.new > 1 and bool(real.all()):
             real = None  # the mask of a chunk, not of padding
         self._note_padding(step, real)
         if step.moves is not None:
-            for slots in self._streams:
+            for slots in self._streams.values():
                 slots.move(step.moves, self.limit)
             self.length, self._fresh = step.moves.keep.shape[1], 0
         at = torch.arange(step.before, step.before + step.new, device=device)
-        rows = self._rows if real is None else max(self._rows, len(real))
-        new = [at.expand(rows, 1, -1)[..., None]]
+        batch = self._rows if real is None else max(self._rows, len(real))
+        new = {}
+        if rows is not None:
+            queries, keys = rows
+            self.hiding.add(queries if real is None else queries * real[..., None], 1 + self.slack)
+            batch, wide = len(keys), torch.promote_types(keys.dtype, torch.float32)
+            f = keys.new_zeros(batch, 1, step.new, 1, dtype=wide)
+            new = {"F": f, "selector keys": keys[:, None]}
+        new["positions"] = at.expand(batch, 1, -1)[..., None]
         if real is not None:
-            new.append(real[:, None, :, None].expand(rows, 1, -1, 1))
+            new["real"] = real[:, None, :, None].expand(batch, 1, -1, 1)
         if step.joined:
-            self._joined = [x.extended(y) for x, y in zip(self._streams, new, strict=True)]
+            self._joined = {name: self._streams[name].extended(x) for name, x in new.items()}
         elif step.hole is not None:
-            for slots, x in zip(self._streams, new, strict=True):
-                slots.put(step.hole, x)
+            for name, x in new.items():
+                self._streams[name].put(step.hole, x)
         else:
-            for slots, x in zip(self._streams, new, strict=True):
+            for name, x in new.items():
+                slots = self._streams[name]
                 self.grown = slots.append(x.contiguous(), self.limit) or self.grown
         self.holes = None
         if step.hole is None:
@@ -255,7 +321,8 @@ class SlotMap:
         """Begin to store which tokens are padding, or end it."""
         if real is None:
             if self._start is not None:
-                self._real, self._start, self.grown = Slots(), None, True
+                del self._streams["real"]
+                self._start, self.grown = None, True
             return
         self.grown = self.grown or self._start is None
         self._spread(len(real))
@@ -265,24 +332,22 @@ class SlotMap:
             self._start = torch.minimum(self._start, first)
             return
         self._start = torch.zeros_like(first) if step.before else first
+        self._streams["real"] = Slots()
         if self.length:
-            at = self._positions.contents
-            self._real.append(torch.ones_like(at, dtype=torch.bool), self.limit)
+            at = self._streams["positions"].contents
+            self._streams["real"].append(torch.ones_like(at, dtype=torch.bool), self.limit)
 
     def _spread(self, rows: int) -> None:
         """Store positions for so many sequences, if it was for one that stood for all."""
         if rows > self._rows == 1:
-            for slots in (*self._streams, *(self._joined or ())):
+            for slots in (*self._streams.values(), *(self._joined or {}).values()):
                 slots.map_batch(lambda x: x.expand(rows, -1, -1, -1).contiguous())
 
     @property
     def _rows(self) -> int:
         """For how many sequences positions are stored; one stands for all."""
-        return 1 if self._positions.buffer is None else self._positions.buffer.shape[0]
-
-    @property
-    def _streams(self) -> list[Slots]:
-        return [self._positions] if self._start is None else [self._positions, self._real]
+        buffer = self._streams["positions"].buffer
+        return 1 if buffer is None else buffer.shape[0]
 
     def _lowest(
         self, total: int, keys: Tensor | None = None, values: Tensor | None = None
@@ -295,9 +360,12 @@ class SlotMap:
         """
         policy, at, padding = self.budget.policy, self.at, None
         if self._start is not None:
-            real = self._real if self._joined is None else self._joined[1]
-            padding = Padding(real.contents[:, 0, :, 0], self._start, by_slot=True)
+            padding = Padding(self._read("real")[:, 0, :, 0], self._start, by_slot=True)
         cached = CachedTokens(at, total)
+        if self.hiding is not None:
+            f = (self._streams if self._joined is None else self._joined)["F"]
+            self.hiding.fold(f, self._read("selector keys"), at, total)
+            cached = cached._replace(hidden=f.contents[:, 0, :, 0])
         if self.reader is not None:
             if keys is None:
                 cached_rows = (self.reader.keys, self.reader.values)
@@ -309,7 +377,8 @@ class SlotMap:
                 layer=self.reader.index, real=None if padding is None else padding.real,
             )  # fmt: skip
         windows = () if self.window is None else (self.window,)
-        protection = Protection(total, self.counters.prompt, False, windows, padding)
+        first = self.hiding is not None and self.hiding.keeps_first
+        protection = Protection(total, self.counters.prompt, first, windows, padding)
         score = gather.scores(policy, cached, padding)
         return gather.slots_to_evict(score, at, policy, self.budget.tokens, protection)
 
@@ -328,6 +397,7 @@ class SlotMap:
         Raises:
             ValueError: there are not so many that can be taken back.
         """
+        self._write_late()
         fresh = self.fresh
         if count > fresh:
             advice = ": call activate_past_recording() before the calls that may be undone"
@@ -340,15 +410,17 @@ class SlotMap:
         if self.budget is None:
             return None
         self._joined = None
-        for slots in self._streams:
+        for slots in self._streams.values():
             if count:
                 slots.drop_last(count)
+        if self.hiding is not None:
+            self.hiding.drop_last(count)
         if self.holes is not None or self.length <= self._most:
             return None
         slots = self._lowest(self.counters.total)
         self._spread(slots.shape[0])
         moves = gather.moves(slots, self.length)
-        for slots in self._streams:
+        for slots in self._streams.values():
             slots.move(moves, self.limit)
         self.length, self._fresh = moves.keep.shape[1], 0
         return moves
@@ -360,10 +432,13 @@ class SlotMap:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Choose sequences, where each has positions of its own."""
         self._joined = None
-        if self._rows == 1:
+        self._write_late()
+        if self._rows == 1 and self.hiding is None:
             return
-        for slots in self._streams:
+        for slots in self._streams.values():
             slots.map_batch(change)
+        if self.hiding is not None:
+            self.hiding.map_batch(change)
         if self._start is not None:
             self._start = change(self._start)
         if self.holes is not None and len(self.holes) > 1:
@@ -371,7 +446,8 @@ class SlotMap:
 
     def positions(self) -> Int[Tensor, "#B n"]:
         """The positions of the cached tokens, ascending."""
-        at, total = self._positions.contents, self.counters.total
+        self._write_late()
+        at, total = self._streams["positions"].contents, self.counters.total
         if self.budget is None or at is None:
             return torch.arange(total - self.tokens, total)[None]
         at = at[:, 0, :, 0]

@@ -25,8 +25,6 @@ from heedful.ops import Visibility
 
 _PACKED = "heedful_packed"  # marks a cache that holds packed documents
 
-_thread = threading.local()  # a mask function is handed no positions: it finds the pass here
-
 
 class Strength(NamedTuple):
     """How far low-rank matrices act: on each sequence, or each token; `None` is not at all."""
@@ -60,9 +58,18 @@ class ForwardPass:
     strength: Strength | None = None
 
 
+class _Thread(threading.local):
+    """A mask function is handed no positions: it finds the pass here."""
+
+    forward_pass: ForwardPass | None = None
+
+
+_thread = _Thread()
+
+
 def forward_pass() -> ForwardPass:
     """The forward pass under way in this thread; an empty one between passes."""
-    if getattr(_thread, "forward_pass", None) is None:
+    if _thread.forward_pass is None:
         _thread.forward_pass = ForwardPass()
     return _thread.forward_pass
 

@@ -7,10 +7,11 @@ once for every group of query heads: nothing is copied, spread or widened on the
 from collections.abc import Iterable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from heedful.ops.common.precision import bf16_on_cpu, widen
+from heedful.ops.common.tiles import Hidden
 from heedful.ops.visibility import Visibility
 
 FEW = 32
@@ -26,42 +27,55 @@ def few_queries(q: Tensor, k: Tensor, tensors: Iterable[Tensor | None]) -> bool:
     )
 
 
+def is_step(q: Tensor, k: Tensor) -> bool:
+    """Whether a call is a step of a cache: few queries, and neither gradients nor autocast."""
+    return (
+        not torch.is_grad_enabled()
+        and few_queries(q, k, ())
+        and not torch.is_autocast_enabled(q.device.type)
+    )
+
+
 def hidden_from(
     visibility: Visibility, queries: int, keys: int, device: torch.device
-) -> Bool[Tensor, "#B 1 Tq Tk"] | None:
+) -> Hidden | None:
     """What the queries do not see; `None` where they see everything."""
-    if visibility.plain and (queries == 1 or not visibility.causal):
+    if not visibility.plain:
+        return Hidden(0, ~visibility.dense(queries, keys, device)[:, None])
+    if queries == 1 or not visibility.causal:
         return None
-    return ~visibility.dense(queries, keys, device)[:, None]
+    # Keys before the first query are seen by all: only a triangle is masked.
+    return Hidden(keys - queries, ~visibility.dense(queries, queries, device)[:, None])
 
 
 def few_scores(
     q: Float[Tensor, "B H Tq D"], k: Float[Tensor, "B Hk Tk D"], scale: float
 ) -> Float[Tensor, "B H Tq Tk"]:
     """`scale q k^T` in fp32 at least; every key head serves its group of query heads at once."""
-    heads, queries = q.shape[1:3]
-    q, k = _operand(q), _operand(k)
-    grouped = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    return widen(grouped @ k.mT).unflatten(2, (-1, queries)).view(
-        q.shape[0], heads, queries, k.shape[2]
-    ).mul_(scale)  # fmt: skip
+    (batch, heads, queries, dim), (_, key_heads, keys, _) = q.shape, k.shape
+    grouped = _operand(q).reshape(batch, key_heads, heads // key_heads * queries, dim)
+    scores = widen(grouped @ _operand(k).mT).view(batch, heads, queries, keys)
+    return scores if scale == 1.0 else scores.mul_(scale)
 
 
 def few_weights(
     logits: Float[Tensor, "B H Tq Tk"],
-    hidden: Bool[Tensor, "#B 1 Tq Tk"] | None,
+    hidden: Hidden | None,
     sinks: Float[Tensor, " H"] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """Softmax over what is seen, and a sink if there is one; rows that see nothing become zero."""
+    """Softmax over what is seen, and a sink if there is one; rows that see nothing become zero.
+
+    What is hidden is written into `logits`.
+    """
     if hidden is not None:
-        logits = logits.masked_fill(hidden, float("-inf"))
+        hidden.fill(logits, float("-inf"))
     if sinks is None:
         weights = logits.softmax(-1)
     else:
         row = sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
         weights = torch.cat([logits, row], dim=-1).softmax(-1)[..., :-1]
     if hidden is not None:
-        weights = weights.masked_fill_(hidden, 0)  # also where a whole row is hidden
+        hidden.fill(weights, 0)  # also where a whole row is hidden
     return torch.threshold_(weights, _LOST, 0.0)
 
 
@@ -69,11 +83,10 @@ def few_outputs(
     weights: Float[Tensor, "B H Tq Tk"], v: Float[Tensor, "B Hk Tk Dv"]
 ) -> Float[Tensor, "B H Tq Dv"]:
     """`weights v` in fp32 at least."""
-    heads, queries = weights.shape[1:3]
+    (batch, heads, queries, keys), (_, key_heads, _, dim) = weights.shape, v.shape
     v = _operand(v)
-    grouped = weights.unflatten(1, (v.shape[1], -1)).flatten(2, 3)
-    out = widen(grouped.to(v.dtype) @ v)
-    return out.unflatten(2, (-1, queries)).reshape(v.shape[0], heads, queries, v.shape[3])
+    grouped = weights.reshape(batch, key_heads, heads // key_heads * queries, keys)
+    return widen(grouped.to(v.dtype) @ v).view(batch, heads, queries, dim)
 
 
 def by_keys(

@@ -48,7 +48,7 @@ def _active(args: tuple) -> str | None:
 
 def widen(x: Tensor) -> Tensor:
     """fp32 for half precision; fp32 and fp64 as they are."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def operand(x: Tensor) -> Tensor:

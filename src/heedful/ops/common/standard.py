@@ -22,7 +22,7 @@ def standard_attention(
     # SDPA's is_causal aligns unequal lengths at the top, a Visibility at the bottom.
     if causal and queries != keys and queries != 1:
         return None
-    if scale is not None:
+    if scale is not None and not scale > 0:
         q, scale = with_positive_scale(q, scale)
     if bias is not None:
         bias = bias.to(q.dtype)

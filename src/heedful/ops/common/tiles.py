@@ -224,6 +224,10 @@ class Hidden(NamedTuple):
         x[..., self.clear :].masked_fill_(self.mask, value)
         return x
 
+    def last(self, rows: int) -> "Hidden":
+        """Those of the last rows."""
+        return self._replace(mask=self.mask[:, :, -rows:])
+
 
 def row_blocks(
     queries: int, rows: int = ROWS, *, ascending: bool = False

@@ -460,8 +460,9 @@ def mix_weights_gradient(
 
 def grouped(x: Tensor, weights: Tensor) -> Tensor:
     """A tile as `[B, groups, heads of a group, entries]`; one group alone may have heads last."""
-    x = x if len(weights) == 1 else x.contiguous()
-    return x.unflatten(1, weights.shape[:2]).flatten(3)
+    (groups, size, _), (batch, _, rows, columns) = weights.shape, x.shape
+    x = x if groups == 1 else x.contiguous()
+    return x.reshape(batch, groups, size, rows * columns)
 
 
 def _same(documents: Tensor, r: int, outputs: int, before: int) -> Tensor:

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
-from heedful.ops.common.tiles import cap_
+from heedful.ops.common.tiles import Hidden, cap_
 from heedful.ops.mta.convolution import Parameters, convolve, mix, reach_of
 from heedful.ops.visibility import Visibility
+
+_WIDTHS = 64
 
 
 def multi_token_attention_few(
@@ -27,38 +29,76 @@ def multi_token_attention_few(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
-) -> Float[Tensor, "B H Tq Dv"]:
-    """The operator of `multi_token_attention`, in fp32 at least."""
+    new: int | None = None,
+) -> Float[Tensor, "B H new Dv"]:
+    """The operator of `multi_token_attention`, in fp32 at least.
+
+    Outputs are those of the last `new` queries, of all by default; the others are read by the
+    convolutions, and of no step more rows are computed than the next one reads.
+    """
     queries, keys = q.shape[2], k.shape[2]
+    new = queries if new is None else new
     hidden = hidden_from(visibility, queries, keys, q.device)
     segments = None if visibility.documents is None else visibility.query_segments(queries)
-    logits = few_scores(q, k, scale)
-    conv, post_conv, pre_mix, post_mix = (
-        None if x is None else x.to(logits.dtype) for x in parameters
-    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    conv, post_conv, pre_mix, post_mix = (None if x is None else x.to(wide) for x in parameters)
+    # The scale in what is linear in the logits: they are passed over once less.
     if conv is not None:
-        logits = _convolved(_blank(logits, hidden), conv, segments, two_sided)
+        conv, scale = conv * scale, 1.0
+    elif pre_mix is not None:
+        pre_mix, scale = pre_mix * scale, 1.0
+    above = 0 if post_conv is None else reach_of(post_conv, two_sided).before
+    rows = min(queries, new + above)
+    logits = few_scores(q, k, scale)
+    if conv is not None:
+        logits = _convolved(_blank(logits, hidden), conv, segments, two_sided, rows)
+    elif rows < queries:
+        logits = logits[:, :, -rows:].contiguous()
+    hidden = None if hidden is None else hidden.last(rows)
     if pre_mix is not None:
         logits = mix(logits, pre_mix)
     logits = cap_(logits, softcap)
     if bias is not None:
-        logits += bias
+        logits += bias[:, :, -rows:]
     weights = few_weights(logits, hidden, sinks)
     if post_conv is not None:
-        weights = _blank(_convolved(weights, post_conv, segments, two_sided), hidden)
+        segments = None if segments is None else segments[:, -rows:]
+        weights = _convolved(weights, post_conv, segments, two_sided, new)
+        weights = _blank(weights, None if hidden is None else hidden.last(new))
     if post_mix is not None:
         weights = mix(weights, post_mix)
     return few_outputs(weights, v)
 
 
-def _blank(x: Tensor, hidden: Tensor | None) -> Tensor:
-    return x if hidden is None else x.masked_fill(hidden, 0)
+def _blank(x: Tensor, hidden: Hidden | None) -> Tensor:
+    return x if hidden is None else hidden.fill(x, 0)
 
 
-def _convolved(x: Tensor, kernel: Tensor, segments: Tensor | None, two_sided: bool) -> Tensor:
-    """Over the rows that are there, and zeros around them."""
-    reach = reach_of(kernel, two_sided)
+def _convolved(
+    x: Tensor, kernel: Tensor, segments: Tensor | None, two_sided: bool, rows: int
+) -> Tensor:
+    """The last rows of the convolution, with zeros around what is there."""
+    before, after = reach_of(kernel, two_sided)
+    read = min(x.shape[2], rows + before)
+    above = rows + before - read
+    x, columns = x[:, :, -read:], x.shape[3]
     if segments is not None:
-        segments = pad(segments, reach, value=-1)
-    y = convolve(x, kernel, *reach, segments, reach.before)
+        segments = pad(segments[:, -read:], (above, after), value=-1)
+    elif x.device.type == "cpu":
+        x = _filled_up(x)
+    y = convolve(x, kernel, above, after, segments, before)[..., :columns]
     return y.contiguous(memory_format=torch.contiguous_format)
+
+
+def _filled_up(x: Float[Tensor, "B H R C"]) -> Float[Tensor, "B H R width"]:
+    """With columns of zeros up to a multiple of `_WIDTHS`, and heads last.
+
+    A step has one column more than the one before, and a CPU's convolution is compiled for each
+    new width.
+    """
+    *lead, columns = x.shape
+    width = -(-columns // _WIDTHS) * _WIDTHS
+    filled = torch.empty((*lead, width), dtype=x.dtype, memory_format=torch.channels_last)
+    filled[..., :columns] = x
+    filled[..., columns:] = 0
+    return filled

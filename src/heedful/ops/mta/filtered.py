@@ -129,11 +129,10 @@ def _softmax(
             logits[..., k.shape[2] - width :] = near[..., :width].flip(-1)
         else:
             _replace_near(logits, near)
-    hidden = hidden_from(visibility, queries, k.shape[2], k.device)
     if logits.requires_grad:  # the other works in place
-        visible = torch.ones_like(logits, dtype=torch.bool) if hidden is None else ~hidden
+        visible = visibility.dense(queries, k.shape[2], k.device)[:, None]
         return masked_softmax(logits, visible, None if sinks is None else sinks[:, None, None])
-    return few_weights(logits, hidden, sinks)
+    return few_weights(logits, hidden_from(visibility, queries, k.shape[2], k.device), sinks)
 
 
 def _convolved(

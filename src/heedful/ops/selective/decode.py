@@ -7,6 +7,7 @@ queries see what the ones before them in the same call have hidden, so their map
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heedful.ops.common.few import few_outputs, few_scores, few_weights, hidden_from
 from heedful.ops.common.tiles import cap_
@@ -21,7 +22,7 @@ def selective_attention_few(
     selector_q: Float[Tensor, "B Hs Tq Ds"],
     selector_k: Float[Tensor, "B Hs Tk Ds"],
     *,
-    state: Float[Tensor, "B Hs Tk"] | None,
+    state: Float[Tensor, "B Hs Ts"] | None,
     tau: float | None,
     protect_first: bool,
     visibility: Visibility,
@@ -42,6 +43,8 @@ def selective_attention_few(
         hiding.masked_fill_(~may_hide(protect_first, visibility, queries, keys, q)[:, None], 0)
     if state is None:
         state = hiding.new_zeros(hiding.shape[0], hiding.shape[1], keys)
+    elif state.shape[2] < keys:
+        state = pad(state, (0, keys - state.shape[2]))
     if queries == 1:
         f = state[:, :, None]
         last = state + hiding[:, :, 0]
@@ -61,6 +64,6 @@ def selective_attention_few(
     memory = None
     if tau is not None:
         terms = f.clamp(max=tau)
-        terms = terms if hidden is None else terms.masked_fill(hidden, 0)
+        terms = terms if hidden is None else hidden.fill(terms, 0)
         memory = terms.sum((1, 3)) / f.shape[1]
     return output, last, memory

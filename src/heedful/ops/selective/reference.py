@@ -11,6 +11,8 @@ from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.visibility import Visibility
 
+_ROWS = 64  # query rows whose products are in memory at once
+
 
 def selective_attention_reference(
     q: Float[Tensor, "B H Tq D"],
@@ -70,6 +72,32 @@ def selection(
     logits = selector_q @ selector_k.mT * scale
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(wide).masked_fill((logits < 0) | ~allowed[:, None], 0)
+
+
+@torch.no_grad()
+def hidden_sums(
+    selector_q: Float[Tensor, "B Hs Tq Ds"],
+    selector_k: Float[Tensor, "B Hs Tk Ds"],
+    protect_first: bool,
+    visibility: Visibility,
+    scale: float,
+) -> Float[Tensor, "B Hs Tk"]:
+    """The sum of `selection` over the queries: what they add to F. In blocks, without a gradient.
+
+    The blocks end where the keys that they see do, so that a causal half is left out.
+    """
+    queries, keys = selector_q.shape[2], selector_k.shape[2]
+    wide = torch.promote_types(selector_q.dtype, torch.float32)
+    if queries <= _ROWS or visibility.queries is not None:
+        return selection(selector_q, selector_k, protect_first, visibility, scale).sum(2)
+    sums = selector_q.new_zeros(*selector_k.shape[:3], dtype=wide)
+    for start in range(0, queries, _ROWS):
+        stop = min(queries, start + _ROWS)
+        seen = keys - queries + stop
+        rows, part = selector_q[:, :, start:stop], visibility.part(0, seen)
+        hiding = selection(rows, selector_k[:, :, :seen], protect_first, part, scale)
+        sums[:, :, :seen] += hiding.sum(2)
+    return sums
 
 
 def may_hide(

@@ -1,0 +1,1 @@
+"""`heedful shrink`: from a model to a folder whose cache takes a part of the bytes."""
