@@ -9,7 +9,7 @@ from helpers import ROOT
 
 PATHS = {
     "heedful": {
-        "Visibility", "differential_attention", "grouped_attention", "multi_token_attention",
+        "LowRank", "Visibility", "differential_attention", "grouped_attention", "multi_token_attention",
         "selective_attention", "summarise",
     },
     "heedful.commands.compare.findings": {"summarise", "table"},

@@ -10,7 +10,7 @@ from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.versions import cache_argument, cache_of
 from heedful.nn import HeadShape, LayerInputs, MultiToken
-from heedful.ops import Visibility
+from heedful.ops import Visibility, multi_token_attention
 from heedful.ops.common.standard import masked_softmax
 from heedful.ops.mta.reference import mix_heads, multi_token_attention_map
 from helpers.cached import converted, in_steps
@@ -207,3 +207,10 @@ def test_a_family_that_changes_keys_after_the_cache():
         cache.attend(
             layer, q, keys * 1, values, visibility=Visibility(), scale=None, inputs=LayerInputs()
         )
+
+
+def test_what_is_shown_of_the_kernels_is_what_the_operator_takes():
+    layer, (q, k, v) = layer_of("flash"), drawn(20)
+    expected = layer(q, k, v).output
+    actual = multi_token_attention(q, k, v, **layer.shown())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
