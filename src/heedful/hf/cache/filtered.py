@@ -50,6 +50,9 @@ class FilteredKeysCache(LayerCache):
     def _rows(self) -> list[PastRows]:
         return [*super()._rows, self._past, self._plain]
 
+    def _tensors_aside(self) -> list[Tensor | None]:
+        return [*super()._tensors_aside(), self._past.rows, self._plain.rows]
+
     @property
     def bf16_nbytes(self) -> int:
         """Bytes of the model's own keys and values in bfloat16, if no token were evicted."""
@@ -75,7 +78,8 @@ class FilteredKeysCache(LayerCache):
             filtered = self._owner.layer().cached_keys(near, segments)
             if again:
                 self._tokens.keys.drop_last(again)
-                self._tokens.keys.append(filtered[:, :, -new - again : -new], self._room)
+                if self._tokens.keys.append(filtered[:, :, -new - again : -new], self._room):
+                    self._measure()
             stored = filtered[:, :, -new:]
         keys, values = super().update(stored, value_states, *args, **kwargs)
         self._returned, self._called = (key_states, values), (near, segments, keys)
