@@ -37,7 +37,6 @@ from heedful.hf.adapter_folders import is_adapter
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import read_budgets
 from heedful.hf.cache.new import new_cache
-from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.calibration import read_calibration
 from heedful.hf.identity import json_digest, model_identity
 from heedful.hf.versions import cache_argument
@@ -76,7 +75,7 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> None:
     """All settings of a model that the file does not have."""
-    model = open_model(name, budgets=False)
+    model = open_model(name, budgets=False, convert=False)
     tokenizer = open_tokenizer(None, name, model)
     policies = options.policies or (HIDING if is_adapter(name) else POLICIES)
     calibration = None
@@ -181,11 +180,12 @@ def perplexity(
     options: argparse.Namespace,
 ) -> dict:
     """Of all books together, and the nats of each."""
-    nats, chunk, dtype = [], options.chunk, cache_dtype_of(options.cache_dtype)
-    with evicting(model, eviction, chunk, chunk, dtype=dtype):
-        for ids in sequences:
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            nats.append(cross_entropy(logits, ids[0, 1:]).item())
+    nats, dtype = [], cache_dtype_of(options.cache_dtype)
+    for ids in sequences:
+        cache = new_cache(model, eviction or False, dtype=dtype)
+        calls = ids.split(options.chunk, dim=1)
+        logits = [model(x, **cache_argument(model, cache)).logits[0].float() for x in calls]
+        nats.append(cross_entropy(torch.cat(logits)[:-1], ids[0, 1:]).item())
     return {"perplexity": math.exp(sum(nats) / len(nats)), "nats": nats}
 
 

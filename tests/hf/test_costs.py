@@ -1,4 +1,4 @@
-"""What a decoded token costs in a converted model, beside transformers' own with a `DynamicCache`.
+"""What a decoded token costs under caches of heedful, beside transformers' own `DynamicCache`.
 
 Counted are Python calls and operations without children, most of which are launches or views on a
 GPU. Counts know no noise; they are relative to the base model's, whose numbers differ between
@@ -19,14 +19,23 @@ MOST = {
     "hide": (1.62, 1.52),
     "hide, own budgets": (1.98, 2.16),
     "hide, own budgets, int8": (3.50, 3.00),
+    "as it is, StreamingLLM": (1.10, 1.10),
+    "as it is, StreamingLLM, slack 16": (1.10, 1.08),
+    "selectors beside": (1.53, 1.88),
+    "selectors beside, slack 32": (1.25, 1.25),
+    "selectors and matrices beside, slack 32": (1.52, 1.67),
+    "selectors and matrices beside, whole": (1.21, 1.07),
 }
 
 # In a process of its own: shape checks of the tests are Python calls too.
 COUNT = """
-import cProfile, json, pstats, torch, heedful
+import cProfile, json, peft, pstats, torch, heedful
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from heedful.eviction import TOVA, MostHidden, StreamingLLM
+from heedful.hf import conversion_of
+from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
+from heedful.hf.convert import replace_attention
 from heedful.hf.versions import cache_argument
 
 torch.set_num_threads(1)
@@ -34,7 +43,7 @@ config = LlamaConfig(
     vocab_size=60, hidden_size=64, intermediate_size=128, num_hidden_layers=8,
     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, eos_token_id=None,
 )
-ids = torch.randint(1, 60, (1, 60))
+ids = torch.randint(1, 60, (1, 100))
 
 def build(mechanism=None):
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -45,17 +54,28 @@ def build(mechanism=None):
 @torch.no_grad()
 def count(model, cache):
     named = cache_argument(model, cache)
-    for piece in ids.split([40, *[1] * 20], dim=1):
+    for piece in ids.split([40, *[1] * 60], dim=1):
         model(piece, use_cache=True, **named)
     calls = cProfile.Profile()
     with calls:
-        for _ in range(10):
+        for _ in range(33):
             model(piece, use_cache=True, **named)
     with profile(activities=[ProfilerActivity.CPU]) as operations:
-        for _ in range(4):
+        for _ in range(33):
             model(piece, use_cache=True, **named)
     leaves = [x for x in operations.events() if x.name.startswith("aten") and not x.cpu_children]
-    return pstats.Stats(calls).total_calls / 10, len(leaves) / 4
+    return pstats.Stats(calls).total_calls / 33, len(leaves) / 33
+
+def beside(matrices=False):
+    model = build()
+    replace_attention(model, heedful.Selective("extra", dim=16, masks=False), attends=False)
+    if matrices:
+        exclude = r".*\\.heedful(\\..*)?"
+        lora = peft.LoraConfig(target_modules="all-linear", exclude_modules=exclude, r=2)
+        peft.inject_adapter_in_model(lora, model)
+        replace_layers_of_peft(model)
+        conversion_of(model).after_eviction = AfterEviction(model)
+    return model
 
 standard, hide = build("standard"), build(heedful.Selective("extra", dim=16))
 own = MostHidden(tokens=(18, 20, 24, 28) * 2)
@@ -67,6 +87,17 @@ counts = {
     "hide, own budgets": count(hide, heedful.new_cache(hide, own)),
     "hide, own budgets, int8": count(hide, heedful.new_cache(hide, own, dtype=torch.int8)),
 }
+plain, ranked, evict = build(), beside(), beside(matrices=True)
+streaming = StreamingLLM(tokens=24)
+for name, model, policy, slack in (
+    ("as it is, StreamingLLM", plain, streaming, 0),
+    ("as it is, StreamingLLM, slack 16", plain, streaming, 16),
+    ("selectors beside", ranked, own, 0),
+    ("selectors beside, slack 32", ranked, own, 32),
+    ("selectors and matrices beside, slack 32", evict, own, 32),
+    ("selectors and matrices beside, whole", evict, False, 0),
+):
+    counts[name] = count(model, heedful.new_cache(model, policy, slack=slack))
 for name in ("selective", "mta"):
     model = build(name)
     counts[name] = count(model, heedful.new_cache(model))

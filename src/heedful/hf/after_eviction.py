@@ -94,13 +94,18 @@ class LowRankLinear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "B T m"]) -> Float[Tensor, "B T n"]:
         """The layer's output; without a strength no matrix is read."""
-        output = linear(x, self.weight, self.bias)
         strength = forward_pass().strength
-        if strength is None or strength.factor is None:
-            return output
+        if strength is None or (factor := strength.factor) is None:
+            return linear(x, self.weight, self.bias)
         down, up, scaling = self.matrices
+        if isinstance(factor, float) and x.dtype == down.dtype:  # in the fewest operations
+            rows = x.reshape(-1, x.shape[-1])
+            output = linear(rows, self.weight, self.bias)
+            output.addmm_(linear(rows, down), up.t(), alpha=scaling * factor)
+            return output.view(*x.shape[:-1], output.shape[1])
+        output = linear(x, self.weight, self.bias)
         inner = linear(x if x.dtype == down.dtype else x.to(down.dtype), down)
-        inner = _as_far(inner, strength.factor)
+        inner = _as_far(inner, factor)
         more = linear(inner, up)
         more = more if more.dtype == output.dtype else more.to(output.dtype)
         return torch.add(output, more, alpha=scaling)
@@ -126,8 +131,12 @@ class LowRankLinear(nn.Linear):
         return self
 
 
-def _as_far(x: Float[Tensor, "B T n"], factor: Float[Tensor, "#B #T"]) -> Float[Tensor, "B T n"]:
+def _as_far(
+    x: Float[Tensor, "B T n"], factor: Float[Tensor, "#B #T"] | float
+) -> Float[Tensor, "B T n"]:
     """`x` as far as matrices act on each token."""
+    if isinstance(factor, float):
+        return x * factor
     if x.ndim != 3 or factor.shape[1] not in (1, x.shape[1]):
         raise UserError(
             f"matrices get tokens of shape {tuple(x.shape[:-1])}, and how far they act is known "
@@ -217,7 +226,9 @@ class AfterEviction:
         return _as_far(output, strength.factor)
 
 
-def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"] | None:
+def strength_after(
+    cache: Cache, mask: Real[Tensor, "B n"] | None
+) -> Float[Tensor, "B 1"] | float | None:
     """How far matrices act in the next call, by the real tokens that budgets have evicted.
 
     Arguments:
@@ -232,9 +243,8 @@ def strength_after(cache: Cache, mask: Real[Tensor, "B n"] | None) -> Float[Tens
     if not any(x.length < total for x in layers if x.budget is not None):
         return None
     if mask is None or mask.shape[1] < total:  # which attention refuses
-        count = torch.tensor([[total]])  # on the CPU, so that a GPU gets one number, not launches
-        cached = [count if x.budget is None else x.count_cached(None) for x in layers]
-        return _strength(count, cached).to(layers[0].device)
+        cached = [total if x.budget is None else x.count_cached(None) for x in layers]
+        return float(min(1, 2 * sum(total - x for x in cached) / (total * len(cached))))
     real = mask[:, :total].bool()
     count = real.sum(1, keepdim=True)
     cached = [count if x.budget is None else x.count_cached(real) for x in layers]
@@ -245,7 +255,8 @@ def _strength(
     count: Int[Tensor, "#B n"], cached: Sequence[Real[Tensor, "#B n"]]
 ) -> Float[Tensor, "#B n"]:
     """Twice the share of so many tokens that layers no longer cache, at most 1."""
-    share = sum((count - x) / count.clamp(min=1) for x in cached) / len(cached)
+    whole = count.clamp(min=1).double()  # as Python's numbers
+    share = sum((count - x) / whole for x in cached) / len(cached)
     return (2 * share).clamp(max=1)
 
 

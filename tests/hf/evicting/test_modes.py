@@ -346,3 +346,19 @@ def test_an_interrupted_call_is_said():
         in_steps(model, ids, [30], cache)
     cache.reset()
     assert in_steps(model, ids, [30], cache).isfinite().all()
+
+
+def test_a_decoded_token_without_padding_gets_no_mask():
+    model = tiny()
+    cache = heedful.new_cache(model, StreamingLLM(tokens=24))
+    masks = []
+
+    def note(module, args, kwargs):
+        masks.append(kwargs["attention_mask"])
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        for piece in tokens(2, 60).split([30, *[1] * 30], dim=1):
+            model(piece, **cache_argument(model, cache))
+    assert len(masks) == 3 * 31 and all(mask is None for mask in masks)

@@ -167,14 +167,14 @@ class AttentionCache(CacheLayerMixin):
 
     def count_cached(
         self, real: Bool[Tensor, "B n"] | None
-    ) -> Int[Tensor, "#B 1"] | Float[Tensor, "#B 1"]:
+    ) -> Int[Tensor, "B 1"] | Float[Tensor, "B 1"] | float:
         """How many tokens it has cached of each sequence, on average over its key heads.
 
         Arguments:
             real: which of all tokens so far count; `None` where all do.
         """
         if real is None:
-            return torch.tensor([[self.length]])  # on the CPU: one number and no launch
+            return self.length
         return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
     def is_of(self, layer: Layer) -> bool:

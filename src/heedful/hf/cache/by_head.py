@@ -73,11 +73,11 @@ class ByHeadCache(LayerCache):
     def _copied(self) -> int:
         return self._tokens.beside.copy_nbytes
 
-    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Float[Tensor, "#B 1"]:
+    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Float[Tensor, "B 1"] | float:
         total = 0.0
         for group in self._tokens.groups:
             if real is None:
-                count = torch.tensor([[group.keys.length]])
+                count = group.keys.length
             else:
                 at = group.of(self._tokens.positions[:, 0])
                 count = real.gather(1, at.to(real.device)).sum(1, keepdim=True)

@@ -285,10 +285,10 @@ class EvictingLayer(CacheLayerMixin):
             return torch.empty(0, 0, dtype=torch.int64)
         return self.map.positions().expand(self.batch, -1)
 
-    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "#B 1"]:
+    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B 1"] | int:
         """How many tokens of each sequence are cached; of those so far that `real` says, if any."""
         if real is None:
-            return torch.tensor([[self.length]])  # on the CPU: one number and no launch
+            return self.length
         return real.gather(1, self.positions().to(real.device)).sum(1, keepdim=True)
 
     @property

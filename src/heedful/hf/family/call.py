@@ -27,9 +27,9 @@ _PACKED = "heedful_packed"  # marks a cache that holds packed documents
 
 
 class Strength(NamedTuple):
-    """How far low-rank matrices act: on each sequence, or each token; `None` is not at all."""
+    """How far low-rank matrices act: on each sequence or token, or on all; `None` is not at all."""
 
-    factor: Float[Tensor, "B n"] | None
+    factor: Float[Tensor, "B n"] | float | None
 
 
 @dataclass
