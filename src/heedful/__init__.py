@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from heedful.ops import (
         Groups,
+        LowRank,
         SelectiveOutput,
         Summaries,
         Visibility,
@@ -49,6 +50,7 @@ __version__ = "0.2.0"
 _ROOMS = {
     "heedful.ops": (
         "Groups",
+        "LowRank",
         "SelectiveOutput",
         "Summaries",
         "Visibility",
@@ -105,6 +107,7 @@ __all__ = [
     "KnockingHeads",
     "LayerLook",
     "LocalGlobal",
+    "LowRank",
     "MemoryLoss",
     "MultiToken",
     "Parallax",

@@ -9,8 +9,8 @@ from helpers import ROOT
 
 PATHS = {
     "heedful": {
-        "Visibility", "differential_attention", "grouped_attention", "multi_token_attention",
-        "selective_attention", "summarise",
+        "LowRank", "Visibility", "differential_attention", "grouped_attention",
+        "multi_token_attention", "selective_attention", "summarise",
     },
     "heedful.commands.compare.findings": {"summarise", "table"},
     "heedful.commands.compare.one_model": {"Hyperparameters", "Size", "train"},

@@ -19,10 +19,10 @@ from heedful.ops.grouped import cif_groups, fixed_groups
 from heedful.ops.grouped import tiled as grouped
 from heedful.ops.selective import tiled as selective
 from heedful.testing import assert_matches_oracle
-from helpers.mechanisms import MECHANISMS, Mechanism, Shape, ragged
+from helpers.mechanisms import LOW_RANK, MECHANISMS, Mechanism, Shape, ragged
 
 SHAPE = Shape(batch=2, heads=4, key_heads=2, queries=9, keys=11, dim=4)
-BY_NAME = {str(m): m for m in MECHANISMS}
+BY_NAME = {str(m): m for m in [*MECHANISMS, *LOW_RANK]}
 
 
 def leaves(tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -389,10 +389,35 @@ def gates_in_blocks() -> None:
     llama(RetentionGate(window=3))
 
 
-LENGTHS = ("mta-full", "selective-own", "differential")
+LENGTHS = ("mta-full", "low-rank", "selective-own", "differential")
+
+
+def operator_low_rank() -> None:
+    """As of mta: all that there is, documents in a window, and keys anywhere."""
+    x = transposed(leaves(BY_NAME["low-rank"].draw(SHAPE), torch.float64))
+    segments = ragged(SHAPE.keys)[0].segments()
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    qkv, factors = (x["q"], x["k"], x["v"]), (x["u"], x["w"])
+    operator = torch.ops.heedful.multi_token_attention_flash.default
+    backward = torch.ops.heedful.multi_token_attention_flash_backward.default
+    for arguments in (
+        (*qkv, *factors, x["post_mix"], sinks, segments, None, True, 7, 0.5, True, False, False,
+         "tiled"),
+        (*qkv, None, None, x["post_mix"], None, None, None, True, None, 0.5, True, False, True,
+         "tiled"),
+        (*qkv, *factors, None, None, None, places(), False, None, 0.5, False, False, False,
+         "composed"),
+    ):  # fmt: skip
+        torch.library.opcheck(operator, (*arguments, True))
+        fixed = [t.detach() if isinstance(t, Tensor) else t for t in arguments]
+        torch.library.opcheck(operator, (*fixed, False))
+        out, *rest = operator(*fixed, True)
+        torch.library.opcheck(backward, (torch.randn_like(out), *rest, *fixed))
+
 
 CHECKS = {
     "operator mta": operator_mta,
+    "operator low rank": operator_low_rank,
     "operator selective": operator_selective,
     "operator grouped": operator_grouped,
     "operator softmax": operator_softmax,
@@ -402,7 +427,7 @@ CHECKS = {
     "inductor softmax": lambda: softmax_steps("inductor"),
     "forward mode": forward_mode,
     "llama gates": gates_in_blocks,
-    **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in MECHANISMS},
+    **{f"whole graph {m}": lambda m=m: whole_graph(m) for m in [*MECHANISMS, *LOW_RANK]},
     **{
         f"{kind} {name}": lambda check=check, name=name: check(BY_NAME[name])
         for kind, check in (("dropout", dropout), ("dynamic", dynamic), ("export", export))

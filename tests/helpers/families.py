@@ -95,6 +95,8 @@ def fits(name: str, family: str) -> bool:
     """Whether this family can be given the mechanism of this name."""
     if name.startswith(("grouped", "forgetting", "simplicial")):
         return family not in EAGER
+    if name == "mta-flash":
+        return family != "gemma2"
     return name != "differential-v2" or family not in (*FUSED, "olmo2")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from heedful.ops import (
+    LowRank,
     Visibility,
     differential_attention,
     multi_token_attention,
@@ -62,22 +63,16 @@ def _qkv(shape: Shape) -> dict[str, Tensor]:
     }
 
 
-def _mta(
-    name: str, rank: int | None = None, two_sided: bool = False, **sizes: tuple[int, ...]
-) -> Mechanism:
+def _mta(name: str, two_sided: bool = False, **sizes: tuple[int, ...]) -> Mechanism:
     def draw(shape: Shape) -> dict[str, Tensor]:
         tensors = _qkv(shape)
         for part, size in sizes.items():
             if not part.endswith("conv"):
                 group = size[0] or shape.heads
                 tensors[part] = torch.randn(shape.heads // group, group, group).double()
-            elif rank is None:
+            else:
                 tensors[part] = torch.randn(shape.heads, *size).double()
-            else:  # of few bits, so that the kernel has its rank in every precision
-                rows, columns = (torch.randn(shape.heads, n, rank).mul(4).round() for n in size)
-                tensors[part] = (rows @ columns.mT).double() / 64
-            if rank is None:
-                tensors[part] /= tensors[part].shape[-1] ** 0.5
+            tensors[part] /= tensors[part].shape[-1] ** 0.5
         return tensors
 
     def call(x, impl, visibility):
@@ -95,6 +90,36 @@ def _mta(
                 x[part].zero_()[:, centre, x[part].shape[2] // 2] = 1
             else:
                 x[part].copy_(torch.eye(x[part].shape[1]))
+        return x
+
+    return Mechanism(name, draw, call, identity)
+
+
+def _low_rank(
+    name: str, rows: int, columns: int, centred: bool = True, two_sided: bool = False
+) -> Mechanism:
+    """Kernels of rank two, pairs of heads mixed after the softmax."""
+
+    def draw(shape: Shape) -> dict[str, Tensor]:
+        tensors = _qkv(shape)
+        for part, size in (("u", rows), ("w", columns)):
+            tensors[part] = torch.randn(shape.heads, 2, size).double() / size**0.5
+        tensors["post_mix"] = torch.randn(shape.heads // 2, 2, 2).double() / 2**0.5
+        return tensors
+
+    def call(x, impl, visibility):
+        x = dict(x)
+        q, k, v, u, w = (x.pop(part) for part in ("q", "k", "v", "u", "w"))
+        if two_sided:
+            x["two_sided"], visibility = True, visibility or Visibility(causal=False)
+        conv = LowRank(u, w, centred)
+        return (multi_token_attention(q, k, v, conv=conv, **x, visibility=visibility, impl=impl),)
+
+    def identity(x):
+        x = {part: tensor.clone() for part, tensor in x.items()}
+        x["post_mix"].copy_(torch.eye(2))
+        x["u"][:, 0].zero_()[:, rows // 2 if two_sided else -1] = 1
+        x["w"].zero_()[:, 0, columns // 2 if centred else -1] = 1
         return x
 
     return Mechanism(name, draw, call, identity)
@@ -144,7 +169,6 @@ def _differential() -> Mechanism:
 
 MECHANISMS = [
     _mta("mta-pre-conv", conv=(3, 5)),
-    _mta("mta-rank-one", rank=1, conv=(6, 11)),
     _mta("mta-post-conv", post_conv=(3, 5)),
     _mta("talking-heads", mix=(0,), post_mix=(0,)),
     _mta("mta-full", conv=(6, 11), post_conv=(6, 11), mix=(2,), post_mix=(0,)),
@@ -156,7 +180,6 @@ MECHANISMS = [
 
 TWO_SIDED = [
     _mta("two-sided-pre", two_sided=True, conv=(5, 3)),
-    _mta("two-sided-rank-one", rank=1, two_sided=True, conv=(7, 11)),
     _mta("two-sided-post", two_sided=True, post_conv=(3, 5)),
     _mta("two-sided-full", two_sided=True, conv=(7, 11), post_conv=(5, 3), mix=(2,), post_mix=(0,)),
 ]
@@ -201,6 +224,10 @@ IMPLEMENTATIONS = (
     if ON_GPU
     else Implementation("fused", torch.float32, 24, (1, 20, 3)),
 )
+
+LOW_RANK = [_low_rank("low-rank", 6, 11), _low_rank("low-rank-look-back", 6, 6, centred=False)]
+LOW_RANK_TWO_SIDED = _low_rank("two-sided-low-rank", 7, 11, two_sided=True)
+"""Torch's own kernels, which neither see later tokens nor have a bias, a soft cap or dropout."""
 
 FUSED = [mechanism for mechanism in MECHANISMS if mechanism.name != "differential"]
 """What has GPU kernels."""

@@ -42,6 +42,7 @@ CONFIGS = {
     "canon A": Canon("A", 3, "random"),
     "gated heads": Gated("head", "identity"),
     "local layers": LocalGlobal(64, 2),
+    "look-back": MultiToken((6, 6), None, 1, None, 2, rank=2, centred=False),
     "everything": MultiToken((2, 3), (4, 9), 3, 2, 4, "depth", "vector", "identity", "depth"),
 }
 
@@ -64,6 +65,8 @@ def test_json_names_kind_and_every_field():
         "gate": "none",
         "gate_start": "published",
         "input_scaling": "none",
+        "rank": None,
+        "centred": True,
     }
 
 
@@ -118,6 +121,19 @@ REFUSED = {
     r"conv_every must be .* got 2\.5": lambda: MultiToken(conv_every=2.5),
     "post_mix must be 'all', a group size or None, got 0": lambda: MultiToken(post_mix=0),
     "mix must be 'all', a group size or None, got 'every'": lambda: MultiToken(mix="every"),
+    r"rank must be a whole number from 1 to c_q and c_k of conv, which is 6 for .* got 7": (
+        lambda: MultiToken((6, 11), None, 1, None, 2, rank=7)
+    ),
+    "rank must be .* which is None; got 2": lambda: MultiToken(None, None, 1, None, 2, rank=2),
+    "rank goes with post_conv and mix of None: .* MultiToken.flash": lambda: MultiToken(rank=2),
+    "post_mix must be a group size or None with rank, got 'all'": (
+        lambda: MultiToken((6, 11), None, 1, None, "all", rank=2)
+    ),
+    "centred=False needs a rank": lambda: MultiToken(centred=False),
+    "centred must be True or False, got 0": lambda: MultiToken(centred=0),
+    "post_mix mixes heads of 2 key heads, which do not divide the model's 3; use a divisor": (
+        lambda: MultiToken.flash().build(HeadShape(9, 3, 4, 36, 0))
+    ),
     "norm must be one of 'none', 'plain', 'depth', got 'rms'": lambda: MultiToken(norm="rms"),
     "gate must be one of 'none', 'scalar', 'vector', got None": lambda: MultiToken(gate=None),
     "gate_start must be one of .* got 'zero'": lambda: MultiToken(gate_start="zero"),

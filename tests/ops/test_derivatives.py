@@ -6,14 +6,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 
-from helpers.mechanisms import FUSED, MECHANISMS, Shape
+from helpers.mechanisms import FUSED, LOW_RANK, MECHANISMS, Shape
 
 SHAPE = Shape(batch=1, heads=2, key_heads=2, queries=9, keys=9, dim=4)
-BY_NAME = {str(m): m for m in MECHANISMS}
-every = pytest.mark.parametrize("name", ["mta-full", "selective-own", "differential"])
+BY_NAME = {str(m): m for m in [*MECHANISMS, *LOW_RANK]}
+every = pytest.mark.parametrize("name", ["mta-full", "low-rank", "selective-own", "differential"])
 each_impl = pytest.mark.parametrize("impl", ["auto", "tiled", "composed"])
 OPERATORS = {
     "mta": "multi_token",
+    "low": "multi_token",
     "talking": "multi_token",
     "selective": "selective",
     "differential": "differential",

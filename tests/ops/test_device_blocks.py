@@ -12,11 +12,11 @@ from heedful.ops import Visibility, selective_attention
 from heedful.ops.common import precision, tiles
 from heedful.ops.mta.convolution import _conv2d, _kernel_gradient, _kernel_gradient_in_patches
 from heedful.ops.selective.sums import above, below
-from helpers.mechanisms import MECHANISMS, TWO_SIDED, VISIBILITIES, Shape, run_by
+from helpers.mechanisms import LOW_RANK, MECHANISMS, TWO_SIDED, VISIBILITIES, Shape, run_by
 from helpers.oracle import against_oracle, assert_equal_in_fp64, with_grads
 
 BY_NAME = {str(mechanism): mechanism for mechanism in MECHANISMS}
-every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
+every = pytest.mark.parametrize("mechanism", [*MECHANISMS, *LOW_RANK, *TWO_SIDED], ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_they_err_at_most_twice_as_much_as_the_definition(mechanism, dtype):
 CAUSAL = [name for name in VISIBILITIES if "both ways" not in name and "mutual" not in name]
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, *LOW_RANK], ids=str)
 @pytest.mark.parametrize("visible", CAUSAL)
 def test_they_are_the_definition_in_fp64(mechanism, visible):
     visibility = VISIBILITIES[visible](90)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from heedful.ops.common.tiles import Scope, Sight, segment_bounds
-from heedful.ops.mta import tiled, wide
+from heedful.ops.mta import tiled
 from heedful.ops.mta.convolution import Parameters
+from heedful.ops.mta.identity import identity_attention
 from heedful.ops.selective import tiled as selective
 from helpers.mechanisms import MECHANISMS, Shape
 
@@ -20,10 +21,9 @@ CONV, MIX = torch.zeros(4, 3, 5, device=META), torch.zeros(1, 4, 4, device=META)
 CAUSAL = Sight(None, False, True, None)
 
 
-def test_no_look_for_the_identity_or_a_rank():
+def test_no_look_for_the_identity():
     parameters = Parameters(CONV, None, MIX, None)
-    assert wide.identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
-    assert wide.low_rank(Q, Q, CONV, CAUSAL, 0.5) is None
+    assert identity_attention(Q, Q, Q, parameters, CAUSAL, 0.5) is None
     assert selective._nothing_selected(Q, Q, Q, Q[:, :1], Q[:, :1], 0.5) is None
 
 

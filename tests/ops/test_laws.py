@@ -11,6 +11,8 @@ from heedful.ops import Queries, Visibility
 from heedful.testing import assert_causal, assert_matches_oracle
 from helpers.mechanisms import (
     FUSED,
+    LOW_RANK,
+    LOW_RANK_TWO_SIDED,
     MECHANISMS,
     TWO_SIDED,
     VISIBILITIES,
@@ -22,8 +24,9 @@ from helpers.mechanisms import (
 )
 from helpers.oracle import against_oracle, assert_equal_in_fp64, with_grads
 
-every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-with_two_sided = pytest.mark.parametrize("mechanism", [*MECHANISMS, *TWO_SIDED], ids=str)
+ALL, ENCODING = [*MECHANISMS, *LOW_RANK], [*TWO_SIDED, LOW_RANK_TWO_SIDED]
+every = pytest.mark.parametrize("mechanism", ALL, ids=str)
+with_two_sided = pytest.mark.parametrize("mechanism", [*ALL, *ENCODING], ids=str)
 each_impl = pytest.mark.parametrize("impl", ("reference", "tiled", "composed"))
 fused = pytest.mark.parametrize("mechanism", FUSED, ids=str)
 
@@ -111,7 +114,7 @@ def test_scales_that_are_not_positive(mechanism, scale):
         assert_equal_in_fp64(*functions, inputs, 1e-13)
 
 
-@each_form(MECHANISMS, "reference")
+@each_form(ALL, "reference")
 def test_transposed_inputs_give_the_same_bits(mechanism, impl):
     """As models hand them over: [B, T, H, D] seen as [B, H, T, D]; torch's own may differ."""
     tensors = impl.draw(mechanism, Shape(), 100, torch.float32)
@@ -127,6 +130,8 @@ def test_transposed_inputs_give_the_same_bits(mechanism, impl):
 @with_two_sided
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 63, 64, 65, 257])
 def test_odd_lengths(mechanism, tokens):
+    if "low-rank" in mechanism.name and tokens == 1:
+        pytest.skip("torch's kernels round gradients that are zero, see test_low_rank.py")
     hold(mechanism, Shape(batch=1).long(tokens), torch.float32, None)
 
 
@@ -141,11 +146,15 @@ def test_head_dims(mechanism, dim):
 @pytest.mark.parametrize("queries", [150, 70, 1])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" not in name])
 def test_visibilities_and_cross_lengths(mechanism, visible, queries):
+    if mechanism in LOW_RANK and (visible == "window 1" or "mutual" in visible):
+        pytest.skip("gradients that are zero, and what raises, are in test_low_rank.py")
     shape = Shape(queries=queries, keys=150)
     hold(mechanism, shape, torch.float32, VISIBILITIES[visible](150))
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.name.startswith("mta")], ids=str)
+@pytest.mark.parametrize(
+    "mechanism", [m for m in ALL if m.name.startswith(("mta", "low"))], ids=str
+)
 @pytest.mark.parametrize("visible", ["causal", "ragged documents"])
 def test_more_heads_than_a_kernel_s_gradient_takes_at_a_time(mechanism, visible):
     shape = Shape(heads=12, key_heads=4).long(20)
@@ -185,7 +194,7 @@ def test_negative_documents_are_padding(mechanism, impl):
 
 @pytest.mark.crossed
 @pytest.mark.parametrize(
-    "mechanism", [*TWO_SIDED, *(m for m in MECHANISMS if "selective" not in str(m))], ids=str
+    "mechanism", [*ENCODING, *(m for m in ALL if "selective" not in str(m))], ids=str
 )
 @pytest.mark.parametrize("queries", [150, 70, 5])
 @pytest.mark.parametrize("visible", [name for name in VISIBILITIES if "both" in name])
@@ -210,7 +219,7 @@ def test_gradients_by_finite_differences(mechanism, impl, visible):
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
-@each_form([m for m in MECHANISMS if m.identity])
+@each_form([m for m in ALL if m.identity])
 def test_identity_parameters_are_standard_attention(mechanism, impl):
     tensors = mechanism.identity(impl.draw(mechanism, Shape(), 130))
     actual = mechanism.run(tensors, impl.name)[0]
@@ -265,7 +274,7 @@ def test_no_token_changes_an_earlier_output_by_a_bit(mechanism, impl, visible):
     assert_causal(function, joined, dim=1)
 
 
-@every
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 @each_impl
 def test_of_tokens_that_see_each_other_only_they_see_later_ones(mechanism, impl):
     tensors = mechanism.draw(Shape().long(70))
@@ -290,7 +299,7 @@ def test_fused_kernels_refuse_tokens_that_see_later_ones(mechanism, interpreted)
 
 
 def joins_neighbours(mechanism: Mechanism) -> bool:
-    return not {"conv", "post_conv"}.isdisjoint(mechanism.draw(Shape()))
+    return not {"conv", "post_conv", "u"}.isdisjoint(mechanism.draw(Shape()))
 
 
 def with_evicted_keys(mechanism: Mechanism):
@@ -307,7 +316,7 @@ def with_evicted_keys(mechanism: Mechanism):
     return tensors, fewer, Visibility(positions=places[None], window=60), rest
 
 
-@pytest.mark.parametrize("mechanism", [*filter(joins_neighbours, MECHANISMS)], ids=str)
+@pytest.mark.parametrize("mechanism", [*filter(joins_neighbours, ALL)], ids=str)
 @each_impl
 def test_a_convolution_refuses_keys_out_of_order(mechanism, impl):
     _, fewer, evicted, _ = with_evicted_keys(mechanism)
@@ -325,7 +334,7 @@ def test_keys_may_lie_anywhere_with_their_positions(mechanism, impl):
     torch.testing.assert_close(actual[0], whole[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
+@pytest.mark.parametrize("mechanism", [m for m in ALL if "selective" not in m.name], ids=str)
 @each_impl
 def test_cross_attention(mechanism, impl):
     """Queries of their own, not causal: one call for all is one call for each document."""
@@ -348,7 +357,7 @@ def test_cross_attention(mechanism, impl):
         torch.testing.assert_close(actual[:, :, rows], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if "selective" not in m.name], ids=str)
+@pytest.mark.parametrize("mechanism", [m for m in ALL if "selective" not in m.name], ids=str)
 @pytest.mark.parametrize("queries", [70, 40])
 def test_a_source_without_padding_needs_no_queries_of_its_own(mechanism, queries):
     """All see all, so that no place counts, however many queries there are."""
@@ -374,7 +383,7 @@ def test_gradients_under_positions_and_queries(mechanism):
         hold(mechanism, Shape(queries=70, keys=50), torch.float32, visibility)
 
 
-@each_form(MECHANISMS)
+@each_form(ALL)
 def test_packed_documents_are_separate_documents(mechanism, impl):
     lengths = impl.lengths
     tensors = impl.draw(mechanism, Shape(batch=1), sum(lengths))
@@ -388,7 +397,7 @@ def test_packed_documents_are_separate_documents(mechanism, impl):
         assert_same(packed[:, :, rows], mechanism, alone, impl)
 
 
-@each_form(MECHANISMS)
+@each_form(ALL)
 def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
     tokens = impl.at_most(100)
     tensors = impl.draw(mechanism, Shape(), tokens)
@@ -404,7 +413,7 @@ def test_a_padded_row_is_the_row_alone_and_padding_gives_zero(mechanism, impl):
         assert_same(padded[row : row + 1, :, real], mechanism, alone, impl)
 
 
-@each_form(MECHANISMS)
+@each_form(ALL)
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
     tensors = impl.draw(mechanism, Shape(key_heads=key_heads), 70)
@@ -419,7 +428,7 @@ def test_grouped_queries_are_repeated_keys(mechanism, impl, key_heads):
         assert_same(grouped, mechanism, repeated, impl, part)
 
 
-@each_form(MECHANISMS)
+@each_form(ALL)
 def test_rows_do_not_depend_on_the_batch_and_runs_repeat_bit_for_bit(mechanism, impl):
     tensors = impl.draw(mechanism, Shape(batch=3), 100, torch.float32)
     whole = with_grads(run_by(mechanism, impl.name), tensors)
@@ -463,7 +472,7 @@ def test_how_far_nan_reaches(mechanism, impl, part):
     before, after = (mechanism.run(x, impl, visibility)[0] for x in (tensors, damaged))
     assert bool(after[0, :, 60].isnan().all())
     assert torch.equal(after[1], before[1])
-    if part != "v" and not {"conv", "post_conv"} & tensors.keys():
+    if part != "v" and not joins_neighbours(mechanism):
         start, stop = 60, 61
         if impl == "composed" and "selective" in mechanism.name and part == "k":
             start, stop = 32, 100  # its block, and the end: torch's own attention adds its mask

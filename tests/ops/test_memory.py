@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heedful.testing import peak_memory_mib
-from helpers.mechanisms import MECHANISMS, Shape
+from helpers.mechanisms import LOW_RANK, MECHANISMS, Shape
 
 PROGRAM = """
 import torch
@@ -26,6 +26,7 @@ def run():
 CALLS = {
     "mta-pre": "multi_token_attention(q, k, v, conv=c, impl='{impl}')",
     "mta": "multi_token_attention(q, k, v, conv=c, post_conv=c, mix=m, post_mix=m, impl='{impl}')",
+    "low-rank": "multi_token_attention(q, k, v, conv=LowRank(c[:, :2], c[:, 2:4]), impl='{impl}')",
     "selective": "selective_attention(q, k, v, tau=1.0, impl='{impl}').output",
     "dropout": "multi_token_attention(q, k, v, post_conv=c, dropout_p=0.1, impl='{impl}')",
     "differential": "differential_attention(q, k, torch.cat([v[:, ::2], v[:, 1::2]], -1), "
@@ -65,7 +66,7 @@ def test_long_rows_of_selective_attention(train):
     assert long < 4.5 * short, (short, long)
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, *LOW_RANK], ids=str)
 def test_what_is_kept_for_the_backward_grows_linearly(mechanism):
     def size(tokens: int) -> int:
         sizes = []

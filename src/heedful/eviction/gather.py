@@ -25,7 +25,7 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
             f"eviction: {name} cannot serve {type(layer).__name__}, whose cache has summaries in "
             "place of far tokens already; leave eviction out"
         )
-    if layer.past_queries:
+    if layer.past_queries and not layer.past_keys:
         raise UserError(
             f"eviction: {name} cannot serve {type(layer).__name__} with a convolution over keys, "
             "whose neighbours would change; give this layer None tokens (it keeps everything), or "
@@ -38,6 +38,13 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
             "as many"
         )
     policy.check(layer)
+    least = layer.newest_keys + 2
+    if isinstance(tokens, int) and layer.newest_keys and tokens < policy.sinks + least:
+        raise UserError(
+            f"tokens must be at least {policy.sinks + least} here: {policy.sinks} sinks, the "
+            f"{layer.newest_keys} newest, whose keys are not final, one that leaves and the next "
+            f"one, got {tokens}"
+        )
     if isinstance(tokens, tuple):
         _check_heads(policy, layer, tokens)
         tokens = min(tokens)
@@ -130,6 +137,7 @@ class Protection(NamedTuple):
         mechanism treats it apart, and would take another one for it.
     windows: how far back the layer's queries see.
     padding: which tokens are padding; `None` where all are real.
+    newest: how many of the newest tokens are never evicted, and stay the last ones in order.
     """
 
     total: int
@@ -137,6 +145,7 @@ class Protection(NamedTuple):
     first: bool
     windows: tuple[int, ...]
     padding: Padding | None
+    newest: int = 0
 
 
 def scores(policy: Eviction, cached: CachedTokens, padding: Padding | None) -> Float[Tensor, "B n"]:
@@ -192,6 +201,9 @@ def slots_to_evict(
         if protection.first:
             unseen = unseen & (positions != start)
         score = score.masked_fill(unseen, float("-inf"))
+    if protection.newest:
+        newest = positions >= protection.total - protection.newest
+        score = score.masked_fill(newest, float("inf"))
     if kept is not None:
         score = score.masked_fill(kept, float("inf"))
     count = positions.shape[1] - (tokens - 1)
@@ -247,14 +259,20 @@ class Moves(NamedTuple):
         return x.scatter(2, self.to[:, None].expand_as(last), last)[:, :, : self.left]
 
 
-def moves(slots: Int[Tensor, "B m"], count: int) -> Moves:
+def moves(slots: Int[Tensor, "B m"], count: int, newest: int = 0) -> Moves:
     """What fills the slots to evict, ascending, of `count` ones.
 
     What stays of the last m slots goes into the holes before them, in the holes' order. The other
-    slots to evict are last slots themselves: what is moved there is dropped with them.
+    slots to evict are last slots themselves: what is moved there is dropped with them. The last
+    `newest` slots are apart from that, and stay the last ones.
     """
     batch, size = slots.shape
     left = count - size
+    if newest:
+        body, last = moves(slots, count - newest), torch.arange(newest, device=slots.device)
+        last = last.expand(batch, -1)
+        to = torch.cat([body.to, last + (left - newest)], dim=1)
+        return Moves(to, torch.cat([body.source, last + (count - newest)], dim=1), left)
     if size == 1:
         return Moves(slots, torch.full_like(slots, left), left)
     evicted = torch.zeros(batch, count, dtype=torch.bool, device=slots.device)

@@ -283,7 +283,9 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
         _check_implementation(module)
     layer, own = module._modules[NAME], {}
     if (cache := cache_among(kwargs)) is not None:
-        own["heedful_cache"] = _cache_of(layer, module, cache)
+        own["heedful_cache"] = part = _cache_of(layer, module, cache)
+        if layer.past_keys and part is not None:
+            part.expect(_visibility_among(args, kwargs))
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if "source" in layer.needs:
         sources = (kwargs[name] for name in SOURCES if kwargs.get(name) is not None)
@@ -297,9 +299,7 @@ def before_attention(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tupl
     if layer.needs & _EDITS:
         for hook in getattr(module, PROJECTION_HOOKS):
             hook.follow()
-        contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
-        visibility = next(contexts, AttentionContext()).visibility
-        call = begin_call(layer, visibility, own.get("heedful_cache"))
+        call = begin_call(layer, _visibility_among(args, kwargs), own.get("heedful_cache"))
         if "unprojected" in layer.needs:
             tokens = call.tokens(layer, "input", hidden_states)
             hidden_states = layer.before_projection(hidden_states, tokens)
@@ -324,6 +324,12 @@ def _check_implementation(module: nn.Module) -> None:
             f"attn_implementation was changed to {now!r}, which would switch the mechanism off "
             "silently; call revert() to go back"
         )
+
+
+def _visibility_among(args: tuple, kwargs: dict) -> Visibility | None:
+    """Who sees whom in the call with these arguments."""
+    contexts = (x for x in (*args, *kwargs.values()) if isinstance(x, AttentionContext))
+    return next(contexts, AttentionContext()).visibility
 
 
 def after_attention(module: nn.Module, args: tuple, output: object) -> None:

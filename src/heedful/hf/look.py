@@ -137,10 +137,8 @@ def _look(layer: Layer, qkv: tuple, options: dict, steps: bool) -> LayerLook:
         hiding = maps.hiding[0].cpu()
         look = look._replace(hiding=hiding, hidden=hiding.sum(1))
     if isinstance(layer, MultiTokenAttention):
-        parameters = {
-            name: getattr(layer, name) for name in ("conv", "post_conv", "mix", "post_mix")
-        }
-        copies = {name: None if x is None else x.cpu().clone() for name, x in parameters.items()}
+        shown = layer.shown()
+        copies = {name: None if x is None else x.cpu().clone() for name, x in shown.items()}
         look = look._replace(**copies, two_sided=layer.two_sided)
     if maps.groups is not None:
         there = maps.groups.there[0]

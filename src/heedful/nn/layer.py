@@ -13,6 +13,7 @@ from heedful.nn.shape import HeadShape, Role
 from heedful.ops import Visibility
 from heedful.ops.grouped.groups import Groups
 from heedful.ops.impl import Impl
+from heedful.ops.mta.filtered import Newest
 
 Need = Literal[
     "input", "source", "token_ids", "positions", "cache", "unprojected", "unrotated", "rotation"
@@ -74,6 +75,8 @@ class LayerInputs(NamedTuple):
         added. Handed over like the bias, to layers that cap (`"softcap" in takes`).
     sinks: where the family has them (GPT-OSS), a logit per query head in the softmax's sum alone,
         `[H]`. Handed over like the bias, to layers that have sinks (`"sinks" in takes`).
+    newest: the newest tokens as they are, the new ones last, of a layer with `past_keys`: keys are
+        then what `Layer.cached_keys` made of all tokens. `None` where the call holds all tokens.
     dropout: while a model trains with attention dropout, the share of weights to drop. Handed over
         like the bias, to layers that drop (`"dropout" in takes`).
     new: in a step of a cache, of few queries and without gradients or autocast, how many of the
@@ -94,10 +97,14 @@ class LayerInputs(NamedTuple):
     softcap: float | None = None
     sinks: Float[Tensor, " H"] | None = None
     dropout: float = 0.0
+    newest: Newest | None = None
     new: int | None = None
 
     def before(self, later: int, tokens: int) -> "LayerInputs":
         """What belongs to `tokens` of the new tokens that are followed by `later` ones."""
+        if self.newest is not None:
+            rest = self._replace(newest=None).before(later, tokens)
+            return rest._replace(newest=self.newest.before(later))
         if self.bias is not None:
             rows, keys = (n - later for n in self.bias.shape[2:])
             own = self.bias[:, :, max(0, rows - tokens) : rows, :keys]
@@ -248,6 +255,10 @@ class Layer(nn.Module):
     past_inputs: how many earlier tokens' rows these two read, in causal self-attention.
     queries_per_head: how many queries per head `before_rotation` makes of one, and `forward` gets.
     past_queries: how many earlier query rows the newest output depends on.
+    past_keys: how many earlier keys, as they are, the newest output depends on. With any, a cache
+        keeps what `cached_keys` makes of keys, and of the newest tokens the keys as well.
+    newest_keys: of how many of the newest tokens a cache must have all, in order.
+    keys_ahead: how many later tokens' keys change what `cached_keys` makes of one.
     keeps: what must be kept per token beside K and V, by name, for the next token: the state of
         `LayerOutput`, and what `beside` gives. Policies read `"F"`, how strongly a token is masked,
         and `"gate"`, how much it should be kept.
@@ -280,6 +291,9 @@ class Layer(nn.Module):
     past_inputs: int = 0
     queries_per_head: int = 1
     past_queries: int = 0
+    past_keys: int = 0
+    newest_keys: int = 0
+    keys_ahead: int = 0
     keeps: tuple[str, ...] = ()
     keeps_first: bool = False
     keeps_order: bool = False
@@ -303,7 +317,7 @@ class Layer(nn.Module):
     @property
     def plain_cache(self) -> bool:
         """Whether keys and values are all that the next token needs."""
-        rows = self.past_queries + self.past_inputs
+        rows = self.past_queries + self.past_inputs + self.past_keys
         return rows == 0 and not self.keeps and not self.summarises
 
     def in_step(self, inputs: LayerInputs) -> bool:
@@ -331,6 +345,17 @@ class Layer(nn.Module):
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""
         return None
+
+    def cached_keys(
+        self, k: Float[Tensor, "B Hk T D"], segments: Int[Tensor, "#B T"] | None = None
+    ) -> Float[Tensor, "B heads T W"]:
+        """What a cache keeps in place of keys, of these and those around them.
+
+        Arguments:
+            k: after the rotary embedding.
+            segments: the document of each, negative for padding; `None` where all are of one.
+        """
+        return k
 
     def before_projection(
         self, x: Float[Tensor, "B T E"], tokens: Tokens = ALONE

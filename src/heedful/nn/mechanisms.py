@@ -25,6 +25,7 @@ from heedful.nn.selective import Selective
 from heedful.nn.simplicial import Simplicial
 from heedful.nn.standard import LocalGlobal, Standard
 from heedful.ops import (
+    LowRank,
     differential_attention,
     grouped_attention,
     multi_token_attention,
@@ -90,10 +91,18 @@ def _inputs(**sizes: tuple[int, int] | str) -> Draw:
     return draw
 
 
-def _rank_one(leaves: Leaves) -> Leaves:
+def _low_rank(leaves: Leaves) -> Leaves:
     heads = leaves["q"].shape[1]
-    rows, columns = (torch.randn(heads, *n, dtype=torch.float64) for n in ((6, 1), (1, 11)))
-    return leaves | {"conv": rows * columns / 6}
+    u, w, mix = (torch.randn(*n, dtype=torch.float64) for n in (
+        (heads, 2, 6), (heads, 2, 11), (heads // 2, 2, 2)
+    ))  # fmt: skip
+    return leaves | {"u": u / 6, "w": w, "post_mix": mix / 2**0.5}
+
+
+def _low_rank_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, u: Tensor, w: Tensor, **options: object
+) -> Tensor:
+    return multi_token_attention(q, k, v, conv=LowRank(u, w), **options)
 
 
 def _identity_kernels(leaves: Leaves) -> Leaves:
@@ -120,10 +129,17 @@ TABLE = (
         {
             "mta-pre": _inputs(conv=(6, 11)),
             "mta-identity": _identity_kernels,
-            "mta-rank-one": _rank_one,
             "mta-post": _inputs(post_conv=(6, 11)),
             "mta": _inputs(**_BOTH),
         },
+    ),
+    MechanismRow(
+        "mta-flash",
+        MultiToken.flash(),
+        True,
+        "kernels of rank two before the softmax, pairs mixed after it: attention with wide heads",
+        _low_rank_attention,
+        {"mta-flash": _low_rank},
     ),
     MechanismRow(
         "mta-published",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heedful.checks import UserError, check_choice, is_whole
@@ -20,9 +20,10 @@ from heedful.nn.layer import (
     parameter,
 )
 from heedful.nn.shape import ROLES, HeadNorm, HeadShape, WideLinear
-from heedful.ops import Visibility, multi_token_attention
+from heedful.ops import LowRank, Visibility, multi_token_attention
 from heedful.ops.mta.convolution import Parameters
 from heedful.ops.mta.decode import multi_token_attention_few
+from heedful.ops.mta.filtered import filtered_attention, filtered_attention_map
 from heedful.ops.mta.reference import multi_token_attention_map
 
 # The maps on the way, as people call them.
@@ -54,6 +55,13 @@ class MultiToken:
             a sigmoid of the (normed) head output itself.
         gate_start: `"published"` starts from a random weight and zero bias, so near one half;
             `"identity"` doubles the sigmoid and starts from zero weights, so at exactly one.
+        rank: of the kernels before the softmax, which are then learned as factors (u over queries,
+            w over keys, see `heedful.LowRank`) and computed by torch's own attention kernels with
+            heads so many times as wide. Query heads that share a key head share w, and head groups
+            are taken across key heads, as within one mixing would mix no maps. `post_conv` and
+            `mix` must be `None`. `None` is any rank.
+        centred: with `rank`, kernels see keys on either side of a key. If `False` they look back
+            over c_k keys, and attention is one call of SDPA.
         input_scaling: `"depth"` multiplies what the model's norms hand to attention and MLP by
             1 - lambda_init of the layer: the "layer-norm scaling" of the paper's ablation, as its
             code has it. It changes the model's function. Cross-attention has none.
@@ -70,6 +78,8 @@ class MultiToken:
     gate: Literal["none", "scalar", "vector"] = "none"
     gate_start: Literal["published", "identity"] = "published"
     input_scaling: Literal["none", "depth"] = "none"
+    rank: int | None = None
+    centred: bool = True
 
     def __post_init__(self) -> None:
         for name in ("conv", "post_conv"):
@@ -77,7 +87,8 @@ class MultiToken:
             if size is None:
                 continue
             pair = isinstance(size, (tuple, list)) and len(size) == 2
-            if not pair or not all(is_whole(n, 1) for n in size) or size[1] % 2 == 0:
+            even = pair and self.centred and is_whole(size[1], 1) and size[1] % 2 == 0
+            if not pair or not all(is_whole(n, 1) for n in size) or even:
                 raise UserError(
                     f"{name} must be (c_q, c_k) with c_q >= 1 and c_k odd, got {size!r}; keys are "
                     "centred, so take the next odd c_k"
@@ -92,10 +103,43 @@ class MultiToken:
             size = getattr(self, name)
             if size is not None and not _is_group(size):
                 raise UserError(f"{name} must be 'all', a group size or None, got {size!r}")
+        self._check_rank()
         check_choice("norm", self.norm, ("none", "plain", "depth"))
         check_choice("gate", self.gate, ("none", "scalar", "vector"))
         check_choice("gate_start", self.gate_start, ("published", "identity"))
         check_choice("input_scaling", self.input_scaling, ("none", "depth"))
+
+    def _check_rank(self) -> None:
+        """Raise unless the parts are those that kernels of low rank go with."""
+        if not isinstance(self.centred, bool):
+            raise UserError(f"centred must be True or False, got {self.centred!r}")
+        if self.rank is None:
+            if not self.centred:
+                raise UserError("centred=False needs a rank, such as rank=2")
+            return
+        most = None if self.conv is None else min(self.conv)
+        if not is_whole(self.rank, 1) or most is None or self.rank > most:
+            kernels = "None" if most is None else f"{most} for kernels of {self.conv}"
+            raise UserError(
+                f"rank must be a whole number from 1 to c_q and c_k of conv, which is {kernels}; "
+                f"got {self.rank!r}"
+            )
+        others = {"post_conv": self.post_conv, "mix": self.mix}
+        if given := [name for name, part in others.items() if part is not None]:
+            raise UserError(
+                f"rank goes with {' and '.join(given)} of None: it is of the kernels before the "
+                "softmax, and nothing but post_mix stands beside them; MultiToken.flash() has that"
+            )
+        if self.post_mix == "all":
+            raise UserError(
+                "post_mix must be a group size or None with rank, got 'all': groups are of so many "
+                "key heads, whose values stand side by side"
+            )
+
+    @classmethod
+    def flash(cls) -> "MultiToken":
+        """Kernels of rank 2 in every layer and pairs mixed after the softmax: wide attention."""
+        return cls(post_conv=None, conv_every=1, mix=None, post_mix=2, rank=2)
 
     @classmethod
     def published(cls) -> "MultiToken":
@@ -109,7 +153,9 @@ class MultiToken:
 
     def build(self, shape: HeadShape) -> "MultiTokenAttention":
         """The layer for one attention module."""
-        return MultiTokenAttention(self, shape)
+        if self.rank is None:
+            return MultiTokenAttention(self, shape)
+        return LowRankAttention(self, shape)
 
     def convolves(self, layer: int) -> bool:
         """Whether this layer has the convolutions."""
@@ -188,20 +234,17 @@ class MultiTokenAttention(Layer):
     def __init__(self, config: MultiToken, shape: HeadShape) -> None:
         super().__init__(shape)
         self.config = config
-        convolves = config.convolves(shape.layer)
         self.two_sided = shape.role == "encoder"
+        convolves = config.convolves(shape.layer)
         sizes = [
             _size(x, self.two_sided) if convolves else None for x in (config.conv, config.post_conv)
         ]
-        self.conv, self.post_conv = (_kernels(shape.heads, size) for size in sizes)
-        self.mix = _mixing("mix", shape.heads, config.mix)
-        self.post_mix = _mixing("post_mix", shape.heads, config.post_mix)
+        self._make(*sizes)
+        # A convolved row reads the rows above it; convolved twice, those above these too.
+        if not self.two_sided:
+            self.past_queries = sum(size[0] - 1 for size in sizes if size is not None)
         if config.input_scaling == "depth" and shape.role != "cross":
             self.input_factor = 1 - shape.depth_factor
-        # A convolved row reads the rows above it; convolved twice, those above these too.
-        kernels = (self.conv, self.post_conv)
-        if not self.two_sided:
-            self.past_queries = sum(x.shape[1] - 1 for x in kernels if x is not None)
         self.norm = None
         if config.norm != "none":
             factor = 1 - shape.depth_factor if config.norm == "depth" else 1.0
@@ -212,6 +255,13 @@ class MultiTokenAttention(Layer):
             self.gate = WideLinear(shape.dim, outputs)
             self._gate_std = shape.hidden**-0.5
         self.reset_parameters()
+
+    def _make(self, size: tuple[int, int] | None, post_size: tuple[int, int] | None) -> None:
+        """Make the parameters of kernels of these sizes, and of the mixing."""
+        heads = self.shape.heads
+        self.conv, self.post_conv = (_kernels(heads, x) for x in (size, post_size))
+        self.mix = _mixing("mix", heads, self.config.mix)
+        self.post_mix = _mixing("post_mix", heads, self.config.post_mix)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -251,17 +301,7 @@ class MultiTokenAttention(Layer):
         inputs: LayerInputs = NO_INPUTS,
     ) -> LayerOutput:
         """Attention, then the norm and the gate of each head's output."""
-        terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
-        if self.in_step(inputs):
-            out = multi_token_attention_few(
-                q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
-                scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,
-            ).to(q.dtype)  # fmt: skip
-        else:
-            out = multi_token_attention(
-                q, k, v, **self._learned(), two_sided=self.two_sided, dropout_p=inputs.dropout,
-                visibility=visibility, scale=scale, impl=self.impl, **terms,
-            )  # fmt: skip
+        out = self._attend(q, k, v, visibility, scale, inputs)
         if self.norm is not None:
             out = self.norm(out)
         if self.gate is not None:
@@ -270,6 +310,22 @@ class MultiTokenAttention(Layer):
                 opening = 2 * opening
             out = out * opening.to(out.dtype)
         return LayerOutput(out)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility | None, scale: float | None,
+        inputs: LayerInputs,
+    ) -> Float[Tensor, "B H Tq D"]:  # fmt: skip
+        """The operator's output; of a step of a cache, that of its new queries."""
+        terms = {"bias": inputs.bias, "softcap": inputs.softcap, "sinks": inputs.sinks}
+        if self.in_step(inputs):
+            return multi_token_attention_few(
+                q, k, v, Parameters(**self._learned()), visibility=visibility or Visibility(),
+                scale=q.shape[-1] ** -0.5 if scale is None else scale, new=inputs.new, **terms,
+            ).to(q.dtype)  # fmt: skip
+        return multi_token_attention(
+            q, k, v, **self._parts(), two_sided=self.two_sided, dropout_p=inputs.dropout,
+            visibility=visibility, scale=scale, impl=self.impl, **terms,
+        )  # fmt: skip
 
     def _identity(self, name: str, weights: Tensor) -> Tensor:
         """The kernels or the mixing that change nothing, in the shape of these."""
@@ -308,12 +364,114 @@ class MultiTokenAttention(Layer):
         steps: dict[str, Tensor] | None = None,
     ) -> Float[Tensor, "B H Tq Tk"]:
         return multi_token_attention_map(
-            q, k, **self._learned(), bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
+            q, k, **self._parts(), bias=inputs.bias, softcap=inputs.softcap, sinks=inputs.sinks,
             two_sided=self.two_sided, visibility=visibility, scale=scale, steps=steps,
         )  # fmt: skip
 
+    def shown(self) -> dict[str, Tensor | None]:
+        """Kernels and mixing as the operator takes them, kernels whole and groups consecutive."""
+        return dict(self._learned())
+
+    def _parts(self) -> dict[str, object]:
+        """The operator's arguments that are of the layer."""
+        return dict(self._learned())
+
     def _learned(self) -> dict[str, nn.Parameter | None]:
         return {name: getattr(self, name) for name in ("conv", "post_conv", "mix", "post_mix")}
+
+
+class LowRankAttention(MultiTokenAttention):
+    """The parameters of one layer whose kernels are of low rank.
+
+    The first rank is the identity; of the further ones u is random and w zero, so that w learns at
+    once, and u after it. A cache keeps filtered keys, which hold what their neighbours give them,
+    so that any of them may leave it; but of the newest tokens it keeps keys as they are.
+    """
+
+    takes = frozenset({"sinks"})
+
+    def _make(self, size: tuple[int, int] | None, post_size: None) -> None:
+        shape, group = self.shape, self.config.post_mix
+        self.conv = self.post_conv = self.mix = self.post_mix = None
+        if group is not None:
+            if shape.key_heads % group:
+                raise UserError(
+                    f"post_mix mixes heads of {group} key heads, which do not divide the model's "
+                    f"{shape.key_heads}; use a divisor or None"
+                )
+            self.post_mix = parameter(shape.heads // group, group, group)
+        self.u = self.w = None
+        if size is not None:
+            self.u = parameter(shape.heads, self.config.rank, size[0])
+            self.w = parameter(shape.key_heads, self.config.rank, size[1])
+            if shape.role == "decoder":
+                conv = LowRank(self.u, self.w, self.config.centred)
+                self.past_keys, self.newest_keys = conv.past_keys, conv.band(causal=True)
+                self.keys_ahead = conv.ahead
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The identity, with random u of every further rank."""
+        if self.u is not None:
+            nn.init.normal_(self.u, std=self.u.shape[2] ** -0.5)
+        super().reset_parameters()
+
+    def _identity(self, name: str, weights: Tensor) -> Tensor:
+        """Of u what further ranks have, as no w meets it."""
+        if name == "post_mix":
+            return super()._identity(name, weights)
+        identity = weights.clone() if name == "u" else torch.zeros_like(weights)
+        middle = self.two_sided if name == "u" else self.config.centred
+        identity[:, 0] = 0
+        identity[:, 0, weights.shape[2] // 2 if middle else -1] = 1
+        return identity
+
+    def cached_keys(
+        self, k: Float[Tensor, "B Hk T D"], segments: Int[Tensor, "#B T"] | None = None
+    ) -> Float[Tensor, "B Hk T W"]:
+        """Filtered keys, the ranks side by side."""
+        return LowRank(self.u, self.w, self.config.centred).filtered(k, segments)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility | None, scale: float | None,
+        inputs: LayerInputs,
+    ) -> Tensor:  # fmt: skip
+        if inputs.newest is None:
+            inputs = inputs._replace(new=None)  # no step of a cache of its own
+            return super()._attend(q, k, v, visibility, scale, inputs)
+        return filtered_attention(
+            inputs.newest, k, v, queries=q.shape[2], **self._parts(), sinks=inputs.sinks,
+            visibility=visibility or Visibility(),
+            scale=q.shape[3] ** -0.5 if scale is None else scale,
+        )  # fmt: skip
+
+    def _map(self, q, k, visibility, scale, inputs, steps=None) -> Tensor:
+        if inputs.newest is None:
+            return super()._map(q, k, visibility, scale, inputs, steps)
+        parts = self._parts() | {"across": self.shape.key_heads}
+        del parts["across_keys"]
+        return filtered_attention_map(
+            inputs.newest, k, queries=q.shape[2], **parts, sinks=inputs.sinks,
+            visibility=visibility or Visibility(),
+            scale=q.shape[3] ** -0.5 if scale is None else scale,
+        )  # fmt: skip
+
+    def shown(self) -> dict[str, Tensor | None]:
+        shape, mixing = self.shape, self.post_mix
+        conv = None if self.u is None else self._parts()["conv"].kernel()
+        if mixing is not None and shape.heads > shape.key_heads:
+            per_key = shape.heads // shape.key_heads
+            parts = mixing.unflatten(0, (-1, per_key)).permute(0, 2, 3, 1)  # p out in place
+            # Heads of one place are mixed, and no others of the same group of key heads.
+            mixing = torch.diag_embed(parts).transpose(2, 3).flatten(3).flatten(1, 2)
+        return {"conv": conv, "post_conv": None, "mix": None, "post_mix": mixing}
+
+    def _parts(self) -> dict[str, object]:
+        conv = None if self.u is None else LowRank(self.u, self.w, self.config.centred)
+        return {"conv": conv, "post_mix": self.post_mix, "across_keys": True}
+
+    def _learned(self) -> dict[str, nn.Parameter | None]:
+        return {name: getattr(self, name) for name in ("u", "w", "post_mix")}
 
 
 def _is_group(size: object) -> bool:

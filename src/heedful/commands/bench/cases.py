@@ -41,8 +41,8 @@ def draw(config: "Bench", mechanism: str, tokens: int, passed: str) -> Leaves:
         leaves = _ROWS[mechanism].inputs[mechanism](leaves)
     leaves = {name: x.to(place, dtype) for name, x in leaves.items()}
     if passed == "decode":
-        kernels = [x for name, x in leaves.items() if name.endswith("conv")]
-        rows = 1 + sum(kernel.shape[1] - 1 for kernel in kernels)
+        rows = [x.shape[1] for name, x in leaves.items() if name.endswith("conv")]
+        rows = 1 + sum(n - 1 for n in (*rows, *(leaves["u"].shape[2:] if "u" in leaves else ())))
         leaves["q"] = leaves["q"][:, :, -rows:].clone()
         if mechanism == "selective":
             leaves["state"] = torch.randn(config.batch, 1, tokens - 1, device=place).abs()

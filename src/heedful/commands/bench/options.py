@@ -6,7 +6,7 @@ from typing import Literal
 from heedful.checks import UserError, check_literals, check_whole
 
 CaseName = Literal[
-    "mta-pre", "mta-identity", "mta-rank-one", "mta-post", "mta", "talking-heads", "selective",
+    "mta-pre", "mta-identity", "mta-flash", "mta-post", "mta", "talking-heads", "selective",
     "differential",
 ]  # fmt: skip
 ImplName = Literal[
@@ -24,8 +24,8 @@ class Bench:
     mechanisms: tuple[CaseName, ...] = (
         "mta-pre", "mta", "talking-heads", "selective", "differential",
     )  # fmt: skip
-    """mta-pre: random 6x11 kernels before the softmax, mta-rank-one of rank one, mta-identity the
-    identity; mta-post: after it; mta: on both sides, with full head mixing."""
+    """mta-pre: random 6x11 kernels before the softmax, mta-identity the identity, mta-flash of rank
+    two with pairs mixed after it; mta-post: after it; mta: on both sides, with full head mixing."""
     impls: tuple[ImplName, ...] = (
         "reference", "tiled", "composed", "fused", "x-transformers", "flex", "liger",
     )  # fmt: skip

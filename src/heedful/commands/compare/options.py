@@ -12,8 +12,8 @@ TaskName = Literal[
     "selective-copy", "translate", "summarise", "spans",
 ]  # fmt: skip
 MechanismName = Literal[
-    "standard", "mta", "mta-published", "mta-v1", "talking-heads", "selective", "differential",
-    "grouped", "differential-v2", "knocking-heads", "canon", "gated", "exclusive",
+    "standard", "mta", "mta-flash", "mta-published", "mta-v1", "talking-heads", "selective",
+    "differential", "grouped", "differential-v2", "knocking-heads", "canon", "gated", "exclusive",
     "forgetting", "parallax", "retention-gate", "dex", "simplicial", "local-global",
 ]  # fmt: skip
 

@@ -45,7 +45,8 @@ def evictable(model: PreTrainedModel) -> bool:
     tokens.
     """
     layers = [module.heedful for module in attention_modules(model)]
-    bound = (x.past_queries or x.summarises or x.keeps_order for x in layers)
+    kernels = (x.past_queries and not x.past_keys for x in layers)
+    bound = (*kernels, *(x.summarises or x.keeps_order for x in layers))
     return not any(bound)
 
 

@@ -14,6 +14,7 @@ from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.owner import Owner
 from heedful.hf.versions import hand_over
 from heedful.nn import Layer
+from heedful.ops import Visibility
 
 
 class AttentionCache(CacheLayerMixin):
@@ -183,6 +184,9 @@ class AttentionCache(CacheLayerMixin):
     def check_owner(self, layer: Layer) -> None:
         """Raise unless the cache belongs to that layer; one from a file does from now on."""
         self._owner.check(layer, used=self.counters.total > 0)
+
+    def expect(self, visibility: Visibility | None) -> None:
+        """Let it know, before an `update`, who sees whom among all tokens then; few need it."""
 
     def _begin_update(self, key_states: Tensor, options: dict) -> None:
         """What every `update` does first: `options` are its keywords."""

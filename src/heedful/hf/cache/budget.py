@@ -94,7 +94,7 @@ class EvictionStep:
         )
         if not slots.shape[1]:
             return None
-        moves = gather.moves(slots, count)
+        moves = gather.moves(slots, count, protection.newest)
         if self.score is not None:
             self.score = moves.of(self.score)
         return moves

@@ -18,6 +18,7 @@ from heedful.hf.cache.budget import Budget, layer_budgets
 from heedful.hf.cache.by_head import ByHeadCache
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
+from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.summaries import SummaryCache
@@ -291,6 +292,8 @@ def cache_for(
         kind = SummaryCache
     elif "bias" in module.heedful.host.terms:
         kind = BiasedLayerCache
+    elif module.heedful.past_keys:
+        kind = FilteredKeysCache
     elif budget is not None and budget.by_head:
         kind = ByHeadCache
     return kind(module.heedful, sliding, budget, meter, int8)
@@ -428,6 +431,7 @@ def _check_grows(part: CacheLayerMixin | None) -> None:
 def kept_beside(layer: Layer) -> str:
     """What a layer needs of earlier tokens beside keys and values, in words."""
     rows = [f"{layer.past_queries} query rows"] if layer.past_queries else []
+    rows += [f"{layer.past_keys} keys as they are"] if layer.past_keys else []
     inputs = [f"{layer.past_inputs} tokens' rows"] if layer.past_inputs else []
     summaries = ["summaries of groups"] if layer.summarises else []
     return ", ".join([*rows, *inputs, *layer.keeps, *summaries])

@@ -151,10 +151,11 @@ class _Route:
         while start < total:
             new = self.pieces.later if start else self._first(total, cache.window)
             stop = min(total, start + new)
+            part = visibility.part(0, stop)
+            cache.expect(part)
             keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop])
             out = cache.attend(
-                self.layer, q[:, :, start:stop], keys, values,
-                visibility=visibility.part(0, stop), scale=scale,
+                self.layer, q[:, :, start:stop], keys, values, visibility=part, scale=scale,
                 inputs=inputs.before(total - stop, stop - start),
             )  # fmt: skip
             outputs.append(out)

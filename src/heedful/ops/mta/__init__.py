@@ -1,5 +1,6 @@
 """Multi-token attention and, without convolutions, talking-heads attention."""
 
 from heedful.ops.mta.api import multi_token_attention
+from heedful.ops.mta.low_rank import LowRank
 
-__all__ = ["multi_token_attention"]
+__all__ = ["LowRank", "multi_token_attention"]

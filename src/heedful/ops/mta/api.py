@@ -19,11 +19,14 @@ from heedful.ops.common.dropout import dropout_of
 from heedful.ops.common.limits import over_grid, over_limit
 from heedful.ops.common.precision import cast_inputs, without_autocast
 from heedful.ops.impl import Impl, choose, no_triton
+from heedful.ops.mta.flash import multi_token_attention_flash
+from heedful.ops.mta.low_rank import LowRank
 from heedful.ops.mta.reference import multi_token_attention_reference
 from heedful.ops.mta.tiled import multi_token_attention_tiled
 from heedful.ops.visibility import Visibility, check_visibility
 
 _MOST_ROWS, _MOST_COLUMNS = 8, 15  # of kernels that Triton's form takes
+_NOT_FUSED = "of low rank, or mixed across key heads, it is that of torch's own kernels"
 
 
 def multi_token_attention(
@@ -31,7 +34,7 @@ def multi_token_attention(
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
     *,
-    conv: Float[Tensor, "H cq ck"] | None = None,
+    conv: Float[Tensor, "H cq ck"] | LowRank | None = None,
     post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
     mix: Float[Tensor, "n g g"] | None = None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
@@ -39,6 +42,7 @@ def multi_token_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
+    across_keys: bool = False,
     dropout_p: float = 0.0,
     seed: int | Int[Tensor, ""] | None = None,
     visibility: Visibility | None = None,
@@ -62,6 +66,10 @@ def multi_token_attention(
         k, v: keys `[B, Hk, Tk, D]` and values `[B, Hk, Tk, Dv]`; `Hk` divides `H` (GQA).
         conv: kernels before the softmax, one per head; the last row meets the current query, the
             centre column the same key, so the identity has its 1 at `[cq - 1, ck // 2]`. `ck` odd.
+            Or the factors of kernels of low rank: attention is then that of torch's own kernels
+            with heads R times as wide, and beside it a band of near keys. They want no `post_conv`,
+            `mix`, bias, soft cap or dropout. A window hides keys, and not what `LowRank.w` puts of
+            them into their neighbours.
         post_conv: kernels after the softmax, of the same orientation; rows are not renormalised.
         mix, post_mix: head mixing before / after the softmax, indexed `[group, out, in]` over
             groups of `g` consecutive heads; `[1, H, H]` mixes all heads.
@@ -75,6 +83,9 @@ def multi_token_attention(
             row meets the current query, rows after it later ones ($(c_q-1)/2$ in place of $c_q-1$
             above), and the identity has its 1 at `[cq // 2, ck // 2]`. `cq` odd, and a visibility
             that is not causal, as later queries are read.
+        across_keys: groups of g heads are not consecutive heads but of different key heads: group
+            (p, i) has the i-th head of each of the key heads p g to p g + g - 1. With grouped
+            queries consecutive heads share their keys and values, and mixing them mixes no maps.
         dropout_p: the share of the map's entries that are dropped, in training; the others are
             divided by 1 - p. It acts on the map that multiplies the values, after the second
             convolution and mixing, as in the authors' code and in CaiT's talking heads (Touvron et
@@ -84,7 +95,7 @@ def multi_token_attention(
         visibility: which keys each query sees; `None` is causal. Padded queries get zeros.
         scale: factor on the logits; default `D ** -0.5`.
         impl: `"auto"`, `"reference"` (dense), `"tiled"` (memory-linear, shaped for a CPU),
-            `"composed"` (memory-linear, shaped for a GPU) or `"fused"` (Triton).
+            `"composed"` (memory-linear, shaped for a GPU) or `"fused"` (Triton; not for low rank).
 
     Returns:
         `[B, H, Tq, Dv]` in q's dtype; softmax and sums are in fp32 at least.
@@ -110,31 +121,46 @@ def multi_token_attention(
                 f"{name} joins neighbours, and with visibility.positions keys need not be any; "
                 "leave the positions out, or the kernel"
             )
-        _check_kernel(name, kernel, heads, q)
-        if two_sided and kernel is not None and kernel.shape[1] % 2 == 0:
+        if isinstance(kernel, LowRank):
+            _check_factors(name, kernel, q, k)
+        else:
+            _check_kernel(name, kernel, heads, q)
+        rows = None if kernel is None else _rows(kernel)
+        if two_sided and rows is not None and rows % 2 == 0:
             raise UserError(
-                f"{name} must have an odd c_q where two_sided centres it over queries, got "
-                f"{kernel.shape[1]}; add a row of zeros"
+                f"{name} must have an odd c_q where two_sided centres it over queries, got {rows}; "
+                "add a row of zeros"
             )
+    check_flag("across_keys", across_keys)
     for name, weights in (("mix", mix), ("post_mix", post_mix)):
-        _check_mix(name, weights, heads, q)
+        _check_mix(name, weights, heads, q, k.shape[1] if across_keys else None)
     check_bias(bias, q, k.shape[2])
     softcap = check_softcap(softcap)
     check_sinks(sinks, q)
     scale = check_scale(scale, q)
     dropout = dropout_of(dropout_p, seed, q)
-    parameters = (conv, post_conv, mix, post_mix)
+    flash = isinstance(conv, LowRank) or across_keys
+    kernels = tuple(conv)[:2] if isinstance(conv, LowRank) else (conv,)
     implementation = choose(
         "multi_token_attention",
         impl,
-        lambda: no_triton(q) or unfused(q, conv, post_conv),
-        (q, k, v, *parameters, bias, sinks),
+        lambda: _NOT_FUSED if flash else no_triton(q) or unfused(q, conv, post_conv),
+        (q, k, v, *kernels, post_conv, mix, post_mix, bias, sinks),
     )
-    options = {"bias": bias, "softcap": softcap, "sinks": sinks, "two_sided": two_sided}
-    options["dropout"] = dropout
-    run = multi_token_attention_reference
+    options = {"two_sided": two_sided}
     if implementation != "reference":
-        run, options["impl"] = multi_token_attention_tiled, implementation
+        options["impl"] = implementation
+    if flash and implementation != "reference":
+        others = {"post_conv": post_conv, "mix": mix, "bias": bias, "softcap": softcap}
+        _check_flash(conv, others | {"dropout_p": dropout}, visibility, implementation)
+        return without_autocast(multi_token_attention_flash)(
+            q, k, v, conv=conv, post_mix=post_mix, across_keys=across_keys, sinks=sinks,
+            visibility=visibility, scale=scale, **options,
+        )  # fmt: skip
+    options |= {"bias": bias, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    run = multi_token_attention_tiled
+    if implementation == "reference":
+        run, options["across_keys"] = multi_token_attention_reference, across_keys
     return without_autocast(run)(
         q,
         k,
@@ -161,6 +187,59 @@ def unfused(q: Tensor, conv: Tensor | None = None, post_conv: Tensor | None = No
     return over_grid(batch_times_heads=q.shape[0] * q.shape[1]) or over_limit(q)
 
 
+def _rows(kernel: Tensor | LowRank) -> int:
+    return kernel.u.shape[2] if isinstance(kernel, LowRank) else kernel.shape[1]
+
+
+def _check_factors(name: str, factors: LowRank, q: Tensor, k: Tensor) -> None:
+    u, w, centred = factors
+    heads, key_heads = q.shape[1], k.shape[1]
+    check_flag(f"{name}.centred", centred)
+    if name != "conv":
+        raise UserError(f"{name} must be kernels [H, c_q, c_k], got their factors; use .kernel()")
+    for part, x, size in (("u", u, "[H, R, c_q]"), ("w", w, "[H or Hk, R, c_k]")):
+        check_dense(f"{name}.{part}", x, size)
+        if x.ndim != 3 or min(x.shape) < 1:
+            raise UserError(f"{name}.{part} must be {size}, got {shown(x)}")
+    if u.shape[0] != heads or w.shape[0] not in (heads, key_heads) or u.shape[1] != w.shape[1]:
+        raise UserError(
+            f"{name} must have u [{heads}, R, c_q] and w [{heads} or {key_heads}, R, c_k] (of "
+            f"query heads or of key heads), got {shown(u)} and {shown(w)}"
+        )
+    if centred and w.shape[2] % 2 == 0:
+        raise UserError(
+            f"{name}.w must have an odd c_k (keys are centred), got {w.shape[2]}; add a zero, or "
+            "give centred=False for kernels that look back"
+        )
+    if u.shape[1] > min(u.shape[2], w.shape[2]):
+        raise UserError(
+            f"{name} has rank {u.shape[1]}, above that of any kernel of {u.shape[2]} x "
+            f"{w.shape[2]}; use a rank of at most {min(u.shape[2], w.shape[2])}"
+        )
+    for part, x in (("u", u), ("w", w)):
+        check_parameter(f"{name}.{part}", x, tuple(x.shape), q)
+
+
+def _check_flash(
+    conv: LowRank | None, others: dict[str, object], visibility: Visibility, impl: str
+) -> None:
+    """Raise unless torch's own kernels serve the call."""
+    given = [name for name, x in others.items() if x is not None]
+    if isinstance(conv, Tensor):
+        given.append("a conv of full rank")
+    if visibility.mutual is not None:
+        given.append("visibility.mutual")
+    if visibility.causal and visibility.queries is not None:
+        given.append("causal order among queries of their own")
+    if given:
+        what = "a conv of low rank" if isinstance(conv, LowRank) else "across_keys"
+        way = "conv.kernel() in place of conv" if isinstance(conv, LowRank) else "across_keys=False"
+        raise UserError(
+            f"impl={impl!r} cannot serve this multi_token_attention call: {what} does not go with "
+            f"{', '.join(given)}; use {way}, or impl='reference'"
+        )
+
+
 def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) -> None:
     if kernel is None:
         return
@@ -177,7 +256,9 @@ def _check_kernel(name: str, kernel: Tensor | None, heads: int, like: Tensor) ->
     check_parameter(name, kernel, tuple(kernel.shape), like)
 
 
-def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> None:
+def _check_mix(
+    name: str, weights: Tensor | None, heads: int, like: Tensor, across: int | None
+) -> None:
     if weights is None:
         return
     check_dense(name, weights, "[H/g, g, g]")
@@ -190,5 +271,10 @@ def _check_mix(name: str, weights: Tensor | None, heads: int, like: Tensor) -> N
         raise UserError(
             f"{name} mixes groups of {size} heads, which does not divide the {heads} heads; use a "
             "group size that does"
+        )
+    if across is not None and across % size:
+        raise UserError(
+            f"{name} mixes groups of {size} heads across key heads, which does not divide the "
+            f"{across} key heads; use a group size that does, or across_keys=False"
         )
     check_parameter(name, weights, (heads // size, size, size), like)

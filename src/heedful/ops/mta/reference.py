@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from heedful.ops.common.dropout import Dropout
 from heedful.ops.common.standard import masked_softmax
+from heedful.ops.mta.low_rank import LowRank
 from heedful.ops.visibility import Visibility
 
 
@@ -18,7 +19,7 @@ def multi_token_attention_reference(
     k: Float[Tensor, "B Hk Tk D"],
     v: Float[Tensor, "B Hk Tk Dv"],
     *,
-    conv: Float[Tensor, "H cq ck"] | None,
+    conv: Float[Tensor, "H cq ck"] | LowRank | None,
     post_conv: Float[Tensor, "H cq2 ck2"] | None,
     mix: Float[Tensor, "n g g"] | None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None,
@@ -28,6 +29,7 @@ def multi_token_attention_reference(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
+    across_keys: bool = False,
     dropout: Dropout | None = None,
 ) -> Float[Tensor, "B H Tq Dv"]:
     """The operator of `multi_token_attention`, one line per step of its definition."""
@@ -44,6 +46,7 @@ def multi_token_attention_reference(
         softcap=softcap,
         sinks=sinks,
         two_sided=two_sided,
+        across_keys=across_keys,
     )
     if dropout is not None:
         a = dropout.applied(a)
@@ -54,7 +57,7 @@ def multi_token_attention_map(
     q: Float[Tensor, "B H Tq D"],
     k: Float[Tensor, "B Hk Tk D"],
     *,
-    conv: Float[Tensor, "H cq ck"] | None = None,
+    conv: Float[Tensor, "H cq ck"] | LowRank | None = None,
     post_conv: Float[Tensor, "H cq2 ck2"] | None = None,
     mix: Float[Tensor, "n g g"] | None = None,
     post_mix: Float[Tensor, "n2 g2 g2"] | None = None,
@@ -64,6 +67,7 @@ def multi_token_attention_map(
     softcap: float | None = None,
     sinks: Float[Tensor, " H"] | None = None,
     two_sided: bool = False,
+    across_keys: bool = False,
     steps: dict[str, Tensor] | None = None,
 ) -> Float[Tensor, "B H Tq Tk"]:
     """The map A that multiplies the values, of size Tq x Tk: for looking at, not for training.
@@ -88,12 +92,15 @@ def multi_token_attention_map(
     c = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * scale  # S, MTA eq. 2
     note("logits", c, -torch.inf)
     if conv is not None:
-        c = correlate(
-            c.masked_fill(~visible, 0), conv, documents, two_sided
-        )  # Conv(Mask_0(S)), MTA eq. 5
+        terms = visible
+        if isinstance(conv, LowRank):
+            terms = conv.terms(visibility).dense(queries, keys, q.device)[:, None]
+            conv = conv.kernel()
+        c = correlate(c.masked_fill(~terms, 0), conv, documents, two_sided)  # MTA eq. 5
         note("conv", c, -torch.inf)
+    across = k.shape[1] if across_keys else None
     if mix is not None:
-        c = mix_heads(c, mix)  # MTA eq. 7 before the softmax
+        c = mix_heads(c, mix, across)  # MTA eq. 7 before the softmax
         note("mix", c, -torch.inf)
     c = c.to(wide)
     if softcap is not None:
@@ -107,7 +114,7 @@ def multi_token_attention_map(
         p = correlate(p, post_conv, documents, two_sided).masked_fill(~visible, 0)  # MTA eq. 6
         note("post_conv", p, 0.0)
     if post_mix is not None:
-        p = mix_heads(p, post_mix)  # MTA eq. 7 after the softmax
+        p = mix_heads(p, post_mix, across)  # MTA eq. 7 after the softmax
     return p
 
 
@@ -141,9 +148,19 @@ def correlate(
 
 
 def mix_heads(
-    x: Float[Tensor, "B H Tq Tk"], weights: Float[Tensor, "n g g"]
+    x: Float[Tensor, "B H Tq Tk"], weights: Float[Tensor, "n g g"], across: int | None = None
 ) -> Float[Tensor, "B H Tq Tk"]:
-    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` over groups of heads."""
+    """`y[group, out] = sum_in weights[group, out, in] x[group, in]` over groups of heads.
+
+    Groups are of consecutive heads, or `across` so many key heads: then group (p, i) has the i-th
+    head of each of the key heads p g to p g + g - 1.
+    """
     groups, size, _ = weights.shape
-    grouped = x.unflatten(1, (groups, size))
-    return torch.einsum("noi,bniqk->bnoqk", weights.to(x.dtype), grouped).flatten(1, 2)
+    weights = weights.to(x.dtype)
+    if across is None:
+        grouped = x.unflatten(1, (groups, size))
+        return torch.einsum("noi,bniqk->bnoqk", weights, grouped).flatten(1, 2)
+    parts = across // size
+    grouped = x.unflatten(1, (parts, size, -1))
+    weights = weights.unflatten(0, (parts, -1))
+    return torch.einsum("pnoi,bpinqk->bponqk", weights, grouped).flatten(1, 3)

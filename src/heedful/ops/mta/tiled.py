@@ -7,7 +7,7 @@ above and below.) Everything but the softmax is linear, so the shares of blocks 
 
 The file goes from the outside in: the function that is called, the loop over row blocks, what one
 block does, its backward, and at the end the custom operator around all of it. The arithmetic of one
-tile is in convolution.py, and the cheaper forms for some parameters are in wide.py.
+tile is in convolution.py; kernels of low rank have a form of their own, in flash.py.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from heedful.ops.common.tiles import (
 from heedful.ops.impl import refuse_second_derivative
 from heedful.ops.mta.convolution import Parameters, Softmax, TileSteps
 from heedful.ops.mta.decode import multi_token_attention_few
-from heedful.ops.mta.wide import LowRank, flash_attention, identity_attention, low_rank
+from heedful.ops.mta.identity import identity_attention
 from heedful.ops.visibility import Visibility
 
 
@@ -159,16 +159,11 @@ def _row_blocks(x: Operands, steps: TileSteps) -> Iterator[RowBlock]:
         )
 
 
-def attend(
-    x: Operands, steps: TileSteps, wide: LowRank | None = None
-) -> Float[Tensor, "B H Tq Dv"]:
-    """The output, in the precision of the sums; `wide` replaces the convolved logits."""
+def attend(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
+    """The output, in the precision of the sums."""
     out = _zeros(x.q, x.v.shape[3])
     for block in _row_blocks(x, steps):
-        if wide is None:
-            p = _probabilities(x, steps, block).soft.p
-        else:
-            p = _wide_probabilities(x, steps, block, wide)
+        p = _probabilities(x, steps, block).soft.p
         a = _convolved(p, x, steps, block)
         if x.parameters.post_mix is not None:
             a = steps.mix(a, x.parameters.post_mix)
@@ -213,14 +208,6 @@ def _softmax(x: Operands, steps: TileSteps, block: RowBlock, capped: Tensor) -> 
     """The softmax of the block's own rows."""
     logits = x.biased(capped, block)
     return steps.softmax(logits, x.sinks, block.tokens(block.rows), block.columns)
-
-
-def _wide_probabilities(x: Operands, steps: TileSteps, block: RowBlock, wide: LowRank) -> Tensor:
-    """P of the block, with the convolved logits from a product of wide heads."""
-    logits = wide.logits(block.rows, block.columns, block.offset)
-    if x.parameters.mix is not None:
-        logits = steps.mix(logits, x.parameters.mix, last=True)
-    return _softmax(x, steps, block, cap_(logits, x.softcap)).p
 
 
 def _convolved(p: Tensor, x: Operands, steps: TileSteps, block: RowBlock) -> Tensor:
@@ -343,7 +330,7 @@ def _tiled(
         steps = steps_of(impl, sight, q, k, two_sided)
         dropout = None if drop is None else Dropout(dropout_p, drop)
         parts = (parameters, scale, steps, bias, sinks, softcap, dropout)
-        out = _by_blocks(operands(q, k, v, *parts), steps)
+        out = attend(operands(q, k, v, *parts), steps)
     return out.to(output_dtype(q, wide))
 
 
@@ -355,23 +342,6 @@ def steps_of(impl: str, sight: Sight, q: Tensor, k: Tensor, two_sided: bool) -> 
     from heedful.ops.mta.fused.steps import FusedSteps  # needs Triton
 
     return FusedSteps(scope, two_sided)
-
-
-def _by_blocks(x: Operands, steps: TileSteps) -> Float[Tensor, "B H Tq Dv"]:
-    """The output by row blocks, or for a CPU with kernels of low rank by the forms of wide.py."""
-    conv, *rest = x.parameters
-    sight = steps.scope.sight
-    two_sided = steps.reach(conv).after > 0
-    wide = None
-    if conv is not None and not steps.scope.composed:
-        wide = low_rank(x.q, x.k, conv, sight, x.scale, two_sided)
-    if wide is not None and all(
-        parameter is None for parameter in (*rest, x.bias, x.softcap, x.sinks, x.dropout)
-    ):
-        out = flash_attention(wide, x.v, sight)
-        if out is not None:
-            return out
-    return attend(x, steps, wide)
 
 
 def output_dtype(q: Tensor, wide: bool) -> torch.dtype:
