@@ -146,7 +146,7 @@ def ten_books(name: str) -> list[dict]:
     """Records of ten books, with the needles of the same settings in another file."""
     needles = {_setting(r): r["needles"] for r in _records(name)}
     return [
-        r | ({"needles": needles[_setting(r)]} if _setting(r) in needles else {})
+        r if "needles" in r or _setting(r) not in needles else r | {"needles": needles[_setting(r)]}
         for r in _records(f"{name}-ten")
     ]
 
