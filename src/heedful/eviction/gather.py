@@ -17,7 +17,7 @@ from heedful.ops import Visibility
 _BLOCK = 64  # query rows whose weights are in memory at once
 
 
-def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] | None) -> None:
+def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
     """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
@@ -38,34 +38,10 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
             "as many"
         )
     policy.check(layer)
-    if isinstance(tokens, tuple):
-        _check_heads(policy, layer, tokens)
-        tokens = min(tokens)
     if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
         raise UserError(
             f"tokens must be at least {policy.recent + 2} here: the mechanism's first token, "
             f"{policy.recent} recent ones and the next one, got {tokens}"
-        )
-
-
-def _check_heads(policy: Eviction, layer: Layer, tokens: tuple[int, ...]) -> None:
-    """Raise unless the layer's key heads can have budgets of their own."""
-    heads, name = layer.shape.key_heads, type(policy).__name__
-    if len(tokens) != heads:
-        raise UserError(
-            f"tokens of a layer must be one number, or one for each of its {heads} key heads, got "
-            f"{len(tokens)} numbers"
-        )
-    if policy.observes != 0 or "keys" in policy.needs or "values" in policy.needs:
-        raise UserError(
-            f"eviction: {name} reads what all heads attend to or have, and heads with budgets of "
-            "their own do not cache the same tokens; give the layer one number of tokens, or take "
-            "MostHidden, LowestGate, StreamingLLM or Random"
-        )
-    if not (layer.any_heads and layer.host.own_cache):
-        raise UserError(
-            f"eviction: budgets of key heads need a layer whose heads are independent of each "
-            f"other, and {type(layer).__name__} is none here; give the layer one number of tokens"
         )
 
 
@@ -157,7 +133,6 @@ def slots_to_evict(
     policy: Eviction,
     tokens: int,
     protection: Protection,
-    kept: Bool[Tensor, "B n"] | None = None,
 ) -> Int[Tensor, "B m"]:
     """The slots to evict, so that less than `tokens` tokens are left.
 
@@ -170,7 +145,6 @@ def slots_to_evict(
         policy: for what it protects.
         tokens: the budget.
         protection: what else decides.
-        kept: tokens that stay whatever they are, fewer than `tokens`.
 
     Returns:
         Slots in ascending order.
@@ -192,8 +166,6 @@ def slots_to_evict(
         if protection.first:
             unseen = unseen & (positions != start)
         score = score.masked_fill(unseen, float("-inf"))
-    if kept is not None:
-        score = score.masked_fill(kept, float("inf"))
     count = positions.shape[1] - (tokens - 1)
     if count == 1:
         score = score.nan_to_num(float("inf"), float("inf"), float("-inf"))

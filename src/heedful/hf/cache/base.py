@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -164,10 +164,8 @@ class AttentionCache(CacheLayerMixin):
         total = self.counters.total
         return torch.arange(total - self.length, total, device=self.device).expand(self.batch, -1)
 
-    def count_cached(
-        self, real: Bool[Tensor, "B n"] | None
-    ) -> Int[Tensor, "#B 1"] | Float[Tensor, "#B 1"]:
-        """How many tokens it has cached of each sequence, on average over its key heads.
+    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "#B 1"]:
+        """How many tokens it has cached of each sequence.
 
         Arguments:
             real: which of all tokens so far count; `None` where all do.

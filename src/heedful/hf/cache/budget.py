@@ -19,17 +19,11 @@ class Budget:
 
     Arguments:
         policy: chooses what is evicted.
-        tokens: less than so many are cached between two calls; of each key head, where these have
-            budgets of their own.
+        tokens: less than so many are cached between two calls.
     """
 
     policy: Eviction
-    tokens: int | tuple[int, ...]
-
-    @property
-    def by_head(self) -> bool:
-        """Whether key heads have budgets of their own."""
-        return isinstance(self.tokens, tuple)
+    tokens: int
 
     def __deepcopy__(self, memo: dict) -> "Budget":
         return self  # nothing in it changes

@@ -58,7 +58,7 @@ class LayerCache(AttentionCache):
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
-        if isinstance(tokens, int) and self.window is not None and self.window <= tokens:
+        if tokens is not None and self.window is not None and self.window <= tokens:
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
@@ -148,7 +148,7 @@ class LayerCache(AttentionCache):
 
     def _room_ahead(self) -> int | None:
         """For how many tokens room is made ahead of them; a window's slides through some more."""
-        if self.budget is not None and not self.budget.by_head:
+        if self.budget is not None:
             return self.budget.tokens
         if self.window is None:
             return None
@@ -176,16 +176,13 @@ class LayerCache(AttentionCache):
         if grown or self._int8:
             self._measure(copied=tokens.replaced)
         self.counters.add(new)
-        if self._reads_itself:
-            self._returned = self._for_attention(key_states, value_states)
-            return self._returned
-        return self.keys, self.values
-
-    def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What `update` returns for new keys and values, and `attend` is given."""
+        if not self._reads_itself:
+            return self.keys, self.values
         if self._by_heads:
-            return self._tokens.keys.codes, self._tokens.values.codes
-        return self.keys, self.values
+            self._returned = tokens.keys.codes, tokens.values.codes
+        else:
+            self._returned = self.keys, self.values
+        return self._returned
 
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         """Raise where what attention reads is not what `update` has returned."""

@@ -15,7 +15,6 @@ from heedful.checks import UserError, check_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, layer_budgets
-from heedful.hf.cache.by_head import ByHeadCache
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
 from heedful.hf.cache.int8 import is_int8
@@ -70,14 +69,11 @@ class KVCache(Cache):
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each attention layer has cached; of several key heads' own, the most."""
+        """How many tokens each attention layer has cached."""
         return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
-        """Positions of each attention layer's cached tokens in their sequences, ascending.
-
-        Where key heads have budgets of their own, of those with most.
-        """
+        """Positions of each attention layer's cached tokens in their sequences, ascending."""
         return [layer.positions() for layer in self._attention_layers]
 
     @property
@@ -291,8 +287,6 @@ def cache_for(
         kind = SummaryCache
     elif "bias" in module.heedful.host.terms:
         kind = BiasedLayerCache
-    elif budget is not None and budget.by_head:
-        kind = ByHeadCache
     return kind(module.heedful, sliding, budget, meter, int8)
 
 

@@ -20,14 +20,14 @@ class StoredTokens:
     Attributes:
         keys, values: as the model gave them.
         beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
-        of_heads: the streams of keys and values.
+        of_heads: these two.
         streams: those that have tokens.
     """
 
     def __init__(self, int8: bool = False) -> None:
         kind = Int8Slots if int8 else Slots
         self.keys, self.values, self.beside = kind(), kind(), kind()
-        self.of_heads: list[Slots | Int8Slots] = [self.keys, self.values]
+        self.of_heads: tuple[Slots | Int8Slots, ...] = (self.keys, self.values)
         self.streams = list(self.of_heads)
         self._places = Slots()
 
