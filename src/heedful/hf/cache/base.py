@@ -157,6 +157,19 @@ class AttentionCache(CacheLayerMixin):
 
     # What kinds of cache have in common.
 
+    def check_between_calls(self) -> None:
+        """Raise where a call is under way, or may be taken back."""
+        if self.counters.pending or self.record_past:
+            raise UserError(
+                "save needs a cache between two calls, and this one is in a call, or records those "
+                "that may be taken back; call end_past_recording() of its layers, or reset()"
+            )
+
+    def resume(self, device: torch.device) -> None:
+        """Go on from what a file has filled in, on this device."""
+        self.device = device
+        self._measure()
+
     def positions(self) -> Int[Tensor, "B n"]:
         """Positions of the cached tokens in their sequences, ascending."""
         if self.batch is None:

@@ -59,6 +59,8 @@ class EvictionStep:
         score: the policy's last scores, of policies that add them up, `[B, 1, n]`.
     """
 
+    parts = ("score",)
+
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.score: Float[Tensor, "B 1 n"] | None = None
