@@ -22,11 +22,11 @@ from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.identity import cache_identity, tensors_digest
+from heedful.hf.identity import cache_identity, json_digest, tensors_digest
 from heedful.records.files import write_whole
 
 FORMAT = 1
-_NAME = "heedful.cache"  # of the metadata
+_NAME, _DIGEST = "heedful.cache", "heedful.digest"  # of the metadata
 _PARTS = {
     "weights": "other weights, or the same in another precision",
     "adapter": "other selectors or low-rank matrices",
@@ -83,9 +83,9 @@ def write_cache(path: Path, layers: list, model: nn.Module | None) -> None:
         "int8": layers[0].int8,
         "maps": [pack(x, f"maps.{i}", tensors) for i, x in enumerate(maps)],
         "layers": [pack(x, f"layers.{i}", tensors) for i, x in enumerate(layers)],
-        "contents": tensors_digest(tensors.items()),
     }
-    write_whole(path, save(tensors, {_NAME: json.dumps(about)}))
+    text = json.dumps(about)
+    write_whole(path, save(tensors, {_NAME: text, _DIGEST: _digest(text, tensors)}))
 
 
 def read_cache(path: Path, model: nn.Module) -> Contents:
@@ -98,7 +98,8 @@ def read_cache(path: Path, model: nn.Module) -> Contents:
         raise UserError(f"cache {path} is not a file; cache.save(path) writes one")
     try:
         with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get(_NAME, "null"))
+            metadata = file.metadata() or {}
+            about = json.loads(metadata.get(_NAME, "null"))
             if not isinstance(about, dict) or about.get("format") != FORMAT:
                 raise UserError(
                     f"cache {path} must be a file of cache.save in format {FORMAT}; save the cache "
@@ -111,8 +112,8 @@ def read_cache(path: Path, model: nn.Module) -> Contents:
                     "the one that it was made with, or read the text again"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if tensors_digest(tensors.items()) != about["contents"]:
-            raise ValueError("its tensors are not those that were written")
+        if metadata[_DIGEST] != _digest(metadata[_NAME], tensors):
+            raise ValueError("it is not what was written")
         fields = [about[name] for name in Contents._fields[:-1]]
     except UserError:
         raise
@@ -222,6 +223,11 @@ def unpack(old: object, packed: object, tensors: dict[str, Tensor], device: torc
     for key, x in packed["parts"].items():
         setattr(old, key, unpack(getattr(old, key, None), x, tensors, device))
     return old
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    """What tells whether a file is as it was written."""
+    return json_digest([text, tensors_digest(tensors.items())])
 
 
 def _maps(layers: list) -> list:
