@@ -9,8 +9,7 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
         --tokens 512 256 128 64 --out benchmarks/real/results/cache-1024-cpu.jsonl
 
 `by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average, and
-`tova-by-layer` its budgets with another policy; `by-head` takes those of key heads, if these have
-their own. Under `lowest-gate-recent` half of the tokens are
+`tova-by-layer` its budgets with another policy. Under `lowest-gate-recent` half of the tokens are
 the newest, as gates cannot tell a token's age. What is in the file already is not scored again.
 """
 
@@ -137,27 +136,15 @@ def eviction_of(
     more = {"calibration": calibration} if policy.startswith("triattention") else {}
     if policy.endswith("-recent"):
         return policy_named(policy.removesuffix("-recent"), model, tokens, recent=tokens // 2)
-    if not policy.endswith(("by-layer", "by-head")):
+    if not policy.endswith("by-layer"):
         return policy_named(policy, model, tokens, **more)
     eviction = read_budgets(Path(name) / BUDGETS, model)
-    if policy == "by-head":
-        return of_heads(eviction, tokens, name)
     scale = tokens * len(eviction.tokens) / sum(eviction.tokens)
     least = eviction.sinks + eviction.recent + 1
     budgets = tuple(max(least, int(scale * n)) for n in eviction.tokens)
     if policy != "by-layer":
         eviction = policy_named(policy.removesuffix("-by-layer"), model, tokens, **more)
     return replace(eviction, tokens=budgets)
-
-
-def of_heads(eviction: Eviction, tokens: int, name: str) -> Eviction:
-    """Budgets of key heads, scaled to so many tokens on average."""
-    if not all(isinstance(layer, tuple) for layer in eviction.tokens):
-        raise SystemExit(f"{name}: its budgets are of layers; heedful budget {name} --by-head")
-    heads = [n for layer in eviction.tokens for n in layer]
-    scale, least = tokens * len(heads) / sum(heads), eviction.sinks + eviction.recent + 1
-    scaled = tuple(tuple(max(least, int(scale * n)) for n in layer) for layer in eviction.tokens)
-    return replace(eviction, tokens=scaled)
 
 
 def book_paths(options: argparse.Namespace) -> list[Path]:

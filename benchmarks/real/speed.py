@@ -51,7 +51,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", help="MODEL")
     parser.add_argument("adapter", help="an adapter's folder with budgets.json")
-    parser.add_argument("--by-head", help="a copy of the adapter with budgets of key heads")
     parser.add_argument("--settings", nargs="+", metavar="MODEL=POLICY,TOKENS[,int8][,slack=N]")
     parser.add_argument("--calibration", type=Path, help="of the base, for triattention")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
@@ -81,14 +80,13 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
     tokens = length // options.share
     tova = eviction_of("tova", base, options.base, tokens, None)
     base_name, name, chunk = options.base, options.adapter, options.chunk
-    hiding = {"by-layer": name} | ({"by-head": options.by_head} if options.by_head else {})
+    by_layer = eviction_of("by-layer", adapter, name, tokens, None)
 
-    def small(policy: str, cache_dtype: str) -> Way:
-        eviction = eviction_of(policy, adapter, hiding[policy], tokens, None)
+    def small(cache_dtype: str) -> Way:
         dtype = cache_dtype_of(cache_dtype)
         return Way(
-            name, policy, tokens, cache_dtype, 0, chunk, adapter,
-            lambda: new_cache(adapter, eviction, dtype=dtype),
+            name, "by-layer", tokens, cache_dtype, 0, chunk, adapter,
+            lambda: new_cache(adapter, by_layer, dtype=dtype),
         )  # fmt: skip
 
     own = Way(
@@ -100,7 +98,7 @@ def ways(options: argparse.Namespace, length: int) -> list[Way]:
         Way(base_name, "whole", length, "auto", 0, length, base, lambda: new_cache(base, False)),
         Way(base_name, "whole", length, "auto", 0, chunk, base, lambda: new_cache(base, False)),
         Way(base_name, "tova", tokens, "auto", 0, chunk, base, lambda: new_cache(base, tova)),
-        *(small(policy, dtype) for policy in hiding for dtype in ("auto", "int8")),
+        *map(small, ("auto", "int8")),
     ]
 
 

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from heedful.hf import Conversion, convert, load, register, revert
     from heedful.hf.adapter_folders import save_adapter
     from heedful.hf.adapters import get_peft_model
-    from heedful.hf.cache.new import KVCache, new_cache
+    from heedful.hf.cache.new import KVCache, load_cache, new_cache
     from heedful.hf.export import export
     from heedful.hf.look import LayerLook, look
     from heedful.hf.stock import stock_model, stock_tokenizer
@@ -82,7 +82,7 @@ _ROOMS = {
     "heedful.hf": ("Conversion", "convert", "load", "register", "revert"),
     "heedful.hf.adapter_folders": ("save_adapter",),
     "heedful.hf.adapters": ("get_peft_model",),
-    "heedful.hf.cache.new": ("KVCache", "new_cache"),
+    "heedful.hf.cache.new": ("KVCache", "load_cache", "new_cache"),
     "heedful.hf.export": ("export",),
     "heedful.hf.look": ("LayerLook", "look"),
     "heedful.hf.stock": ("stock_model", "stock_tokenizer"),
@@ -127,6 +127,7 @@ __all__ = [
     "get_peft_model",
     "grouped_attention",
     "load",
+    "load_cache",
     "look",
     "multi_token_attention",
     "new_cache",

@@ -334,12 +334,11 @@ def _generate(command: GenerateCommand) -> int:
 
 def _budget(command: BudgetCommand) -> int:
     options = _as(BudgetSearch, command)
-    from heedful.commands.budget.by_head import search_by_head
     from heedful.commands.budget.search import format_result, search
 
     _quiet()
     try:
-        print(format_result(search_by_head(options) if options.by_head else search(options)))
+        print(format_result(search(options)))
     except KeyboardInterrupt:
         way = "the trials so far are kept beside the model; the same command goes on there"
         raise KeyboardInterrupt(way) from None

@@ -162,7 +162,7 @@ def damaged(change):
         (damaged(lambda x: x.update(eviction="MostHidden")), "names no policy"),
         (damaged(lambda x: x.update(eviction=[["kind", "MostHidden"]])), "names no policy"),
         (damaged(lambda x: x.update(eviction=5)), "names no policy"),
-        (damaged(lambda x: x["eviction"].update(tokens=[[14], 16, 15])), "tokens of a layer must"),
+        (damaged(lambda x: x["eviction"].update(tokens=[[14, 15], 16, 15])), "of single key heads"),
         (damaged(lambda x: x["eviction"].update(tokens=[{}, 16, 15])), "tokens must"),
         (damaged(lambda x: x["eviction"].update(tokens={"a": 1})), "tokens must"),
         (damaged(lambda x: x["eviction"].update(tokens=float("inf"))), "tokens must"),

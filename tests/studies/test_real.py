@@ -4,7 +4,6 @@ import importlib
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,9 +60,6 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
     monkeypatch.setattr("benchmarks.real.speed.stock_model", open_model)
     model = open_model("adapter")
     write_budgets(Path("adapter/budgets.json"), MostHidden(tokens=(20, 40)), model, {})
-    Path("heads").mkdir()
-    heads = MostHidden(tokens=((20, 30), (40, 14)))
-    write_budgets(Path("heads/budgets.json"), heads, model, {})
     arguments = "base adapter --lengths 64 --share 2 --rounds 2 --decoded 3 --out speed.jsonl"
     monkeypatch.setattr(sys, "argv", ["benchmarks.real.speed", *arguments.split()])
     speed = importlib.import_module("benchmarks.real.speed")
@@ -71,17 +67,13 @@ def test_times_of_every_way_stand_beside_each_other(study, monkeypatch):
     lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
     names = ["own", "whole", "whole", "tova", "by-layer", "by-layer"]
     assert [line["policy"] for line in lines] == names
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--by-head", "heads"])
-    speed.main()
-    lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
-    assert [line["policy"] for line in lines] == [*names, "by-head", "by-head"]
     for line in lines:
         prompts, tokens = zip(*line["rounds"], strict=True)
         assert line["prompt_s"] == sum(prompts) / 2 and len(prompts) == 2  # the median of two
         assert line["token_ms"] == pytest.approx(1e3 * sum(tokens) / 2)
     settings = ("base=streaming-llm,20,slack=4", "adapter=by-layer,18,int8")
     monkeypatch.setattr("benchmarks.real.speed.stock_model", stock_model)
-    monkeypatch.setattr(sys, "argv", [*sys.argv[:-2], "--settings", *settings])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--settings", *settings])
     speed.main()
     lines = [json.loads(line) for line in Path("speed.jsonl").read_text().splitlines()]
     fields = [(x["model"], x["policy"], x["tokens"], x["cache_dtype"], x["slack"]) for x in lines]
@@ -181,22 +173,6 @@ def test_each_setting_is_scored_once_against_the_whole_cache(study):
         ("adapter", "streaming-llm"),
         ("adapter", "most-hidden"),
     ]
-
-
-def test_budgets_of_key_heads_are_scaled_to_a_mean(study):
-    model = open_model("adapter")
-    layers = MostHidden(tokens=(20, 40))
-    write_budgets(Path("adapter/budgets.json"), layers, model, {})
-    options = ("--policies", "by-head", "--tokens", "60", "--needles", "0")
-    with pytest.raises(SystemExit, match="its budgets are of layers; heedful budget adapter --by"):
-        study("adapter", *options)
-    heads = replace(layers, tokens=((20, 30), (40, 14)))
-    write_budgets(Path("adapter/budgets.json"), heads, model, {})
-    whole, small = study("adapter", *options)
-    run = importlib.import_module("benchmarks.real.run")
-    scaled = run.eviction_of("by-head", model, "adapter", 60, None)
-    assert scaled == replace(layers, tokens=((46, 69), (92, 32)))  # 60 / 26 times as many
-    assert small["policy"] == "by-head" and small["peak_nbytes"] < whole["peak_nbytes"] / 2
 
 
 def test_several_numbers_in_a_text_are_another_setting(study):

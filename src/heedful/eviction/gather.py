@@ -17,7 +17,7 @@ from heedful.ops import Visibility
 _BLOCK = 64  # query rows whose weights are in memory at once
 
 
-def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] | None) -> None:
+def check_policy(policy: Eviction, layer: Layer, tokens: int | None) -> None:
     """Raise unless the policy can serve the layer, under a budget of so many tokens if any."""
     name = type(policy).__name__
     if layer.summarises:
@@ -39,40 +39,16 @@ def check_policy(policy: Eviction, layer: Layer, tokens: int | tuple[int, ...] |
         )
     policy.check(layer)
     least = layer.newest_keys + 2
-    if isinstance(tokens, int) and layer.newest_keys and tokens < policy.sinks + least:
+    if tokens is not None and layer.newest_keys and tokens < policy.sinks + least:
         raise UserError(
             f"tokens must be at least {policy.sinks + least} here: {policy.sinks} sinks, the "
             f"{layer.newest_keys} newest, whose keys are not final, one that leaves and the next "
             f"one, got {tokens}"
         )
-    if isinstance(tokens, tuple):
-        _check_heads(policy, layer, tokens)
-        tokens = min(tokens)
     if tokens is not None and layer.keeps_first and tokens < policy.recent + 2:
         raise UserError(
             f"tokens must be at least {policy.recent + 2} here: the mechanism's first token, "
             f"{policy.recent} recent ones and the next one, got {tokens}"
-        )
-
-
-def _check_heads(policy: Eviction, layer: Layer, tokens: tuple[int, ...]) -> None:
-    """Raise unless the layer's key heads can have budgets of their own."""
-    heads, name = layer.shape.key_heads, type(policy).__name__
-    if len(tokens) != heads:
-        raise UserError(
-            f"tokens of a layer must be one number, or one for each of its {heads} key heads, got "
-            f"{len(tokens)} numbers"
-        )
-    if policy.observes != 0 or "keys" in policy.needs or "values" in policy.needs:
-        raise UserError(
-            f"eviction: {name} reads what all heads attend to or have, and heads with budgets of "
-            "their own do not cache the same tokens; give the layer one number of tokens, or take "
-            "MostHidden, LowestGate, StreamingLLM or Random"
-        )
-    if not (layer.any_heads and layer.host.own_cache):
-        raise UserError(
-            f"eviction: budgets of key heads need a layer whose heads are independent of each "
-            f"other, and {type(layer).__name__} is none here; give the layer one number of tokens"
         )
 
 
@@ -166,7 +142,6 @@ def slots_to_evict(
     policy: Eviction,
     tokens: int,
     protection: Protection,
-    kept: Bool[Tensor, "B n"] | None = None,
 ) -> Int[Tensor, "B m"]:
     """The slots to evict, so that less than `tokens` tokens are left.
 
@@ -179,7 +154,6 @@ def slots_to_evict(
         policy: for what it protects.
         tokens: the budget.
         protection: what else decides.
-        kept: tokens that stay whatever they are, fewer than `tokens`.
 
     Returns:
         Slots in ascending order.
@@ -204,8 +178,6 @@ def slots_to_evict(
     if protection.newest:
         newest = positions >= protection.total - protection.newest
         score = score.masked_fill(newest, float("inf"))
-    if kept is not None:
-        score = score.masked_fill(kept, float("inf"))
     count = positions.shape[1] - (tokens - 1)
     if count == 1:
         score = score.nan_to_num(float("inf"), float("inf"), float("-inf"))

@@ -70,8 +70,7 @@ class Eviction:
 
     Arguments:
         tokens: how many tokens a layer may cache; one number, or one per attention layer, where
-            `None` stands for a layer that keeps everything, and a tuple for one whose key heads
-            have budgets of their own, one number per key head.
+            `None` stands for a layer that keeps everything.
         sinks: how many of the first tokens of a sequence are never evicted.
         recent: how many of the newest tokens are never evicted.
         keep_prompt: never evict what the model was called with before its first step of one token;
@@ -83,7 +82,7 @@ class Eviction:
             `("attention", n)`, the weights of the newest n queries, of all with `None`.
     """
 
-    tokens: int | tuple[int | tuple[int, ...] | None, ...]
+    tokens: int | tuple[int | None, ...]
     sinks: int = 4
     recent: int = 8
     keep_prompt: bool = False
@@ -114,17 +113,20 @@ class Eviction:
             raise UserError(f"keep_prompt must be True or False, got {self.keep_prompt!r}")
         layers = (self.tokens,)
         if isinstance(self.tokens, tuple | list):
-            layers = tuple(tuple(x) if isinstance(x, list) else x for x in self.tokens)
-            object.__setattr__(self, "tokens", layers)
-            layers = tuple(x for x in layers if x is not None)
+            object.__setattr__(self, "tokens", tuple(self.tokens))
+            layers = tuple(x for x in self.tokens if x is not None)
         least = self.sinks + self.recent + 1
-        for layer in layers:
-            for count in layer if isinstance(layer, tuple) and layer else (layer,):
-                if not is_whole(count, least):
-                    raise UserError(
-                        "tokens must be whole numbers of at least sinks + recent + 1 = "
-                        f"{least}, got {count!r}; give the layer more tokens, or protect fewer"
-                    )
+        for count in layers:
+            if isinstance(count, tuple | list):
+                raise UserError(
+                    f"tokens must be one number per layer, got {count!r} for one: budgets of "
+                    "single key heads were removed; give the layer one number"
+                )
+            if not is_whole(count, least):
+                raise UserError(
+                    f"tokens must be whole numbers of at least sinks + recent + 1 = {least}, got "
+                    f"{count!r}; give the layer more tokens, or protect fewer"
+                )
 
     def check(self, layer: Layer) -> None:
         """Raise a `ValueError` unless the policy can serve a layer."""
@@ -140,8 +142,8 @@ class Eviction:
                 f"is {kind}; take another policy"
             )
 
-    def budgets(self, layers: int) -> tuple[int | tuple[int, ...] | None, ...]:
-        """The budget of every attention layer of a model, or of each of its key heads."""
+    def budgets(self, layers: int) -> tuple[int | None, ...]:
+        """The budget of every attention layer of a model."""
         if not isinstance(self.tokens, tuple):
             return (self.tokens,) * layers
         if len(self.tokens) != layers:

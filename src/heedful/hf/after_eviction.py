@@ -49,13 +49,13 @@ def matrices_at_rest() -> Iterator[None]:
 class Calls(NamedTuple):
     """The calls that a whole sequence stands for, with a cache that evicts.
 
-    budgets: of the layers, or of each of their key heads; less than so many tokens are cached
-        between two calls. `None` for a layer that keeps all.
+    budgets: of the layers; less than so many tokens are cached between two calls. `None` for a
+        layer that keeps all.
     first: how many tokens come in the first call.
     later: how many in each call after it.
     """
 
-    budgets: tuple[int | tuple[int, ...] | None, ...]
+    budgets: tuple[int | None, ...]
     first: int
     later: int
 
@@ -73,18 +73,8 @@ class Calls(NamedTuple):
             begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
             before = before - count.gather(1, torch.where(begins, token, 0).cummax(1).values)
         before = before.clamp(min=0)  # a document may begin after its first token's call has
-        return _strength(before, [_cached(before, x) for x in self.budgets])
-
-
-def _cached(
-    before: Int[Tensor, "B T"], budget: int | tuple[int, ...] | None
-) -> Int[Tensor, "B T"] | Float[Tensor, "B T"]:
-    """How many of so many tokens a layer caches under a budget, on average over its key heads."""
-    if budget is None:
-        return before
-    if isinstance(budget, tuple):
-        return sum(before.clamp(max=n - 1) for n in budget) / len(budget)
-    return before.clamp(max=budget - 1)
+        cached = [before if x is None else before.clamp(max=x - 1) for x in self.budgets]
+        return _strength(before, cached)
 
 
 class LowRankLinear(nn.Linear):

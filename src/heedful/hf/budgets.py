@@ -104,6 +104,13 @@ def read_budgets(path: Path, model: nn.Module) -> Eviction:
             f"budgets {path} names no policy of this version of heedful; search budgets again with "
             "heedful budget"
         )
+    tokens = fields.get("tokens")
+    if isinstance(tokens, list) and any(isinstance(x, list) for x in tokens):
+        raise UserError(
+            f"budgets {path} are of single key heads, which were removed; search budgets of layers "
+            "with heedful budget, or delete the file (heedful.load(folder, budgets=False) leaves "
+            "it unread)"
+        )
     try:
         policy = kind(**fields)
         new_cache(model, policy)  # what cannot serve the model raises now

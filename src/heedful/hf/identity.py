@@ -46,6 +46,12 @@ def model_identity(model: nn.Module) -> dict[str, str]:
     }
 
 
+def cache_identity(model: nn.Module) -> dict[str, str]:
+    """As `model_identity`, without how `generate` chooses tokens: what cached keys depend on."""
+    own = {"configuration": json_digest(_relevant(model.config.to_dict()))}
+    return model_identity(model) | own
+
+
 def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """A digest of tensors by name: shapes, dtypes and every bit."""
     whole = hashlib.sha256()

@@ -116,7 +116,7 @@ class LayerInputs(NamedTuple):
 
         return self._replace(**{name: cut(x) for name, x in self._per_token()})
 
-    def of_heads(self, heads: slice | list[int]) -> "LayerInputs":
+    def of_heads(self, heads: slice) -> "LayerInputs":
         """What belongs to some of the query heads."""
         bias, sinks = self.bias, self.sinks
         if bias is not None and bias.shape[1] > 1:

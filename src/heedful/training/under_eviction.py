@@ -60,7 +60,7 @@ class EvictionInTraining:
                 f"{eviction}; search budgets with heedful budget --eviction auto"
             )
         modules = attention_modules(model)
-        self._layers: dict[Layer, int | tuple[int, ...]] = {}
+        self._layers: dict[Layer, int] = {}
         self._of_modules: list[Layer | None] = []  # of each module one, where it has a budget
         for module, tokens in zip(modules, eviction.budgets(len(modules)), strict=True):
             layer = module.heedful
@@ -102,10 +102,6 @@ class EvictionInTraining:
         finally:
             self._is_evicting = False
 
-    def has_budget(self, layer: Layer) -> bool:
-        """Whether the layer evicts."""
-        return layer in self._layers
-
     def _calls(self) -> Calls | None:
         """The calls that a sequence stands for."""
         tokens = [layer and self.budget(layer) for layer in self._of_modules]
@@ -136,10 +132,7 @@ class EvictionInTraining:
         scale: float,
         inputs: LayerInputs,
     ) -> Float[Tensor, "B Hs T T"]:
-        """`-F`, or what gates add; far below every logit where the cache has evicted a token.
-
-        Of each head, where key heads have budgets of their own; else the same for all.
-        """
+        """`-F`, or what gates add; far below every logit where the cache has evicted a token."""
         tokens = k.shape[2]
         dense = view.dense(tokens, tokens, q.device).expand(len(q), -1, -1)
         if layer.hides:
@@ -150,36 +143,16 @@ class EvictionInTraining:
         else:
             gates = layer.gates(tokens, inputs)
             bias, order = layer.logit_bias(gates, tokens, view), gates_after_chunks(gates, dense)
-        budget = self.budget(layer)
-        heads = budget if isinstance(budget, tuple) else (budget,)
-        cached = self._cached(layer, *order, heads)
-        attendable = torch.stack([_attendable(cached[n], tokens) for n in heads], dim=1)
-        if len(heads) > 1:
-            attendable = attendable.repeat_interleave(q.shape[1] // len(heads), dim=1)
-        return bias.masked_fill(~attendable, _EVICTED)
+        cached = cached_tokens(*order, self.budget(layer) - 1, *self._protected(layer))
+        return bias.masked_fill(~_attendable(cached, tokens)[:, None], _EVICTED)
 
-    def _cached(
-        self,
-        layer: Layer,
-        f: Float[Tensor, "B C T"],
-        visible: Bool[Tensor, "B C T"],
-        budgets: tuple[int, ...],
-    ) -> dict[int, Bool[Tensor, "B C T"]]:
-        """What is cached after each chunk under each budget, the more with all of the fewer."""
-        sinks, recent = max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
-        cached, kept = {}, None
-        for tokens in sorted(set(budgets)):
-            kept = cached_tokens(f, visible, tokens - 1, sinks, recent, kept)
-            cached[tokens] = kept
-        return cached
+    def _protected(self, layer: Layer) -> tuple[int, int]:
+        """How many of the first and of the newest tokens the layer never evicts."""
+        return max(self._eviction.sinks, layer.keeps_first), self._eviction.recent
 
-    def budget(self, layer: Layer) -> int | tuple[int, ...]:
-        """How many tokens the layer caches, or each of its key heads, with the factor of now."""
-        least = max(self._eviction.sinks, layer.keeps_first) + self._eviction.recent + 1
-        tokens = self._layers[layer]
-        if isinstance(tokens, tuple):
-            return tuple(max(least, round(n * self.factor)) for n in tokens)
-        return max(least, round(tokens * self.factor))
+    def budget(self, layer: Layer) -> int:
+        """How many tokens the layer caches with the factor of now."""
+        return max(sum(self._protected(layer)) + 1, round(self._layers[layer] * self.factor))
 
 
 def _attendable(cached: Bool[Tensor, "B C T"], tokens: int) -> Bool[Tensor, "B T T"]:

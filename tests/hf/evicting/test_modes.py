@@ -301,7 +301,6 @@ def test_what_an_evicting_cache_does_not_serve_is_said():
     model = tiny()
     for policy, message in (
         (TOVA(tokens=16), r"TOVA needs a converted model, as it reads \('attention', 1\)"),
-        (StreamingLLM(tokens=((16, 20), 16, 16)), "budgets of key heads need a converted model"),
         (StreamingLLM(tokens=(16, 20)), "one for each of the model's 3 attention layers"),
         (
             heedful.eviction.MostHidden(tokens=16),

@@ -1,6 +1,6 @@
 """The options of `heedful budget`; imports nothing heavy."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
@@ -47,8 +47,6 @@ class BudgetSearch:
     """A model whose perplexity, with its whole cache, is the limit in place of --loss."""
     tokens: int | None = None
     """Give layers so many tokens on average, each as many as help most, in place of --loss."""
-    by_head: bool = False
-    """Share out the budgets that the folder has already among single key heads; the sum stays."""
     length: int = 1024
     """Tokens per sequence of data."""
     rows: int = 8
@@ -92,8 +90,6 @@ class BudgetSearch:
                 "eviction='triattention' has a calibration, which budgets.json does not hold: "
                 "search with another policy"
             )
-        if self.by_head:
-            self._check_by_head()
         check_whole("length", self.length, 32)
         check_whole("rows", self.rows, 1)
         if self.sinks is not None:
@@ -102,13 +98,3 @@ class BudgetSearch:
         check_whole("trials", self.trials, 0)
         if not 0 <= self.loss < float("inf"):
             raise UserError(f"loss must be a percentage of at least 0, got {self.loss}")
-
-    def _check_by_head(self) -> None:
-        """Raise where an option asks for other budgets than those that the folder has."""
-        names = ("tokens", "reference", "eviction", "sinks", "recent", "loss")
-        defaults = {field.name: field.default for field in fields(self)}
-        if others := [name for name in names if getattr(self, name) != defaults[name]]:
-            raise UserError(
-                f"by_head shares out what the folder's budgets.json has, its policy and its "
-                f"protected tokens included: leave {' and '.join(others)} out"
-            )

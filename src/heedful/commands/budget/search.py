@@ -87,15 +87,8 @@ class SearchResult(NamedTuple):
 
 def share(budgets: Budgets, start: Budgets, length: int) -> float:
     """How much of what the budgets at the start hold these hold; `None` is a whole sequence."""
-    cached, whole = (sum(mean_tokens(n, length) for n in those) for those in (budgets, start))
+    cached, whole = (sum(n or length for n in those) for those in (budgets, start))
     return cached / whole
-
-
-def mean_tokens(budget: int | tuple[int, ...] | None, length: int) -> float:
-    """The tokens of a layer's key heads on average; `None` is a whole sequence."""
-    if isinstance(budget, tuple):
-        return sum(budget) / len(budget)
-    return budget or length
 
 
 def search(options: BudgetSearch) -> SearchResult:
@@ -226,14 +219,9 @@ class Trials:
         self.measure, self.most, self.tried = measure, most, {start}
         measure.bar.update()
 
-    def check_left(self) -> None:
-        """Raise if all were used up."""
-        if self.most is not None and len(self.tried) >= self.most:
-            raise NoTrialsLeft
-
     def __call__(self, trial: Budgets) -> float:
-        if trial not in self.tried:
-            self.check_left()
+        if trial not in self.tried and self.most is not None and len(self.tried) >= self.most:
+            raise NoTrialsLeft
         value = self.measure(trial)
         self.measure.bar.update(trial not in self.tried)
         self.tried.add(trial)
@@ -292,7 +280,6 @@ class SearchLog:
         self.path = path
         self.perplexities: dict[tuple[Budgets, int], float] = {}  # by budgets and step
         self.others: dict[str, float] = {}
-        self.savings: dict[Budgets, list[float]] = {}  # of key heads
         self.measured = 0  # now
         identity = {"format": FORMAT, **json.loads(json.dumps(identity))}
         if restart or not path.exists():
@@ -304,10 +291,8 @@ class SearchLog:
             first, *lines = [json.loads(line) for line in whole.splitlines()]
             for line in lines:
                 if "budgets" in line:
-                    key = (_budgets(line["budgets"]), int(line.get("step", 1)))
+                    key = (tuple(line["budgets"]), int(line.get("step", 1)))
                     self.perplexities[key] = float(line["perplexity"])
-                elif "savings" in line:
-                    self.savings[_budgets(line["of"])] = [float(x) for x in line["savings"]]
                 else:
                     self.others[line["name"]] = float(line["perplexity"])
         except (ValueError, TypeError, KeyError) as error:
@@ -342,18 +327,8 @@ class SearchLog:
             self._log_trial({"name": name, "perplexity": self.others[name]})
         return self.others[name]
 
-    def add_savings(self, budgets: Budgets, savings: list[float]) -> None:
-        """Write down what each key head saves beside these budgets."""
-        self.savings[budgets] = savings
-        self._log_trial({"of": budgets, "savings": savings})
-
     def _log_trial(self, line: dict) -> None:
         append_line(self.path, json.dumps(line))
-
-
-def _budgets(items: list) -> Budgets:
-    """Budgets as JSON has them."""
-    return tuple(tuple(x) if isinstance(x, list) else x for x in items)
 
 
 def _start(options: BudgetSearch, model: PreTrainedModel) -> tuple[Eviction, Budgets]:
@@ -428,8 +403,6 @@ def history(options: BudgetSearch, result: SearchResult) -> dict:
 
 
 def _limit_in_words(options: BudgetSearch) -> str:
-    if options.by_head:
-        return "as many tokens as the budgets before it"
     if options.tokens is not None:
         return f"{options.tokens} tokens per layer on average"
     if options.reference is not None:
@@ -477,13 +450,10 @@ def format_result(result: SearchResult) -> str:
     for index, tokens in enumerate(budgets):
         part = share((tokens,), (result.start[index],), result.length)
         own = "all" if tokens is None else tokens
-        if isinstance(own, tuple):
-            own = " ".join(map(str, own))
         lines.append(f"{index:5}  {own:>6}  {part:6.1%}")
     limit = "" if result.limit is None else f", limit {result.limit:.4f}"
     lines += [
-        f"  sum  {sum(mean_tokens(n, result.length) for n in budgets):6.0f}  "
-        f"{result.share_of_tokens:6.1%}",
+        f"  sum  {sum(n or result.length for n in budgets):6}  {result.share_of_tokens:6.1%}",
         "",
         f"{type(result.eviction).__name__}: perplexity {result.perplexity:.4f}, with the whole "
         f"cache {result.whole:.4f}{limit} ({result.rows} sequences)",

@@ -107,13 +107,7 @@ def share_out(
     return best
 
 
-def spread(
-    budgets: Budgets,
-    start: Budgets,
-    least: int,
-    measure: Measure,
-    savings: Callable[[Budgets, Budgets], Sequence[float]] | None = None,
-) -> Iterator[Budgets]:
+def spread(budgets: Budgets, start: Budgets, least: int, measure: Measure) -> Iterator[Budgets]:
     """As many tokens in all, shared out by what each layer saves with twice its own.
 
     A layer that has all tokens is judged by what it loses with half of them. Layers cost a / n as
@@ -126,8 +120,6 @@ def spread(
         start: budgets that hold everything.
         least: no budget goes below it.
         measure: perplexity of budgets.
-        savings: what each layer alone saves of the logarithm of perplexity with the second budgets
-            in place of the first; by default one after the other is measured.
 
     Yields:
         The result of each round, as long as it is better than the one before.
@@ -135,11 +127,8 @@ def spread(
     value = math.log(measure(budgets))
     while True:
         others = _others(budgets, start, least)
-        if savings is None:
-            trials = [replaced(budgets, i, n) for i, n in enumerate(others)]
-            saved = [value - math.log(measure(x)) if x != budgets else 0.0 for x in trials]
-        else:
-            saved = savings(budgets, others)
+        trials = [replaced(budgets, i, n) for i, n in enumerate(others)]
+        saved = [value - math.log(measure(x)) if x != budgets else 0.0 for x in trials]
         costs = [
             0.0 if n == other else max(x / (1 / n - 1 / other), 0.0)
             for x, n, other in zip(saved, budgets, others, strict=True)

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -158,6 +158,19 @@ class AttentionCache(CacheLayerMixin):
 
     # What kinds of cache have in common.
 
+    def check_between_calls(self) -> None:
+        """Raise where a call is under way, or may be taken back."""
+        if self.counters.pending or self.record_past:
+            raise UserError(
+                "save needs a cache between two calls, and this one is in a call, or records those "
+                "that may be taken back; call end_past_recording() of its layers, or reset()"
+            )
+
+    def resume(self, device: torch.device) -> None:
+        """Go on from what a file has filled in, on this device."""
+        self.device = device
+        self._measure()
+
     def positions(self) -> Int[Tensor, "B n"]:
         """Positions of the cached tokens in their sequences, ascending."""
         if self.batch is None:
@@ -165,10 +178,8 @@ class AttentionCache(CacheLayerMixin):
         total = self.counters.total
         return torch.arange(total - self.length, total, device=self.device).expand(self.batch, -1)
 
-    def count_cached(
-        self, real: Bool[Tensor, "B n"] | None
-    ) -> Int[Tensor, "B 1"] | Float[Tensor, "B 1"] | float:
-        """How many tokens it has cached of each sequence, on average over its key heads.
+    def count_cached(self, real: Bool[Tensor, "B n"] | None) -> Int[Tensor, "B 1"] | int:
+        """How many tokens it has cached of each sequence.
 
         Arguments:
             real: which of all tokens so far count; `None` where all do.

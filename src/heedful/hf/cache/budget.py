@@ -19,17 +19,11 @@ class Budget:
 
     Arguments:
         policy: chooses what is evicted.
-        tokens: less than so many are cached between two calls; of each key head, where these have
-            budgets of their own.
+        tokens: less than so many are cached between two calls.
     """
 
     policy: Eviction
-    tokens: int | tuple[int, ...]
-
-    @property
-    def by_head(self) -> bool:
-        """Whether key heads have budgets of their own."""
-        return isinstance(self.tokens, tuple)
+    tokens: int
 
     def __deepcopy__(self, memo: dict) -> "Budget":
         return self  # nothing in it changes
@@ -64,6 +58,8 @@ class EvictionStep:
     Attributes:
         score: the policy's last scores, of policies that add them up, `[B, 1, n]`.
     """
+
+    parts = ("score",)
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget

@@ -31,6 +31,8 @@ class Counters:
     In cross-attention the tokens are the source's, and none is ever pending or evicted.
     """
 
+    parts = ("total", "pending", "prompt", "expected", "prefill")
+
     def __init__(self) -> None:
         self.total = self.pending = self.prompt = self.expected = 0
         self.prefill = True

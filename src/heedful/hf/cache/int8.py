@@ -29,6 +29,8 @@ _LARGEST = 127
 class Int8Slots:
     """As `Slots`, with the tokens in eight bits; they are read as copies in the model's dtype."""
 
+    parts = ("_codes", "_scales", "_dtype")
+
     def __init__(self) -> None:
         self._codes, self._scales = Slots(), Slots()
         self._dtype: torch.dtype | None = None

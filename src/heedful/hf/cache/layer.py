@@ -42,6 +42,8 @@ class LayerCache(AttentionCache):
         ValueError: the policy cannot serve the layer.
     """
 
+    parts = ("_tokens", "_queries", "_inputs", "_state", "_step", "counters", "dtype")
+
     def __init__(
         self,
         layer: Layer,
@@ -58,11 +60,11 @@ class LayerCache(AttentionCache):
         self._index = layer.shape.layer
         self.window = min((w for w in (sliding, layer.window) if w is not None), default=None)
         tokens = None if budget is None else budget.tokens
-        if isinstance(tokens, int) and self.window is not None and self.window <= tokens:
+        if tokens is not None and self.window is not None and self.window <= tokens:
             budget = None  # the window alone never keeps more
         if budget is not None:
             gather.check_policy(budget.policy, layer, budget.tokens)
-        self.budget, self._int8 = budget, int8
+        self.budget, self.int8 = budget, int8
         self.policy: Eviction | None = None if budget is None else budget.policy
         needs = () if budget is None else self.policy.needs
         self._observes = budget is not None and self.policy.observes != 0
@@ -80,7 +82,7 @@ class LayerCache(AttentionCache):
 
     def _clear(self) -> None:
         super()._clear()
-        self._tokens = StoredTokens(self._int8)
+        self._tokens = StoredTokens(self.int8)
         self._queries = PastRows(self._past_queries, dim=2)
         self._inputs: dict[str, PastRows] = {}
         self._state: Float[Tensor, "B S n"] | None = None
@@ -148,7 +150,7 @@ class LayerCache(AttentionCache):
 
     def _room_ahead(self) -> int | None:
         """For how many tokens room is made ahead of them; a window's slides through some more."""
-        if self.budget is not None and not self.budget.by_head:
+        if self.budget is not None:
             return self.budget.tokens
         if self.window is None:
             return None
@@ -166,26 +168,23 @@ class LayerCache(AttentionCache):
         """
         if (evicts := self.budget is not None) and key_states.requires_grad:
             check_unrecorded("evicts", "heedful.new_cache(model, eviction=False)")
-        if self._int8 and key_states.requires_grad:
+        if self.int8 and key_states.requires_grad:
             check_unrecorded("quantizes", "a cache without dtype")
         self._begin_update(key_states, kwargs)
         new, tokens = key_states.shape[2], self._tokens
         grown = tokens.append(key_states, value_states, self._room)
         if evicts:
             grown = tokens.place(self.counters.total, new, self._room) or grown
-        if grown or self._int8:
+        if grown or self.int8:
             self._measure(copied=tokens.replaced)
         self.counters.add(new)
-        if self._reads_itself:
-            self._returned = self._for_attention(key_states, value_states)
-            return self._returned
-        return self.keys, self.values
-
-    def _for_attention(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What `update` returns for new keys and values, and `attend` is given."""
+        if not self._reads_itself:
+            return self.keys, self.values
         if self._by_heads:
-            return self._tokens.keys.codes, self._tokens.values.codes
-        return self.keys, self.values
+            self._returned = tokens.keys.codes, tokens.values.codes
+        else:
+            self._returned = self.keys, self.values
+        return self._returned
 
     def _check_unchanged(self, layer: Layer, k: Tensor, v: Tensor) -> None:
         """Raise where what attention reads is not what `update` has returned."""
@@ -361,7 +360,7 @@ class LayerCache(AttentionCache):
     def _candidates(self, call: LastCall) -> tuple[CachedTokens, gather.Protection]:
         """All cached tokens as the policy scores them, and what else decides."""
         counters, visibility, needs = self.counters, call.visibility, self.policy.needs
-        if self._int8 and (self._reads_rows or self._observes):
+        if self.int8 and (self._reads_rows or self._observes):
             self._measure(copied=self._tokens.keys.copy_nbytes)  # of all keys, once more
         positions, read = self._tokens.positions[:, 0], {}
         if "F" in needs:
@@ -443,7 +442,7 @@ class LayerCache(AttentionCache):
         rows = self._queries.rows[:, :, -remaining:]
         return self._run_part(layer, rows, self.keys, self.values, call).state
 
-    # Batches, devices, bytes.
+    # Batches, devices, bytes, files.
 
     @property
     def _rows(self) -> list[PastRows]:
@@ -476,7 +475,7 @@ class LayerCache(AttentionCache):
 
     def _measure_call(self) -> None:
         """As `_measure`, where the buffers of tokens are the same as before."""
-        if self._int8:
+        if self.int8:
             self._measure()
             return
         before, self._aside = self._aside, nbytes_of(self._tensors_aside())
@@ -486,7 +485,7 @@ class LayerCache(AttentionCache):
     @property
     def _copied(self) -> int:
         """Bytes of the copies that there are as long as a call lasts."""
-        if not self._int8:
+        if not self.int8:
             return 0
         return (self._tokens.beside if self._by_heads else self._tokens).copy_nbytes
 

@@ -3,6 +3,8 @@
 Each attention layer has its part (base.py); eviction/ chooses what leaves under a budget.
 """
 
+from os import PathLike
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,18 +17,19 @@ from heedful.checks import UserError, check_whole
 from heedful.eviction import Eviction
 from heedful.hf.cache.base import AttentionCache
 from heedful.hf.cache.budget import Budget, layer_budgets
-from heedful.hf.cache.by_head import ByHeadCache
 from heedful.hf.cache.counters import Meter
 from heedful.hf.cache.crossing import BiasedLayerCache, CrossLayerCache
+from heedful.hf.cache.file import fill, policy_of, read_cache, write_cache
 from heedful.hf.cache.filtered import FilteredKeysCache
 from heedful.hf.cache.int8 import is_int8
 from heedful.hf.cache.layer import LayerCache
+from heedful.hf.cache.owner import Reference
 from heedful.hf.cache.summaries import SummaryCache
 from heedful.hf.evicting.hook import install
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.evicting.new import decoder_modules, evicting_layers
 from heedful.hf.evicting.proof import prove
-from heedful.hf.family.modules import attends_twice, attention_modules
+from heedful.hf.family.modules import attends_twice, attention_modules, parameter_device
 from heedful.nn import Layer
 
 _STOCK = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -39,7 +42,21 @@ class KVCache(Cache):
         super().__init__(
             layers=layers, offloading=offloading, offload_only_non_sliding=not offloading
         )
-        self.meter = meter
+        self.meter, self.model = meter, Reference(None)
+
+    def save(self, path: str | PathLike) -> None:
+        """Write what is cached as one file of safetensors, whole or not at all.
+
+        `heedful.load_cache` opens it with the same model. The file has no room for later tokens.
+
+        Arguments:
+            path: the file.
+
+        Raises:
+            ValueError: a layer keeps more than tokens one by one (grouped attention), calls may be
+                taken back, the policy has a calibration, or the cache was unpickled.
+        """
+        write_cache(Path(path), self.layers, self.model())
 
     @property
     def nbytes(self) -> int:
@@ -71,14 +88,11 @@ class KVCache(Cache):
 
     @property
     def tokens(self) -> list[int]:
-        """How many tokens each attention layer has cached; of several key heads' own, the most."""
+        """How many tokens each attention layer has cached."""
         return [layer.length for layer in self._attention_layers]
 
     def positions(self) -> list[Int[Tensor, "B n"]]:
-        """Positions of each attention layer's cached tokens in their sequences, ascending.
-
-        Where key heads have budgets of their own, of those with most.
-        """
+        """Positions of each attention layer's cached tokens in their sequences, ascending."""
         return [layer.positions() for layer in self._attention_layers]
 
     @property
@@ -203,6 +217,7 @@ def new_cache(
         sliding = getattr(layers[index], "sliding_window", None)
         layers[index] = cache_for(module, sliding, budget, meter, int8)
     own = KVCache(layers, meter, offloading)
+    own.model = Reference(model)
     if not model.config.is_encoder_decoder:
         return own
     return EncoderDecoderKVCache(own, KVCache(_source_layers(model, meter), meter))
@@ -233,7 +248,50 @@ def _unconverted(
     parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8)
     for index, part in zip(places, parts, strict=True):
         layers[index] = part
-    return KVCache(layers, meter, offloading)
+    cache = KVCache(layers, meter, offloading)
+    cache.model = Reference(model)
+    return cache
+
+
+def load_cache(
+    path: str | PathLike,
+    model: nn.Module,
+    eviction: Eviction | None = None,
+    *,
+    offloading: bool = False,
+    verify: bool = True,
+) -> KVCache:
+    """A cache from a file of `KVCache.save`, which goes on bit for bit as the one that was saved.
+
+    Arguments:
+        path: the file.
+        model: that the cache was made with: the same weights in the same precision, the same
+            adapter, mechanism and configuration.
+        eviction: the policy of the cache, where it is one of your own; one of heedful's is in the
+            file.
+        offloading, verify: as of `new_cache`.
+
+    Returns:
+        The cache. A copy of it for each question (`copy.deepcopy`) leaves it as it is.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, of another version or another model, or
+            its policy is another, or one of your own that is not handed over.
+    """
+    contents = read_cache(Path(path), model)
+    policy = policy_of(contents, eviction)
+    dtype = torch.int8 if contents.int8 else None
+    cache = new_cache(
+        model, policy or False, slack=contents.slack, dtype=dtype, offloading=offloading,
+        verify=verify,
+    )  # fmt: skip
+    unconverted = isinstance(cache.layers[0], EvictingLayer)
+    modules = decoder_modules(model, policy) if unconverted else attention_modules(model)
+    fill(cache.layers, contents, [parameter_device(x) for x in modules])
+    if offloading:
+        for layer in cache.layers[1:]:  # the first is the next one at work
+            layer.offload()
+    return cache
 
 
 def _device_types(model: nn.Module) -> set[str]:
@@ -294,8 +352,6 @@ def cache_for(
         kind = BiasedLayerCache
     elif module.heedful.past_keys:
         kind = FilteredKeysCache
-    elif budget is not None and budget.by_head:
-        kind = ByHeadCache
     return kind(module.heedful, sliding, budget, meter, int8)
 
 

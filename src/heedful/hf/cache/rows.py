@@ -22,6 +22,8 @@ class PastRows:
         dim: along which dimension the tokens are.
     """
 
+    parts = ("count", "dim", "rows")
+
     def __init__(self, count: int, dim: int) -> None:
         self.count, self.dim = count, dim
         self.rows: Float[Tensor, "B ..."] | None = None

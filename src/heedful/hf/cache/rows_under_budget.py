@@ -173,7 +173,6 @@ class _Route:
             return total
         whole, step = self.pieces
         policy, tokens = self.budget.policy, self.budget.tokens
-        tokens = min(tokens) if isinstance(tokens, tuple) else tokens
         by_call = window is not None or policy.keep_prompt or policy.observes not in (0, 1, None)
         if by_call or tokens is None:
             return whole

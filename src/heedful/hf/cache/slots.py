@@ -26,6 +26,17 @@ class Slots:
         self._own = False  # whether nobody else has this tensor
 
     @property
+    def own(self) -> bool:
+        """Whether nobody else has the buffer."""
+        return self._own
+
+    def refill(self, tokens: Shaped[Tensor, "B H n D"], room: int, start: int, own: bool) -> None:
+        """Take tokens from a file, into a buffer as it was: of `room` tokens, from `start` on."""
+        self._take(tokens.new_empty(*tokens.shape[:2], room, tokens.shape[3]), own)
+        self.start, self.length = start, tokens.shape[2]
+        self.contents.copy_(tokens)
+
+    @property
     def contents(self) -> Shaped[Tensor, "B H n D"] | None:
         """The tokens, as a view."""
         if self.buffer is None:

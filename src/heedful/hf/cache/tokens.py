@@ -20,16 +20,21 @@ class StoredTokens:
     Attributes:
         keys, values: as the model gave them.
         beside: what `Layer.beside` gave, such as an own selector's keys; empty for most mechanisms.
-        of_heads: the streams of keys and values.
-        streams: those that have tokens.
+        of_heads: these two.
     """
+
+    parts = ("keys", "values", "beside", "_places")
 
     def __init__(self, int8: bool = False) -> None:
         kind = Int8Slots if int8 else Slots
         self.keys, self.values, self.beside = kind(), kind(), kind()
-        self.of_heads: list[Slots | Int8Slots] = [self.keys, self.values]
-        self.streams = list(self.of_heads)
+        self.of_heads: tuple[Slots | Int8Slots, ...] = (self.keys, self.values)
         self._places = Slots()
+
+    @property
+    def streams(self) -> tuple[Slots | Int8Slots, ...]:
+        """Those that have tokens."""
+        return self.of_heads if self.beside.buffer is None else (*self.of_heads, self.beside)
 
     @property
     def positions(self) -> Int[Tensor, "B 1 n"] | None:
@@ -87,8 +92,6 @@ class StoredTokens:
 
     def append_beside(self, rows: Float[Tensor, "B S m Ds"], limit: int | None) -> bool:
         """Add what the layer keeps beside keys and values of the same tokens, as above."""
-        if self.beside.buffer is None:
-            self.streams.append(self.beside)
         return self.beside.append(rows, limit)
 
     def place(self, start: int, count: int, limit: int | None) -> bool:

@@ -29,6 +29,8 @@ class Hiding:
         keeps_first: whether the first token of a sequence is never evicted.
     """
 
+    parts = ("_queries",)
+
     def __init__(self, scale: float, keeps_first: bool) -> None:
         self.scale, self.keeps_first = scale, keeps_first
         self.reset()
@@ -59,7 +61,7 @@ class Hiding:
         keys: Float[Tensor, "B 1 n Ds"],
         at: Int[Tensor, "B n"],
         total: int,
-    ) -> None:
+    ) -> bool:
         r"""Add to F what the noted queries hide, and drop them.
 
         $F_j \mathrel{+}= \sum_{i > j} \max(0, q_i k_j / \sqrt{D})$
@@ -69,15 +71,19 @@ class Hiding:
             keys: the selector's, of the same tokens.
             at: their positions.
             total: how many tokens have come, of which the noted ones are the newest.
+
+        Returns:
+            Whether queries of earlier calls were dropped.
         """
         queries, count = self._queries, self._queries.length
         if not count:
-            return
+            return False
         hiding = (queries.contents[:, 0] @ keys[:, 0].mT).to(f.buffer.dtype)
         own = torch.arange(total - count, total, device=at.device)[:, None]
         hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own, 0)
         f.replace(f.contents + hiding.sum(1)[:, None, :, None])
         self.reset()
+        return count > 1
 
     def drop_last(self, count: int) -> None:
         """Drop the queries of the newest tokens."""

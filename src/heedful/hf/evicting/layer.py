@@ -38,6 +38,7 @@ class EvictingLayer(CacheLayerMixin):
         int8: whether tokens are kept in eight bits per number.
     """
 
+    parts = ("_keys", "_values", "batch", "dtype")
     is_compileable = False
     is_sliding = False
     is_croppable = True
@@ -46,13 +47,13 @@ class EvictingLayer(CacheLayerMixin):
         self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
-        self._first, self._int8, self._nbytes = first, int8, 0
+        self._first, self.int8, self._nbytes = first, int8, 0
         if slot_map.budget is not None and READ.intersection(slot_map.budget.policy.needs):
             slot_map.reader = self
         self._clear()
 
     def _clear(self) -> None:
-        kind = Int8Slots if self._int8 else Slots
+        kind = Int8Slots if self.int8 else Slots
         self._keys, self._values = kind(), kind()
         self._step: Step | None = None  # of a call that has announced itself
         self.rows: SelectorRows | None = None  # of that call
@@ -108,11 +109,13 @@ class EvictingLayer(CacheLayerMixin):
             return self._add(step, key_states, value_states)
         keys.put(step.hole, key_states)
         values.put(step.hole, value_states)
+        if self.map.reader is None and not self.int8:
+            read = keys.contents, values.contents
+        else:
+            read = self._read(step, keys, values)
         if self.map.grown:
             self._measure()
-        if self.map.reader is None and not self._int8:
-            return keys.contents, values.contents
-        return self._read(step, keys, values)
+        return read
 
     def _begin_batch(self, keys: Tensor) -> None:
         if self.batch is not None:
@@ -135,11 +138,11 @@ class EvictingLayer(CacheLayerMixin):
             read = self._read(step, *joined)
             self._measure(copied=nbytes_of([y for x in joined for y in x.tensors]))
             return read
-        grown = self.map.grown
+        grown = False
         for slots, x in pairs:
             grown = slots.append(x, self.map.limit) or grown
         read = self._read(step, self._keys, self._values)
-        if grown:
+        if grown or self.map.grown:
             self._measure(copied=self._nbytes // 2)  # old and new keys were there at once
         return read
 
@@ -249,6 +252,15 @@ class EvictingLayer(CacheLayerMixin):
     def _in_turn(self, act: Callable, *arguments: object) -> object:
         turn, self._turn = self._turn, self._turn + 1
         return self.map.once(turn, act, *arguments)
+
+    def check_between_calls(self) -> None:
+        """Raise where a call is under way, or was interrupted."""
+        self.map.check_turn(self._turn)
+
+    def resume(self, device: torch.device) -> None:
+        """Go on from what a file has filled in, on this device."""
+        self.device = device
+        self._measure()
 
     # What a cache of heedful tells.
 

@@ -71,11 +71,11 @@ def evicting_layers(
     maps: dict[object, SlotMap] = {}
     layers = []
     for module, budget, window in zip(modules, budgets, windows, strict=True):
-        if budget is not None and window is not None and window <= _tokens(budget):
+        if budget is not None and window is not None and window <= budget.tokens:
             budget = None  # the window alone never keeps more
         if budget is not None and window is not None:
             _check_flash(module)
-        same = (None if budget is None else _tokens(budget), window, parameter_device(module))
+        same = (None if budget is None else budget.tokens, window, parameter_device(module))
         own = budget is not None and bool(budget.policy.needs)
         key = len(layers) if own else same
         first = key not in maps
@@ -101,17 +101,6 @@ def _hiding(module: nn.Module) -> Hiding:
     layer = getattr(module, NAME)
     scale = getattr(module, "scaling", layer.shape.dim**-0.5)
     return Hiding(scale, layer.keeps_first)
-
-
-def _tokens(budget: Budget) -> int:
-    """The budget's number of tokens; raises for budgets of key heads."""
-    if isinstance(budget.tokens, tuple):
-        raise UserError(
-            "eviction: budgets of key heads need a converted model; heedful.convert(model, "
-            "'standard') is enough, or heedful.load(..., convert=True) of an adapter, or give each "
-            "layer one number of tokens"
-        )
-    return budget.tokens
 
 
 def _check_flash(module: nn.Module) -> None:

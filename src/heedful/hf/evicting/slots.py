@@ -87,6 +87,11 @@ class SlotMap:
         record_past: whether nothing is evicted until `crop`.
     """
 
+    parts = (
+        "counters", "length", "holes", "record_past", "hiding", "_fresh", "_late", "_cropped",
+        "_calls", "_streams", "_start",
+    )  # fmt: skip
+
     def __init__(
         self, budget: Budget | None, window: int | None, slack: int, hiding: Hiding | None = None
     ) -> None:
@@ -151,6 +156,11 @@ class SlotMap:
         elif turn != self._turn - 1:
             raise _interrupted()
         return self._result
+
+    def check_turn(self, turn: int) -> None:
+        """Raise unless a layer's turn is the next one, as between two calls."""
+        if turn != self._turn:
+            raise _interrupted()
 
     def before(self, turn: int) -> int:
         """How many tokens had come before a layer's turn, which may have begun."""
@@ -296,7 +306,9 @@ class SlotMap:
         new = {}
         if rows is not None:
             queries, keys = rows
-            self.hiding.add(queries if real is None else queries * real[..., None], 1 + self.slack)
+            own = queries if real is None else queries * real[..., None]
+            grown = self.hiding.add(own, 1 + self.slack)
+            self.grown = self.grown or (grown and not step.evicts)  # else dropped in this call
             batch, wide = len(keys), torch.promote_types(keys.dtype, torch.float32)
             f = keys.new_zeros(batch, 1, step.new, 1, dtype=wide)
             new = {"F": f, "selector keys": keys[:, None]}
@@ -364,7 +376,8 @@ class SlotMap:
         cached = CachedTokens(at, total)
         if self.hiding is not None:
             f = (self._streams if self._joined is None else self._joined)["F"]
-            self.hiding.fold(f, self._read("selector keys"), at, total)
+            dropped = self.hiding.fold(f, self._read("selector keys"), at, total)
+            self.grown = self.grown or dropped
             cached = cached._replace(hidden=f.contents[:, 0, :, 0])
         if self.reader is not None:
             if keys is None:

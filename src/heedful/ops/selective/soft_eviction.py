@@ -58,19 +58,17 @@ def cached_tokens(
     tokens: int,
     sinks: int = 4,
     recent: int = 8,
-    kept: Bool[Tensor, "N C T"] | None = None,
 ) -> Bool[Tensor, "N C T"]:
     """Which tokens are in a cache that evicts after each of C chunks, without a gradient.
 
-    Arguments as for `cached_shares`, whose shares these are where the sigmoid is a step; `kept`
-    are tokens that stay after each chunk whatever their F, no more than `tokens`.
+    Arguments as for `cached_shares`, whose shares these are where the sigmoid is a step.
     """
     age = AGE * torch.arange(f.shape[2] - 1, -1, -1, device=f.device, dtype=f.dtype)
     cached, states = torch.ones_like(visible[:, 0]), []
-    for i, (level, view) in enumerate(zip((f + age).unbind(1), visible.unbind(1), strict=True)):
+    for level, view in zip((f + age).unbind(1), visible.unbind(1), strict=True):
         oldest, newest = view.cumsum(-1), view.flip(-1).cumsum(-1).flip(-1)
         stays = (oldest <= sinks) | (newest <= recent)
-        level = level.masked_fill(stays if kept is None else stays | kept[:, i], -torch.inf)
+        level = level.masked_fill(stays, -torch.inf)
         level = level.masked_fill(~(view & cached), torch.inf)
         lowest = level.sort(dim=-1, stable=True).indices.argsort(dim=-1) < tokens
         cached = torch.where(view, cached & lowest, cached)
