@@ -63,6 +63,7 @@ ROOMS = (
     "compare",
     "convert",
     "evaluate",
+    "shrink",
     "export",
     "generate",
     "inspect",
@@ -163,6 +164,7 @@ COMMAND_MAP = {
     "export": set(),
     "train": set(),
     "compare": {"inspect"},  # the names of kernels' patterns
+    "shrink": {"train", "budget"},  # which it runs one after the other
     "evaluate": {"generate", "compare"},  # prompts in chunks; tasks and figures
 }
 

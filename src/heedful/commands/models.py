@@ -274,3 +274,8 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UserError(f"file {path} is not UTF-8 text; convert it (iconv -t UTF-8)") from None
+
+
+def size_in_words(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -13,7 +13,13 @@ from transformers.generation import BaseStreamer
 
 from heedful.checks import UserError
 from heedful.commands.generate.options import Generation
-from heedful.commands.models import longest, open_model, open_tokenizer, read_text
+from heedful.commands.models import (
+    longest,
+    open_model,
+    open_tokenizer,
+    read_text,
+    size_in_words,
+)
 from heedful.commands.policies import cache_dtype_of, policy_of, reads_budgets
 from heedful.eviction import Eviction, SnapKV
 from heedful.hf.cache.new import KVCache, new_cache
@@ -224,8 +230,3 @@ class _Streamer(BaseStreamer):
         """Tokens per second after the first one."""
         steps = len(self.times) - 1
         return steps / (self.times[-1] - self.times[0]) if steps > 0 else None
-
-
-def size_in_words(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -17,7 +17,6 @@ from heedful.checks import UserError
 from heedful.commands.budget.options import BudgetSearch
 from heedful.commands.budget.rows import Rows, read_rows
 from heedful.commands.budget.search import search
-from heedful.commands.generate.run import size_in_words
 from heedful.commands.models import (
     device_of,
     dtype_option,
@@ -25,6 +24,7 @@ from heedful.commands.models import (
     longest,
     open_model,
     open_tokenizer,
+    size_in_words,
 )
 from heedful.commands.options import RECALL
 from heedful.commands.shrink.options import Shrink
