@@ -86,7 +86,7 @@ def _compression(record: dict) -> str:
 def _times(record: dict) -> list[str]:
     """Milliseconds of a token and seconds of the prompt; × those of transformers' own cache."""
     same = ("model", "policy", "cache_dtype", "length", "chunk")
-    timed = read_study("speed-rows")
+    timed = [x for x in read_study("speed-rows") if not x["slack"]]
     alike = [x for x in timed if all(x[key] == record[key] for key in (*same, "tokens"))]
     if not alike:
         return ["–", "–"]
@@ -234,14 +234,15 @@ def speed(study: str) -> str:
         [
             MODELS[r["model"]],
             POLICIES[r["policy"]] + (", int8" if r["cache_dtype"] == "int8" else ""),
-            f"{r['tokens']:,}",
+            f"{r['tokens']:,}" + (f", slack {r['slack']}" if r.get("slack") else ""),
             f"{r['chunk']:,}",
             f"{r['prompt_s']:.1f} ({r['prompt_s'] / own['prompt_s']:.1f} ×)",
             f"{r['token_ms']:.0f} ({r['token_ms'] / own['token_ms']:.2f} ×)",
+            f"{r['bf16_nbytes'] / r['nbytes']:.1f} ×" if r["nbytes"] else "–",
         ]
         for r in records
     ]
-    head = [*HEAD[:3], "tokens at a time", "prompt, s", "decoded token, ms"]
+    head = [*HEAD[:3], "tokens at a time", "prompt, s", "decoded token, ms", HEAD[-1]]
     return f"{markdown(head, lines)}\n\n{provenance(records)}"
 
 
@@ -393,8 +394,8 @@ BLOCKS = {
     "real-known": question_known,
     "real-numbers": several_numbers,
     "real-answers": answers,
-    "real-speed": partial(speed, "speed"),
     "real-speed-rows": partial(speed, "speed-rows"),
+    "real-speed-8192": partial(speed, "speed-8192"),
     "real-kept": kept_kinds,
     "real-int8": real_int8,
     "real-seeds": real_seeds,
