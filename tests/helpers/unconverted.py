@@ -33,6 +33,17 @@ class Strongest(Eviction):
         return cached.values.norm(dim=-1).mean(1) - 0.1 * cached.keys.norm(dim=-1).mean(1)
 
 
+@dataclass(frozen=True)
+class Watched(Eviction):
+    """Evicts what the newest five queries have mostly left out, and small values, with a memory."""
+
+    needs = (("attention", 5), "values")
+
+    def score(self, cached: CachedTokens) -> torch.Tensor:
+        own = cached.attention / cached.queries + 0.1 * cached.values.norm(dim=-1).mean(1)
+        return own if cached.score is None else own + 0.5 * cached.score
+
+
 RANKED = Selective("extra", dim=6, masks=False)
 
 

@@ -21,6 +21,7 @@ MOST = {
     "hide, own budgets, int8": (3.50, 3.00),
     "as it is, StreamingLLM": (1.10, 1.10),
     "as it is, StreamingLLM, slack 16": (1.10, 1.08),
+    "as it is, TOVA": (1.60, 1.70),
     "selectors beside": (1.53, 1.88),
     "selectors beside, slack 32": (1.25, 1.25),
     "selectors and matrices beside, slack 32": (1.52, 1.67),
@@ -92,6 +93,7 @@ streaming = StreamingLLM(tokens=24)
 for name, model, policy, slack in (
     ("as it is, StreamingLLM", plain, streaming, 0),
     ("as it is, StreamingLLM, slack 16", plain, streaming, 16),
+    ("as it is, TOVA", plain, TOVA(tokens=24), 0),
     ("selectors beside", ranked, own, 0),
     ("selectors beside, slack 32", ranked, own, 32),
     ("selectors and matrices beside, slack 32", evict, own, 32),

@@ -328,6 +328,7 @@ def _is_defined(
 
 def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     """Put layers and hooks into the model; returns what takes them out again."""
+    remove(model)  # of caches for models as they are
     _own_config(model)
     attention = [seat.attention for seat in seats]
     configs = {id(x.module.config): x.module.config for x in attention}.values()

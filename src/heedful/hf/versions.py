@@ -8,7 +8,7 @@ import contextlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import transformers
 from torch import Tensor, nn
@@ -181,9 +181,41 @@ def makes_dynamic_cache(model: PreTrainedModel) -> bool:
     return supports is not None and supports()
 
 
-def implementation_of(config: PreTrainedConfig) -> str | None:
-    """The attention implementation of a configuration."""
-    return config._attn_implementation
+class ImplementationProxy:
+    """A configuration for an attention module, which finds its attention function by it.
+
+    All is the original's, at any time, but for the name of its attention implementation, which
+    becomes another where `names` has one for it.
+
+    Arguments:
+        config: the original.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        vars(self)["original"] = config
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or name == "original":  # as copies ask before there is one
+            raise AttributeError(name)
+        return getattr(self.original, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.original, name, value)
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        own = self.original._attn_implementation
+        return self.names.get(own, own)
+
+
+def implementation_of(config: PreTrainedConfig | ImplementationProxy) -> str | None:
+    """The attention implementation of a configuration, or of the one that a proxy stands for."""
+    return getattr(config, "original", config)._attn_implementation
 
 
 def set_implementation(config: PreTrainedConfig, name: str | None) -> None:

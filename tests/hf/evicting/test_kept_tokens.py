@@ -8,14 +8,15 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 import heedful
-from heedful.eviction import MostHidden, Random, StreamingLLM, Window
+from heedful.eviction import H2O, TOVA, MostHidden, Random, SnapKV, StreamingLLM, Window
 from heedful.hf.versions import cache_argument
 from helpers.cached import greedy, in_steps
 from helpers.families import EAGER, FAMILIES, chunked, logits, ragged_mask, tokens, windowed
-from helpers.unconverted import Knorm, Strongest, agree, beside, pair
+from helpers.unconverted import Knorm, Strongest, Watched, agree, beside, pair
 
 CASES = [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager")
          if attention == "eager" or family not in EAGER]  # fmt: skip
+OBSERVING = (TOVA, H2O, SnapKV)
 WAYS = {"whole": [40], "chunks": [9, 1, 1, 7, 5, *[1] * 17], "steps": [1] * 40}
 
 
@@ -24,12 +25,14 @@ WAYS = {"whole": [40], "chunks": [9, 1, 1, 7, 5, *[1] * 17], "steps": [1] * 40}
 @pytest.mark.parametrize(("family", "attention"), CASES)
 def test_kept_tokens_and_logits_are_those_of_the_converted_model(family, attention, way):
     models, ids = pair(family, attention), tokens(2, 40)
-    for policy in (StreamingLLM(tokens=14), Random(tokens=15), Knorm(tokens=14)):
-        agree(*models, policy, ids, WAYS[way])
+    for policy in (StreamingLLM, Random, Knorm, *OBSERVING):
+        agree(*models, policy(tokens=14), ids, WAYS[way])
     agree(*pair(family, attention, ranked=True), MostHidden(tokens=14), ids, WAYS[way])
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM, Window, Random, Knorm, Strongest, MostHidden])
+@pytest.mark.parametrize(
+    "policy", [StreamingLLM, Window, Random, Knorm, Strongest, MostHidden, *OBSERVING, Watched]
+)
 def test_budgets_of_layers_sinks_recent_and_the_prompt(policy):
     models, ids = pair(ranked=policy is MostHidden), tokens(2, 40)
     sinks = 0 if policy is Window else 2
@@ -51,7 +54,7 @@ def test_padding_on_either_side(family, attention, left):
     mask[:, 14:] = 1  # what is decoded is real
     mask[:, :14] = ragged_mask(3, 14, left)
     ranked = pair(family, attention, ranked=True)
-    for policy in (StreamingLLM, Window, Knorm, MostHidden):
+    for policy in (StreamingLLM, Window, Knorm, *OBSERVING, MostHidden):
         models = ranked if policy is MostHidden else models
         for sizes in ([14, *[1] * 20], [3, 11, 9, *[1] * 11]):
             budget = policy(tokens=11, sinks=2, recent=3)
@@ -60,7 +63,7 @@ def test_padding_on_either_side(family, attention, left):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("policy", [StreamingLLM, Window, Knorm, MostHidden])
+@pytest.mark.parametrize("policy", [StreamingLLM, Window, Knorm, MostHidden, *OBSERVING])
 def test_a_ragged_batch_is_its_rows(family, attention, policy):
     model = pair(family, attention, ranked=policy is MostHidden, dtype=torch.float32)[0]
     rows = [tokens(1, n) for n in (14, 8, 11)]
@@ -82,7 +85,7 @@ def test_a_full_budget_is_transformers_own_cache_bit_for_bit(family, attention):
         options = {} if mask is None else {"attention_mask": mask}
         sizes = [9, 1, 1, 4, *[1] * 6]
         expected = in_steps(model, ids, sizes, DynamicCache(config=model.config), **dict(options))
-        for policy in (None, StreamingLLM(tokens=22), Knorm(tokens=22)):
+        for policy in (None, *(x(tokens=22) for x in (StreamingLLM, Knorm, *OBSERVING))):
             cache = heedful.new_cache(model, policy)
             actual = in_steps(model, ids, sizes, cache, **dict(options))
             assert torch.equal(actual, expected)
@@ -97,7 +100,8 @@ def test_masks_of_chunks_and_windows():
         twin = type(model)(model.config).double().eval()
         twin.load_state_dict(model.state_dict())
         heedful.convert(twin, "standard", verify=False)
-        agree(model, twin, StreamingLLM(tokens=14), tokens(2, 40), WAYS["chunks"])
+        for policy in (StreamingLLM, *OBSERVING):
+            agree(model, twin, policy(tokens=14), tokens(2, 40), WAYS["chunks"])
 
 
 def test_tokens_that_see_later_ones_of_their_call():
@@ -135,7 +139,7 @@ def test_windows_wider_than_the_budget(family, attention):
     models, ids = pair(family, attention, sliding_window=18), tokens(2, 40)
     mask = ragged_mask(2, 40)
     ranked = pair(family, attention, ranked=True, sliding_window=18)
-    for policy in (StreamingLLM, Knorm, Random, MostHidden):
+    for policy in (StreamingLLM, Knorm, Random, *OBSERVING, MostHidden):
         models = ranked if policy is MostHidden else models
         for options in ({}, {"attention_mask": mask}):
             sizes = [9, 1, 1, 7, 5, *[1] * 17]

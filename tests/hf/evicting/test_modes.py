@@ -10,11 +10,20 @@ import transformers
 from transformers import DynamicCache
 
 import heedful
-from heedful.eviction import TOVA, MostHidden, StreamingLLM, TriAttention, Window
+from heedful.eviction import (
+    H2O,
+    TOVA,
+    LowestGate,
+    MostHidden,
+    SnapKV,
+    StreamingLLM,
+    TriAttention,
+    Window,
+)
 from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.evicting.hook import MaskColumns, hook_of, remove
 from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.versions import cache_argument
+from heedful.hf.versions import cache_argument, set_implementation
 from heedful.records.environment import release
 from helpers.cached import greedy, in_steps
 from helpers.encoder_families import tiny as tiny_pair
@@ -23,7 +32,7 @@ from helpers.unconverted import Knorm, beside, pair
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden, TOVA, H2O, SnapKV])
 def test_generate_goes_on_as_with_a_converted_model(family, policy):
     models = pair(family, ranked=policy is MostHidden)
     ids, mask = tokens(2, 30), ragged_mask(2, 30)
@@ -91,10 +100,22 @@ def test_crop_takes_back_what_was_recorded(policy):
         cache.crop(2)
 
 
+def test_scores_that_add_up_over_queries_take_no_token_back():
+    model, ids = tiny(), tokens(1, 20)
+    cache = heedful.new_cache(model, TOVA(tokens=16))
+    with pytest.raises(ValueError, match="TOVA cannot take tokens back, as assisted decoding asks"):
+        greedy(model, ids, 5, cache=cache, prompt_lookup_num_tokens=2)
+    cache = heedful.new_cache(model, TOVA(tokens=16))
+    in_steps(model, ids[:, :9], [8, 1], cache)
+    with pytest.raises(ValueError, match=r"take back 0 tokens here, asked for 1$"):
+        cache.crop(-1)
+
+
 def test_turns_reset_and_other_batches():
     model, ids = beside(tiny()), tokens(2, 50)
     mask = ragged_mask(2, 50)
-    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16), MostHidden(tokens=16)):
+    for kind in (StreamingLLM, Knorm, MostHidden, TOVA, H2O, SnapKV):
+        policy = kind(tokens=16)
         cache = heedful.new_cache(model, policy)
         first = in_steps(model, ids, [20, *[1] * 10, 20], cache, attention_mask=mask)
         cache.reset()
@@ -164,7 +185,40 @@ def test_slack_evicts_in_blocks(slack):
         heedful.new_cache(model, budget, slack=-1)
 
 
-@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden])
+@pytest.mark.parametrize("slack", [0, 1, 9])
+@pytest.mark.parametrize("policy", [TOVA, H2O])
+def test_slack_by_attention_is_its_definition(policy, slack):
+    """A loop over calls, by the family's own weights in one layer under a mask of what they read.
+
+    Every call is scored, those that evict nothing too.
+    """
+    model = tiny("llama", max_position_embeddings=256, num_hidden_layers=1)
+    dense, ids = copy.deepcopy(model), tokens(1, 90)
+    dense.set_attn_implementation("eager")
+    budget, sizes = policy(tokens=20, sinks=3, recent=4), [17, 1, 1, 30, 2, 3, *[1] * 36]
+    cache, position, cached = heedful.new_cache(model, budget, slack=slack), 0, []
+    hidden, total = torch.full((90, 90), -1e9, dtype=torch.float64), torch.zeros(90)
+    for size in sizes:
+        end = position + size
+        cached += range(position, end)
+        for t in range(position, end):
+            hidden[t, [j for j in cached if j <= t]] = 0
+        in_steps(model, ids[:, position:end], [size], cache)
+        with torch.no_grad():
+            mask = hidden[None, None, :end, :end]
+            maps = dense(ids[:, :end], attention_mask=mask, output_attentions=True).attentions[0]
+        newest = 1 if policy is TOVA else size
+        received = maps[0, :, -newest:].mean(0).sum(0)
+        total[:end] = received + (0 if policy is TOVA else total[:end])
+        if len(cached) > 19 + slack:
+            others = [j for j in cached if 3 <= j < end - 4]
+            lowest = sorted(others, key=lambda j: total[j])[: len(cached) - 19]
+            cached = [j for j in cached if j not in lowest]
+        position = end
+        assert cache.positions()[0].tolist() == [cached]
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM, Knorm, MostHidden, TOVA, H2O])
 def test_slack_on_ragged_batches_and_windows(policy):
     """Each row keeps what it keeps alone."""
     for family in ("llama", "mistral"):
@@ -206,13 +260,31 @@ def test_bytes_are_those_of_the_slots(slack):
     assert len(places) == 1  # no step makes a tensor of the cache anew
 
 
-def test_eight_bits():
+@pytest.mark.parametrize("slack", [0, 7])
+def test_bytes_of_caches_that_observe(slack):
+    model = tiny(dtype=torch.float32, max_position_embeddings=512)
+    cache = heedful.new_cache(model, H2O(tokens=40), slack=slack)
+    for size in [16, 16, 9, 1, 16, *[1] * 30]:
+        in_steps(model, tokens(1, size), [size], cache)
+        parts = [
+            y for x in cache.layers for y in (x._keys.buffer, x._values.buffer, *x.map.tensors)
+        ]
+        assert cache.nbytes == nbytes_of(parts)
+    row = 2 * 2 * 8 * 4  # key heads of K and V, dim, bytes
+    assert cache.nbytes <= 3 * (40 + slack) * (row + 8 + 4)  # position and score
+    assert cache.peak_nbytes <= cache.nbytes + 2 * (40 + slack + 16) * row
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM, TOVA, SnapKV])
+def test_eight_bits(policy):
     models, ids = pair(dtype=torch.float32), tokens(2, 40)
-    caches = [heedful.new_cache(x, StreamingLLM(tokens=14), dtype=torch.int8) for x in models]
+    caches = [heedful.new_cache(x, policy(tokens=14), dtype=torch.int8) for x in models]
     sizes = [9, 1, 7, *[1] * 23]
     actual, expected = (in_steps(x, ids, sizes, c) for x, c in zip(models, caches, strict=True))
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
-    whole = heedful.new_cache(models[0], StreamingLLM(tokens=14))
+    for own, other in zip(*(cache.positions() for cache in caches), strict=True):
+        assert torch.equal(own, other)
+    whole = heedful.new_cache(models[0], policy(tokens=14))
     in_steps(models[0], ids, sizes, whole)
     assert caches[0].nbytes < whole.nbytes / 2
 
@@ -230,10 +302,10 @@ def test_hooks_leave_other_caches_and_the_model_alone():
         ]  # fmt: skip
 
     expected, state = results(), torch.get_rng_state()
-    for _ in range(3):
-        cache = heedful.new_cache(model, StreamingLLM(tokens=16))
+    for policy in (StreamingLLM, TOVA, StreamingLLM):
+        cache = heedful.new_cache(model, policy(tokens=16))
+        in_steps(model, ids, sizes, cache, attention_mask=mask)
     assert torch.equal(torch.get_rng_state(), state)
-    in_steps(model, ids, sizes, cache, attention_mask=mask)
     attention = [x for x in model.modules() if hook_of(x)]
     assert [len(x._forward_pre_hooks) for x in attention] == [1] * 3
     assert model.state_dict().keys() == before.keys()
@@ -241,12 +313,41 @@ def test_hooks_leave_other_caches_and_the_model_alone():
     assert all(map(torch.equal, results(), expected))
     remove(model)
     assert not any(x._forward_pre_hooks for x in model.modules())
+    assert all(x.config is model.config for x in attention)
     assert all(map(torch.equal, results(), expected))
+
+
+def test_observed_models_follow_another_implementation():
+    models, ids = pair(attention="sdpa"), tokens(2, 40)
+    for cache in (heedful.new_cache(models[0], TOVA(tokens=16)), None):
+        models[0].set_attn_implementation("eager")
+        twin = tiny(attn_implementation="eager")
+        twin.load_state_dict(models[0].state_dict())
+        assert torch.equal(logits(models[0], ids), logits(twin, ids))
+        cache = heedful.new_cache(models[0], TOVA(tokens=16)) if cache is None else cache
+        other = heedful.new_cache(models[1], TOVA(tokens=16))
+        sizes = [20, *[1] * 20]
+        actual, expected = (
+            in_steps(models[0], ids, sizes, cache),
+            in_steps(models[1], ids, sizes, other),
+        )
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        assert all(map(torch.equal, cache.positions(), other.positions()))
+    set_implementation(models[0].config, "flash_attention_2")
+    with pytest.raises(ValueError, match="its attention implementation 'flash_attention_2' tells"):
+        heedful.new_cache(models[0], TOVA(tokens=16))
+
+
+def test_a_model_without_the_hooks_is_said():
+    cache = heedful.new_cache(tiny(), TOVA(tokens=16))
+    with pytest.raises(ValueError, match="TOVA reads attention, and attention layer 0 was called"):
+        in_steps(tiny(), tokens(1, 21), [20, 1], cache)
 
 
 def test_copies_of_models_and_caches_go_on():
     model, ids, mask = beside(tiny()), tokens(2, 40), ragged_mask(2, 40)
-    for policy in (StreamingLLM(tokens=16), Knorm(tokens=16), MostHidden(tokens=16)):
+    for kind in (StreamingLLM, Knorm, MostHidden, TOVA, H2O):
+        policy = kind(tokens=16)
         sizes = [20, 1, 1, 8, *[1] * 10]
         expected = in_steps(
             model, ids, sizes, heedful.new_cache(model, policy), attention_mask=mask
@@ -274,12 +375,14 @@ def test_copies_of_models_and_caches_go_on():
 
 def test_threads_share_a_model():
     model = beside(tiny())
-    rows = [tokens(1, 60) for _ in range(4)]
+    rows = [tokens(1, 60) for _ in range(6)]
     policies = [
         StreamingLLM(tokens=14),
         Knorm(tokens=16),
         MostHidden(tokens=20),
         Window(tokens=9),
+        TOVA(tokens=16),
+        H2O(tokens=16),
     ]
 
     def run(i: int, results: dict) -> None:
@@ -287,20 +390,20 @@ def test_threads_share_a_model():
         results[i] = in_steps(model, rows[i], [20, *[1] * 40], cache)
 
     alone, together = {}, {}
-    for i in range(4):
+    for i in range(6):
         run(i, alone)
-    threads = [threading.Thread(target=run, args=(i, together)) for i in range(4)]
+    threads = [threading.Thread(target=run, args=(i, together)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(torch.equal(alone[i], together[i]) for i in range(4))
+    assert all(torch.equal(alone[i], together[i]) for i in range(6))
 
 
 def test_what_an_evicting_cache_does_not_serve_is_said():
     model = tiny()
     for policy, message in (
-        (TOVA(tokens=16), r"TOVA needs a converted model, as it reads \('attention', 1\)"),
+        (LowestGate(tokens=16), "LowestGate needs a converted model, as it reads gate"),
         (StreamingLLM(tokens=(16, 20)), "one for each of the model's 3 attention layers"),
         (
             heedful.eviction.MostHidden(tokens=16),

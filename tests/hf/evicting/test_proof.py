@@ -5,7 +5,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
-from heedful.eviction import StreamingLLM
+from heedful.eviction import TOVA, StreamingLLM
 from heedful.hf.evicting import hook
 from heedful.hf.evicting.hook import hook_of
 from heedful.hf.versions import cache_among
@@ -50,6 +50,8 @@ def test_other_families_pass(family):
     heedful.new_cache(model, StreamingLLM(tokens=16))
     hooks = [own for x in model.modules() if (own := hook_of(x)) is not None]
     assert len(hooks) == 3 and all(own.proven == "sdpa" for own in hooks)
+    heedful.new_cache(model, TOVA(tokens=16))
+    assert all(own.proven_observed == "sdpa" for own in hooks)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -94,3 +96,16 @@ def test_a_family_that_fails_the_proof_is_refused():
         heedful.new_cache(model, StreamingLLM(tokens=16))
     assert not any(getattr(hook_of(x), "proven", None) for x in model.modules())
     heedful.new_cache(model, StreamingLLM(tokens=16), verify=False)
+
+
+def test_attention_whose_weights_cannot_be_read_is_refused():
+    """A cap that is told and not applied: the weights that follow do not give the output."""
+    model = tiny(dtype=torch.float32)
+    attention = model.model.layers[1].self_attn
+    forward = attention.forward
+    attention.forward = lambda **options: forward(**options | {"softcap": 1.0})
+    model.set_attn_implementation("eager")
+    heedful.new_cache(model, StreamingLLM(tokens=16))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="its attention weights cannot be read"):
+            heedful.new_cache(model, TOVA(tokens=16))

@@ -99,3 +99,11 @@ class EvictionStep:
         """Replace the scores by a function of them, such as a choice of sequences."""
         if self.score is not None:
             self.score = change(self.score)
+
+
+def scores_add_up(policy: Eviction) -> UserError:
+    """The error of asking a cache to record calls that may be taken back, under such a policy."""
+    return UserError(
+        f"{type(policy).__name__} cannot take tokens back, as assisted decoding asks: its scores "
+        "add up over queries; decode without, or with another policy"
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, Eviction, gather
 from heedful.hf.cache.base import AttentionCache, check_unrecorded
-from heedful.hf.cache.budget import Budget, EvictionStep
+from heedful.hf.cache.budget import Budget, EvictionStep, scores_add_up
 from heedful.hf.cache.counters import Meter, nbytes_of
 from heedful.hf.cache.int8 import heads_read_together
 from heedful.hf.cache.rows import PastRows
@@ -108,10 +108,7 @@ class LayerCache(AttentionCache):
 
     def activate_past_recording(self) -> None:
         if not self.is_croppable:
-            raise UserError(
-                f"{type(self.policy).__name__} cannot take tokens back, as assisted decoding asks: "
-                "its scores add up over queries; decode without, or with another policy"
-            )
+            raise scores_add_up(self.policy)
         super().activate_past_recording()
 
     def positions(self) -> Int[Tensor, "B n"]:

@@ -241,9 +241,10 @@ def _unconverted(
             f"{', '.join(others)}, which a cache of heedful cannot replace; leave cache out"
         )
     windows = [getattr(layers[index], "sliding_window", None) for index in places]
-    hooks = install(places)
+    observed = policy is not None and policy.observes != 0
+    hooks = install(places, observed)
     if verify:
-        prove(model, places, windows, hooks)
+        prove(model, places, windows, hooks, observed)
     budgets, meter = layer_budgets(policy, modules, model), Meter()
     parts = evicting_layers(list(places.values()), budgets, windows, slack, meter, int8)
     for index, part in zip(places, parts, strict=True):

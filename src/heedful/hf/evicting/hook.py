@@ -1,5 +1,8 @@
 """The hook that hands an attention module the part of its mask that an evicting cache needs.
 
+Where the cache's policy reads attention weights, it also tells the module's attention function
+which layer reads them (observing.py).
+
 The mask of a call is made for all tokens that have come. An evicting layer reads some of them, in
 the order of its slots, and gets these columns. Without a mask there is nothing to hand over. The
 hook leaves every other cache alone, and keeps nothing of a call: what a call needs is the cache's.
@@ -15,7 +18,8 @@ from transformers import Cache
 from heedful.checks import UserError
 from heedful.hf.evicting.hiding import SelectorRows
 from heedful.hf.evicting.layer import EvictingLayer
-from heedful.hf.evicting.slots import Step
+from heedful.hf.evicting.observing import forget, observe
+from heedful.hf.evicting.step import Step
 from heedful.hf.family.projections import NAME
 from heedful.hf.versions import cache_name
 from heedful.nn.selective import SelectiveAttention
@@ -34,18 +38,22 @@ class MaskColumns:
         selectors: weights of the selector's queries and keys, if there is one beside the module.
 
     Attributes:
+        observed: whether the module's attention weights can be read.
         proven: the attention implementation for which the module's model was proven to be served.
+        proven_observed: the one for which its attention weights were.
     """
 
     def __init__(
         self, index: int, name: str, selectors: tuple[nn.Parameter, nn.Parameter] | None
     ) -> None:
         self.index, self.name, self.selectors = index, name, selectors
+        self.observed = False
         self.proven: str | None = None
+        self.proven_observed: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
-        if mask is None and self.selectors is None:
+        if mask is None and self.selectors is None and not self.observed:
             return None
         cache = kwargs.get(self.name)
         if not isinstance(cache, Cache) or self.index >= len(cache.layers):
@@ -56,9 +64,10 @@ class MaskColumns:
         if layer.map.hiding is not None:
             input = args[0] if args else kwargs["hidden_states"]
             layer.rows = self._rows(input)
-        if mask is None or not isinstance(mask, Mask):  # the latter: the model was converted since
-            return None
-        return args, kwargs | {"attention_mask": columns(mask, layer)}
+        more = {"heedful_layer": layer} if layer.map.observes and self.observed else {}
+        if mask is not None and isinstance(mask, Mask):
+            more["attention_mask"] = columns(mask, layer)
+        return (args, kwargs | more) if more else None
 
     def _rows(self, x: Float[Tensor, "B T E"]) -> SelectorRows:
         """The selector's queries and keys of an attention module's input."""
@@ -70,14 +79,26 @@ class MaskColumns:
         return SelectorRows(*(row.to(x.dtype) for row in rows))
 
 
-def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
-    """The hooks of attention modules by layer, put where they lack one."""
+def install(modules: dict[int, nn.Module], observed: bool) -> list[MaskColumns]:
+    """The hooks of attention modules by layer, put where they lack one.
+
+    Arguments:
+        modules: of an unconverted decoder.
+        observed: whether their attention weights are to be read.
+
+    Raises:
+        ValueError: they are, and their attention implementation is none whose weights can be.
+    """
     hooks = []
+    if observed:
+        for module in modules.values():
+            observe(module)
     for index, module in modules.items():
         hook = hook_of(module)
         if hook is None:
             hook = MaskColumns(index, cache_name(module.forward), selectors_of(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
+        hook.observed = hook.observed or observed
         hooks.append(hook)
     return hooks
 
@@ -85,6 +106,7 @@ def install(modules: dict[int, nn.Module]) -> list[MaskColumns]:
 def remove(model: nn.Module) -> None:
     """Take the hooks out of a model; masks no longer fit the caches that were made for it."""
     for module in model.modules():
+        forget(module)
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, MaskColumns):
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]

@@ -7,6 +7,7 @@ own, and only what stays goes into slots.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +22,18 @@ from heedful.hf.cache.counters import Counters, Meter, nbytes_of
 from heedful.hf.cache.int8 import Int8Slots
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import SelectorRows
-from heedful.hf.evicting.slots import SlotMap, Step
+from heedful.hf.evicting.observing import AttentionCall, attention_received
+from heedful.hf.evicting.slots import SlotMap
+from heedful.hf.evicting.step import Step
+
+
+class _Reading(NamedTuple):
+    """A call that attention reads: its step, and the tokens in the order of its columns."""
+
+    step: Step
+    keys: Slots
+    values: Slots
+
 
 READ = frozenset({"keys", "values"})
 """Needs of a policy that are read off a layer's own keys and values."""
@@ -47,8 +59,9 @@ class EvictingLayer(CacheLayerMixin):
         self, index: int, slot_map: SlotMap, first: bool, meter: Meter, int8: bool = False
     ) -> None:
         self.index, self.map, self.meter = index, slot_map, meter
+        self.is_croppable = not slot_map.observes
         self._first, self.int8, self._nbytes = first, int8, 0
-        if slot_map.budget is not None and READ.intersection(slot_map.budget.policy.needs):
+        if slot_map.observes or READ.intersection(slot_map.needs):
             slot_map.reader = self
         self._clear()
 
@@ -57,6 +70,8 @@ class EvictingLayer(CacheLayerMixin):
         self._keys, self._values = kind(), kind()
         self._step: Step | None = None  # of a call that has announced itself
         self.rows: SelectorRows | None = None  # of that call
+        self._real: Bool[Tensor, "B m"] | None = None  # which of its tokens are no padding
+        self._read_by: _Reading | None = None  # attention, whose weights are still to come
         self.batch: int | None = None
         self._turn = 0
 
@@ -149,12 +164,19 @@ class EvictingLayer(CacheLayerMixin):
     def _read(self, step: Step, keys: Slots, values: Slots) -> tuple[Tensor, Tensor]:
         """What attention reads; chooses what leaves after it."""
         read, keep = (keys.contents, values.contents), step.keep
+        if self.map.observes:
+            self._read_by = _Reading(step, keys, values)
+            return read
         if step.evicts and keep is None and self.map.reader is not None:
             keep = self.map.evict(step, *read)
         if keep is not None:
-            for slots, source in ((self._keys, keys), (self._values, values)):
-                slots.take(source, keep.to(self.device), self.map.limit)
+            self._take(keep, keys, values)
         return read
+
+    def _take(self, keep: Int[Tensor, "#B m"], keys: Slots, values: Slots) -> None:
+        """Cache what stays of the tokens that a call has read."""
+        for slots, source in ((self._keys, keys), (self._values, values)):
+            slots.take(source, keep.to(self.device), self.map.limit)
 
     def announce(self, new: int, real: Bool[Tensor, "B m"] | None, device: torch.device) -> Step:
         """Begin a call whose mask is known, before `update`.
@@ -164,10 +186,35 @@ class EvictingLayer(CacheLayerMixin):
             real: which of them are no padding.
             device: of the mask.
         """
-        self._step = self._begin(new, real, device)
+        self._step, self._real = self._begin(new, real, device), real
         return self._step
 
+    def observe(self, call: AttentionCall) -> None:
+        """Score all tokens by the attention of a call, and choose what leaves after it.
+
+        Arguments:
+            call: of the attention function, with what `update` has returned.
+        """
+        (step, keys, values), self._read_by = self._read_by, None
+        new, observes = step.new, self.map.budget.policy.observes
+        queries = new if observes is None else min(observes, new)
+        real, self._real = self._real, None
+        attention = attention_received(call, queries, real)
+        keep = self.map.observe(step, attention, queries, call.key, call.value)
+        if keep is not None:
+            self._take(keep, keys, values)
+            joined = [*keys.tensors, *values.tensors]
+            self._measure(copied=nbytes_of(joined))
+        elif step.hole is None:
+            self._measure()
+
     def _begin(self, new: int, real: Tensor | None, device: torch.device) -> Step:
+        if self._read_by is not None:
+            raise UserError(
+                f"{type(self.policy).__name__} reads attention, and attention layer {self.index} "
+                "was called without the hook that observes it; call the model that the cache was "
+                "made for, and reset() the cache first"
+            )
         turn, self._turn = self._turn, self._turn + 1
         if self.map.hiding is None:
             return self.map.once(turn, self.map.begin, new, real, device)

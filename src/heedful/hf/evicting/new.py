@@ -16,7 +16,7 @@ from heedful.hf.family.projections import NAME
 from heedful.hf.versions import implementation_of
 from heedful.nn import Layer
 
-_SERVED = READ | {"F"}  # needs of a policy
+_SERVED = READ | {"F"}  # needs of a policy, beside attention
 
 
 def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module]:
@@ -30,11 +30,11 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
             f"model: {type(model).__name__} is an encoder-decoder, whose cache needs a converted "
             "model; heedful.convert(model, 'standard') is enough"
         )
-    if policy is not None and not _SERVED.issuperset(policy.needs):
-        needs = ", ".join(str(need) for need in policy.needs if need not in _SERVED)
+    needs = () if policy is None else policy.needs
+    if others := [x for x in needs if x not in _SERVED and not isinstance(x, tuple)]:
         raise UserError(
-            f"eviction: {type(policy).__name__} needs a converted model, as it reads {needs}; "
-            "heedful.convert(model, 'standard') is enough for attention and positions"
+            f"eviction: {type(policy).__name__} needs a converted model, as it reads "
+            f"{', '.join(others)}; heedful.convert(model, 'standard') is enough for positions"
         )
     found = find_attention(model, "have a cache that evicts").values()
     modules = [x.module for x in found if x.role == "decoder"]

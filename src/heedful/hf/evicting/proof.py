@@ -7,9 +7,12 @@ tokens are evicted in every layer. The last must agree up to rounding with one c
 in which each attention module's own mask is narrowed to what the budget leaves: the policy's
 definition, by a loop over tokens. Kernels that take no mask of queries and keys (FlashAttention,
 FlexAttention) are not compared with the definition.
+
+Where a policy is to read attention weights, those that are read must give the attention's own
+output, call by call, as tokens are evicted by them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -20,12 +23,13 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from heedful.checks import UserError
-from heedful.eviction import StreamingLLM
+from heedful.eviction import TOVA, StreamingLLM
 from heedful.hf.after_eviction import matrices_at_rest
 from heedful.hf.cache.budget import Budget
 from heedful.hf.cache.counters import Meter
 from heedful.hf.evicting.hook import MaskColumns
 from heedful.hf.evicting.new import evicting_layers
+from heedful.hf.evicting.observing import AttentionCall, weights
 from heedful.hf.proof import evaluated, ordinary_tokens, rounding
 from heedful.hf.versions import cache_argument, implementation_of
 
@@ -33,6 +37,7 @@ _CALLS = (5, 1, 1, 3, 1, 1, 1, 1)
 _TOKENS = sum(_CALLS)
 _PADDING = 2  # tokens on the left of the second sequence
 _POLICY = StreamingLLM(tokens=6, sinks=1, recent=2)
+_OBSERVING = TOVA(tokens=6, sinks=1, recent=2)
 
 
 def prove(
@@ -40,6 +45,7 @@ def prove(
     places: dict[int, nn.Module],
     windows: Sequence[int | None],
     hooks: Sequence[MaskColumns],
+    observed: bool,
 ) -> None:
     """Raise unless an evicting cache serves the model; once for each model and implementation.
 
@@ -48,13 +54,15 @@ def prove(
         places: its attention modules, by their layers in a cache.
         windows: how far back each one's queries see; `None` for all tokens.
         hooks: of the modules; they note the result.
+        observed: whether attention weights are to be read.
 
     Raises:
         ValueError: the results differ, or the model cannot be run on token ids alone.
     """
     modules = list(places.values())
     implementation = implementation_of(modules[0].config) or ""
-    if all(hook.proven == implementation for hook in hooks):
+    proven = all(hook.proven == implementation for hook in hooks)
+    if proven and (not observed or all(x.proven_observed == implementation for x in hooks)):
         return
     if any(p.device.type == "meta" for p in model.parameters()):
         raise _unproven(model, "its weights are on meta, and nothing can be computed")
@@ -63,6 +71,12 @@ def prove(
     budget = Budget(_POLICY, _POLICY.tokens)
     with evaluated(model), torch.no_grad(), matrices_at_rest():
         run = partial(_logits, model, real)
+        if observed:
+            _prove_weights(model, run, modules, windows)
+            for hook in hooks:
+                hook.proven_observed = implementation
+        if proven:
+            return
         try:
             own = run(DynamicCache(config=model.config))
         except Exception as error:  # a stranger's model: it may need more than token ids
@@ -91,6 +105,36 @@ def prove(
             raise _unproven(model, "under a budget its outputs differ from the definition's")
     for hook in hooks:
         hook.proven = implementation
+
+
+def _prove_weights(
+    model: PreTrainedModel,
+    run: Callable[[Cache], Tensor],
+    modules: list[nn.Module],
+    windows: Sequence[int | None],
+) -> None:
+    """Raise unless the attention weights that are read give the attention's own output."""
+    cache = _cache(modules, [Budget(_OBSERVING, _OBSERVING.tokens)] * len(modules), windows)
+    agrees: list[bool] = []
+    for layer in cache.layers:
+        layer.observe = partial(_compare, layer.observe, agrees)
+    try:
+        run(cache)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise _unproven(model, f"{type(error).__name__}: {error}") from error
+    if not all(agrees):
+        raise _unproven(model, "its attention weights cannot be read: they do not give its output")
+
+
+def _compare(observe: Callable[[AttentionCall], None], agrees: list[bool], call: AttentionCall):
+    """Note whether a call's weights give its output, and observe it."""
+    found = weights(call, 0, call.query.shape[2])
+    value = call.value.repeat_interleave(found.shape[1] // call.value.shape[1], dim=1)
+    output = (found @ value[:, :, : found.shape[3]]).transpose(1, 2)
+    own = call.output.view_as(output)
+    sound = (output.isfinite() & own.isfinite()).flatten(2).all(2)  # padding may attend to nothing
+    agrees.append(bool(sound.any()) and _close(output[sound], own[sound]))
+    observe(call)
 
 
 def _unproven(model: PreTrainedModel, reason: str) -> UserError:

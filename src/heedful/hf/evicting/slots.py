@@ -2,7 +2,7 @@
 
 A policy that reads positions alone evicts the same tokens in every layer with the same budget, so
 one map serves them all: what the first layer of a call decides, the others repeat. A policy that
-reads keys or values has a map for each layer.
+reads keys, values or attention has a map for each layer.
 
 A decoded token takes the slot of the one that was evicted after the call before it. So the order of
 the tokens in the slots means nothing, and their positions are stored beside them.
@@ -10,67 +10,29 @@ the tokens in the slots means nothing, and their positions are stored beside the
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heedful.checks import UserError
 from heedful.eviction import CachedTokens, gather
 from heedful.eviction.gather import Moves, Padding, Protection
-from heedful.hf.cache.budget import Budget
+from heedful.hf.cache.budget import Budget, scores_add_up
 from heedful.hf.cache.counters import Counters
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.hiding import Hiding, SelectorRows
+from heedful.hf.evicting.step import Reader, Step
 
 _NEVER = 2**62  # position of the first real token of a sequence that has none yet
-
-
-class Step(NamedTuple):
-    """What a call does to the slots of every layer of a map.
-
-    new: how many tokens come.
-    before: how many have come before them.
-    read: how many tokens attention reads, the new ones included.
-    moves: fills the slots of tokens evicted before, first of all; `None` for nothing.
-    drop: how many of the oldest tokens leave before that, where they are in order.
-    hole: the slot that the only new token takes, `[B or 1, 1]`; `None` adds new tokens at the end.
-    joined: whether the new tokens are read beside the cached ones, and what stays is taken then.
-    evicts: whether tokens are evicted once this call is read.
-    keep: which of the joined tokens stay, `[B or 1, m]`; `None` where the layer's keys or values
-        decide.
-    """
-
-    new: int
-    before: int
-    read: int
-    moves: Moves | None = None
-    drop: int = 0
-    hole: Int[Tensor, "#B 1"] | None = None
-    joined: bool = False
-    evicts: bool = False
-    keep: Int[Tensor, "#B m"] | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether attention reads all tokens that have come, which are in order then."""
-        return self.read == self.before + self.new
-
-
-class Reader(Protocol):
-    """The layer whose keys and values a policy reads."""
-
-    index: int
-    keys: Float[Tensor, "B Hk n D"] | None
-    values: Float[Tensor, "B Hk n Dv"] | None
 
 
 class SlotMap:
     """The tokens in the slots of layers that evict the same ones.
 
     Each layer calls every method in turn; the first call of a turn acts, and the others get its
-    result (`_once`).
+    result (`once`).
 
     Arguments:
         budget: what is evicted when; `None` keeps all that the window shows.
@@ -85,6 +47,8 @@ class SlotMap:
         holes: slots whose tokens are evicted already, `[B or 1, m]`, or `None`.
         grown: whether the newest call has changed the sizes of the tensors here.
         record_past: whether nothing is evicted until `crop`.
+        needs: those of the policy.
+        observes: whether it reads attention.
     """
 
     parts = (
@@ -97,6 +61,8 @@ class SlotMap:
     ) -> None:
         self.budget, self.window, self.slack, self.hiding = budget, window, slack, hiding
         self.reader: Reader | None = None
+        self.needs = () if budget is None else budget.policy.needs
+        self.observes = budget is not None and budget.policy.observes != 0
         self.limit = None  # for how many tokens slots are made
         self._most = math.inf  # tokens that may be cached between two calls
         if budget is not None:
@@ -117,6 +83,7 @@ class SlotMap:
         self._streams = {"positions": Slots()}
         self._start: Int[Tensor, "#B 1"] | None = None
         self._joined: dict[str, Slots] | None = None  # what the newest call reads, while it does
+        self._score: Float[Tensor, "B n"] | None = None  # the policy's own last one, if it observes
         if self.hiding is not None:
             self.hiding.reset()
             self._streams |= {"F": Slots(), "selector keys": Slots()}
@@ -124,7 +91,8 @@ class SlotMap:
     @property
     def tensors(self) -> list[Tensor | None]:
         own = [] if self.hiding is None else self.hiding.tensors
-        return [*(y for x in self._streams.values() for y in x.tensors), *own, self._start]
+        streams = [y for x in self._streams.values() for y in x.tensors]
+        return [*streams, *own, self._start, self._score]
 
     @property
     def tokens(self) -> int:
@@ -217,7 +185,7 @@ class SlotMap:
         step = Step(new, before, read, moves, 0, hole, over and new > 1, over)
         self._place(step, real, device, rows)
         if not over or self.reader is not None:
-            return step
+            return step  # the layer's keys, values or attention decide
         keep = self.evict(step)
         return step if keep is None else step._replace(keep=keep)
 
@@ -263,7 +231,42 @@ class SlotMap:
             Which of the tokens that the call reads stay, where they are joined; else `None`, and
             the next call uses their slots.
         """
-        slots = self._lowest(self.counters.total, keys, values)
+        return self._evict(step, self._lowest(self.counters.total, keys, values))
+
+    def observe(
+        self,
+        step: Step,
+        attention: Float[Tensor, "B n"],
+        queries: int,
+        keys: Float[Tensor, "B Hk n D"],
+        values: Float[Tensor, "B Hk n Dv"],
+    ) -> Int[Tensor, "#B m"] | None:
+        """Score all tokens by the attention of a call, and choose what leaves, if any.
+
+        Arguments:
+            step: the call's.
+            attention: what its newest queries give each token that it reads.
+            queries: how many of them.
+            keys, values: of all tokens that it reads.
+
+        Returns:
+            As of `evict`.
+        """
+        cached, padding = self._cached(self.counters.total, keys, values)
+        last = self._score
+        if last is not None:
+            last = pad(last, (0, step.read - last.shape[1]))
+        cached = cached._replace(attention=attention, queries=queries, score=last)
+        self._score = gather.scores(self.budget.policy, cached, padding)
+        if not step.evicts:
+            return None
+        keep = self._evict(step, self._to_evict(self._score, cached, padding))
+        if keep is not None:
+            self._score = self._score.gather(1, keep)
+        return keep
+
+    def _evict(self, step: Step, slots: Int[Tensor, "#B m"]) -> Int[Tensor, "#B m"] | None:
+        """Let the tokens in these slots leave; returns as `evict`."""
         self._fresh = 0
         self._spread(slots.shape[0])
         if not step.joined:
@@ -301,6 +304,8 @@ class SlotMap:
             for slots in self._streams.values():
                 slots.move(step.moves, self.limit)
             self.length, self._fresh = step.moves.keep.shape[1], 0
+        if self._score is not None:
+            self._forget_scores(step)
         at = torch.arange(step.before, step.before + step.new, device=device)
         batch = self._rows if real is None else max(self._rows, len(real))
         new = {}
@@ -328,6 +333,13 @@ class SlotMap:
         if step.hole is None:
             self.length += step.new
             self._fresh += step.new
+
+    def _forget_scores(self, step: Step) -> None:
+        """Drop the scores of tokens that have left; that of a new one in a slot of theirs is 0."""
+        if step.moves is not None:
+            self._score = self._score.gather(1, step.moves.keep)
+        elif step.hole is not None:
+            self._score = self._score.scatter(1, step.hole, 0)
 
     def _note_padding(self, step: Step, real: Bool[Tensor, "B m"] | None) -> None:
         """Begin to store which tokens are padding, or end it."""
@@ -370,7 +382,14 @@ class SlotMap:
             total: how many tokens have come.
             keys, values: of the tokens; by default what the layer has cached.
         """
-        policy, at, padding = self.budget.policy, self.at, None
+        cached, padding = self._cached(total, keys, values)
+        return self._to_evict(gather.scores(self.budget.policy, cached, padding), cached, padding)
+
+    def _cached(
+        self, total: int, keys: Tensor | None, values: Tensor | None
+    ) -> tuple[CachedTokens, Padding | None]:
+        """The tokens that the newest call has read, as the policy scores them, and the padding."""
+        at, padding = self.at, None
         if self._start is not None:
             padding = Padding(self._read("real")[:, 0, :, 0], self._start, by_slot=True)
         cached = CachedTokens(at, total)
@@ -385,14 +404,20 @@ class SlotMap:
                 keys, values = (x[:, :, : self.length] for x in cached_rows)
             at = at.expand(len(keys), -1)
             cached = cached._replace(
-                positions=at, keys=keys if "keys" in policy.needs else None,
-                values=values if "values" in policy.needs else None,
+                positions=at, keys=keys if "keys" in self.needs else None,
+                values=values if "values" in self.needs else None,
                 layer=self.reader.index, real=None if padding is None else padding.real,
             )  # fmt: skip
+        return cached, padding
+
+    def _to_evict(
+        self, score: Float[Tensor, "B n"], cached: CachedTokens, padding: Padding | None
+    ) -> Int[Tensor, "#B m"]:
+        """The slots of the tokens to evict, by the policy's scores."""
         windows = () if self.window is None else (self.window,)
         first = self.hiding is not None and self.hiding.keeps_first
-        protection = Protection(total, self.counters.prompt, first, windows, padding)
-        score = gather.scores(policy, cached, padding)
+        protection = Protection(cached.total, self.counters.prompt, first, windows, padding)
+        policy, at = self.budget.policy, cached.positions
         return gather.slots_to_evict(score, at, policy, self.budget.tokens, protection)
 
     # Between calls.
@@ -400,6 +425,8 @@ class SlotMap:
     @property
     def fresh(self) -> int:
         """How many of the newest tokens can be taken back: what they made leave is still there."""
+        if self.observes:
+            return 0  # scores have what they attended to
         if self.budget is not None or self.length == self.counters.total:
             return self._fresh if self.budget is not None else self.length
         return max(0, self.length - (self.window - 1))
@@ -414,7 +441,7 @@ class SlotMap:
         fresh = self.fresh
         if count > fresh:
             advice = ": call activate_past_recording() before the calls that may be undone"
-            advice = "" if self.record_past else advice
+            advice = "" if self.record_past or self.observes else advice
             raise UserError(f"crop can take back {fresh} tokens here, asked for {count}{advice}")
         self._cropped, self._calls = True, 0
         self.length -= count
@@ -439,13 +466,21 @@ class SlotMap:
         return moves
 
     def activate_past_recording(self) -> None:
-        """Evict nothing before `take_back`."""
+        """Evict nothing before `take_back`.
+
+        Raises:
+            ValueError: the policy reads attention.
+        """
+        if self.observes:
+            raise scores_add_up(self.budget.policy)
         self.record_past, self._cropped, self._calls = True, False, 0
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Choose sequences, where each has positions of its own."""
         self._joined = None
         self._write_late()
+        if self._score is not None:
+            self._score = change(self._score)
         if self._rows == 1 and self.hiding is None:
             return
         for slots in self._streams.values():
