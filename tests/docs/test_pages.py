@@ -188,6 +188,9 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
             model = heedful.load(tmp_path / folder)
             calibration = calibrate(model, [torch.arange(3, 40)[None]])
             write_calibration(Path("calibration.safetensors"), calibration, {})
+        if "--cache" in arguments:
+            kept = ("--prompt", "a red bus", "--save-cache", "book.cache")
+            assert status_of("generate", folder, *kept) == 0, capsys.readouterr().err
         if arguments[0] in ("train", "convert", "doctor", "shrink"):
             small(positions=max(length, 96) + 16).save_pretrained(tmp_path / folder)
             tokenizer_of_words(chat=True).save_pretrained(tmp_path / folder)

@@ -428,3 +428,35 @@ def test_the_whole_cache_writes_first_where_both_are_requested(folders, capsys):
     assert float(first) > float(second)
     line = refusal(capsys, "generate", folders / "selective", *words, "--beside-whole")
     assert "beside_whole needs a smaller cache to compare; give a --budget or a --cache" in line
+
+
+@pytest.mark.parametrize(("name", "budget"), [("plain", "24"), ("selective", None), ("chat", None)])
+def test_a_kept_cache_is_answered_many_times(folders, tmp_path, name, budget):
+    """As one prompt would be, in the same pieces; of a chat, as a second turn would be."""
+    path = str(tmp_path / "kept.cache")
+    whole = {"prompt": PROMPT * 4, "budget": budget, "chunk": 1000}
+    first, _ = generation_of(folders / name, **whole, save_cache=path)
+    assert (first.text, first.tokens) == ("", 0) and first.passed == first.prompt
+    before = Path(path).read_bytes()
+    for question in ("a red bus", "a tree"):
+        last, pieces = generation_of(folders / name, prompt=question, cache=path, max_new_tokens=6)
+        assert last.text == "".join(pieces) and last.passed >= first.passed + last.prompt
+        if name != "chat":
+            options = {"budget": budget, "chunk": first.prompt, "max_new_tokens": 6}
+            expected, _ = generation_of(folders / name, prompt=PROMPT * 4 + question, **options)
+            assert last.text == expected.text
+    assert Path(path).read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_cache": "a", "cache": "b"}, "save_cache writes no text"),
+        ({"save_cache": "a", "beside_whole": True}, "leaves nothing to beside_whole"),
+        ({"cache": "b", "cache_dtype": "int8"}, "the file decides how tokens are kept"),
+        ({"cache": "b"}, "cache b is not a file"),
+    ],
+)
+def test_options_of_kept_caches_that_do_not_fit(folders, options, message):
+    with pytest.raises(ValueError, match=message):
+        generation_of(folders / "plain", **options)

@@ -47,6 +47,10 @@ class Generation:
     """What heedful calibrate wrote for MODEL; --eviction triattention needs it."""
     cache_dtype: CacheDtype = "auto"
     """Of the cache: int8 quantizes tokens to eight bits per number, auto keeps them as they are."""
+    save_cache: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Read the prompt, write the cache into this file, and stop."""
+    cache: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """Go on from a cache that --save-cache wrote with this model; the prompt follows its text."""
     chunk: int | None = None
     """Read the prompt in pieces of so many tokens; under a budget 64 by default."""
     max_new_tokens: int = 128
@@ -76,3 +80,9 @@ class Generation:
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise UserError(f"temperature must be 0 or a number above it, got {self.temperature}")
         check_eviction(self.eviction, self.budget, self.calibration)
+        if self.save_cache is not None and (self.cache is not None or self.beside_whole):
+            other = "beside_whole" if self.cache is None else "cache"
+            raise UserError(f"save_cache writes no text, and so leaves nothing to {other}: drop it")
+        if self.cache is not None and (self.cache_dtype != "auto" or self.beside_whole):
+            other = "cache_dtype" if self.cache_dtype != "auto" else "beside_whole"
+            raise UserError(f"cache: the file decides how tokens are kept; leave {other} out")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -22,8 +22,8 @@ from heedful.commands.models import (
 )
 from heedful.commands.policies import cache_dtype_of, policy_of, reads_budgets
 from heedful.eviction import Eviction, SnapKV
-from heedful.hf.cache.new import KVCache, new_cache
-from heedful.hf.versions import generate_argument
+from heedful.hf.cache.new import KVCache, load_cache, new_cache
+from heedful.hf.versions import cache_argument, generate_argument
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
 
@@ -95,10 +95,24 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
         convert=False,
     )
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
-    ids = _prompt(text, tokenizer, options.chat)
+    if options.cache is not None:
+        given = None if options.budget is None else policy_of(options, model) or None
+        cache = load_cache(options.cache, model, given)
+        ids = _prompt(text, tokenizer, options.chat, "later")
+        _check_fits(cache.get_seq_length() + ids.shape[1], options, longest(model), False)
+        yield _generate(options, model, tokenizer, ids, cache, write)
+        return
+    ids = _prompt(text, tokenizer, options.chat, "whole" if options.save_cache is None else "first")
     _check_fits(ids.shape[1], options, longest(model), model.config.is_encoder_decoder)
     dtype = cache_dtype_of(options.cache_dtype)
     cache = new_cache(model, policy_of(options, model), dtype=dtype)
+    if options.save_cache is not None:
+        if model.config.is_encoder_decoder:
+            raise UserError("save_cache needs a decoder, and this model has an encoder: drop it")
+        _read(model, ids, cache, options.chunk or prompt_chunk(cache) or ids.shape[1])
+        cache.save(options.save_cache)
+        yield _result("", ids.shape[1], 0, None, cache)
+        return
     if options.beside_whole:
         if not _policies(cache) and dtype is None:
             raise UserError(
@@ -117,13 +131,16 @@ def _generate(
     write: Callable[[str], None],
 ) -> GenerationResult:
     paired = model.config.is_encoder_decoder
-    streamer = _Streamer(tokenizer, write)
+    streamer, passed = _Streamer(tokenizer, write), 0 if paired else cache.get_seq_length()
+    prompt = ids.shape[1]
+    if passed:  # whatever tokens: generate takes those that the cache does not have
+        ids = torch.cat([ids.new_zeros(1, passed), ids], dim=1)
     torch.manual_seed(options.seed)
     sequences = model.generate(
         ids.to(model.device),
         attention_mask=torch.ones_like(ids, device=model.device),
         **generate_argument(cache),
-        prefill_chunk_size=None if paired else options.chunk or prompt_chunk(cache),
+        prefill_chunk_size=None if paired or passed else options.chunk or prompt_chunk(cache),
         max_new_tokens=options.max_new_tokens,
         num_beams=1,
         do_sample=options.temperature > 0,
@@ -134,11 +151,18 @@ def _generate(
         pad_token_id=model.generation_config.pad_token_id or 0,
     )
     new = sequences[0, 1 if paired else ids.shape[1] :].tolist()
+    text = tokenizer.decode(new, skip_special_tokens=True)
+    return _result(text, prompt, len(new), streamer.rate(), cache)
+
+
+def _result(
+    text: str, prompt: int, tokens: int, rate: float | None, cache: KVCache
+) -> GenerationResult:
     return GenerationResult(
-        text=tokenizer.decode(new, skip_special_tokens=True),
-        prompt=ids.shape[1],
-        tokens=len(new),
-        tokens_per_second=streamer.rate(),
+        text=text,
+        prompt=prompt,
+        tokens=tokens,
+        tokens_per_second=rate,
         nbytes=cache.nbytes,
         peak_nbytes=cache.peak_nbytes,
         whole_nbytes=cache.whole_nbytes,
@@ -147,6 +171,13 @@ def _generate(
         cached=tuple(cache.tokens),
         passed=cache.get_seq_length(),
     )
+
+
+@torch.no_grad()
+def _read(model: PreTrainedModel, ids: Int[Tensor, "1 T"], cache: KVCache, chunk: int) -> None:
+    """Read a prompt in pieces, and write nothing."""
+    for piece in ids.to(model.device).split(chunk, dim=1):
+        model(input_ids=piece, **cache_argument(model, cache))
 
 
 def prompt_chunk(cache: KVCache) -> int | None:
@@ -181,14 +212,25 @@ def _check_fits(prompt: int, options: Generation, most: int | None, paired: bool
     )
 
 
-def _prompt(text: str, tokenizer, chat: bool) -> Tensor:
+def _prompt(
+    text: str, tokenizer, chat: bool, turn: Literal["whole", "first", "later"] = "whole"
+) -> Tensor:
+    """The tokens of a prompt; of a conversation's first turn alone, or of a later one."""
     if chat and getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": text}]
-        encoding = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        return encoding["input_ids"]
-    ids = tokenizer.encode(text)
+
+        def ids_of(*texts: str, ask: bool) -> Tensor:
+            messages = [{"role": "user", "content": x} for x in texts]
+            return tokenizer.apply_chat_template(
+                messages, add_generation_prompt=ask, return_tensors="pt", return_dict=True
+            )["input_ids"]
+
+        if turn != "later":
+            return ids_of(text, ask=turn == "whole")
+        first, both = ids_of("a", ask=False), ids_of("a", text, ask=True)
+        if torch.equal(both[:, : first.shape[1]], first):
+            return both[:, first.shape[1] :]
+        raise UserError("cache: this chat template changes earlier turns; add --no-chat to both")
+    ids = tokenizer.encode(text, add_special_tokens=turn != "later")
     if not ids:
         raise UserError("prompt has no tokens; give at least one word")
     return torch.tensor([ids])
