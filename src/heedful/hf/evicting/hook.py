@@ -142,7 +142,7 @@ def columns(mask: Mask, layer: EvictingLayer) -> Mask:
             f"attention_mask must have a column for each of the {before} tokens so far and the "
             f"{new} new ones, got {total}; a cache that evicts counts evicted tokens too"
         )
-    step = layer.announce(new, _real(mask, before, new), mask.device)
+    step = layer.announce(new, _real(mask, before, new), _device(mask))
     if step.whole:
         return mask
     if layer.map.budget is None:
@@ -153,8 +153,8 @@ def columns(mask: Mask, layer: EvictingLayer) -> Mask:
 def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
     """Which new tokens are no padding: those that see themselves."""
     if isinstance(mask, BlockMask):
-        row = torch.arange(new, device=mask.device)
-        rows = torch.arange(mask.shape[0], device=mask.device)[:, None]
+        row = torch.arange(new, device=_device(mask))
+        rows = torch.arange(mask.shape[0], device=_device(mask))[:, None]
         return mask.mask_mod(rows, torch.zeros_like(rows), row, row + before)
     if mask.ndim == 2:
         return mask[:, before:].bool()
@@ -165,7 +165,7 @@ def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
 def _cut(mask: Mask, count: int) -> Mask:
     """The last columns."""
     if isinstance(mask, BlockMask):
-        at = torch.arange(mask.shape[-1] - count, mask.shape[-1], device=mask.device)
+        at = torch.arange(mask.shape[-1] - count, mask.shape[-1], device=_device(mask))
         return _of_blocks(mask, at[None])
     return mask[..., -count:]
 
@@ -190,4 +190,9 @@ def _of_blocks(mask: BlockMask, at: Int[Tensor, "#B n"]) -> BlockMask:
     def chosen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask.mask_mod(b, h, q, at[0 if shared else b, kv])
 
-    return create_block_mask(chosen, batch, None, queries, at.shape[1], device=mask.device)
+    return create_block_mask(chosen, batch, None, queries, at.shape[1], device=_device(mask))
+
+
+def _device(mask: Mask) -> torch.device:
+    """The device of a mask; a `BlockMask` tells that of its parts alone."""
+    return mask.kv_num_blocks.device if isinstance(mask, BlockMask) else mask.device
