@@ -32,7 +32,7 @@ class FilteredKeysCache(LayerCache):
         meter: Meter | None = None,
         int8: bool = False,
     ) -> None:
-        self._layer_past = layer.past_queries, layer.past_keys
+        self._past_of_layer = layer.past_queries, layer.past_keys
         self._newest_keys, self._ahead = layer.newest_keys, layer.keys_ahead
         super().__init__(layer, sliding, budget, meter, int8)
         self._filters = self.budget is not None or self.window is not None
@@ -40,7 +40,7 @@ class FilteredKeysCache(LayerCache):
 
     def _clear(self) -> None:
         super()._clear()
-        queries, keys = self._layer_past
+        queries, keys = self._past_of_layer
         self._past, self._plain = PastRows(queries, dim=2), PastRows(keys, dim=2)
         self._segments: Tensor | None = None  # of all tokens, until `attend`
         # From `update` until `attend`: the newest keys as they are, and all that are filtered.
