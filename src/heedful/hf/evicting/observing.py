@@ -12,14 +12,13 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from heedful.checks import UserError
 from heedful.hf.versions import ImplementationProxy, implementation_of
 
 _BLOCK = 64  # query rows whose weights are in memory at once
-_NAMES = {x: f"heedful_observed_{x}" for x in ("sdpa", "eager", "flex_attention")}
+_NAMES = {x: f"heedful_observed_{x}" for x in ("sdpa", "eager")}
 
 
 class AttentionCall(NamedTuple):
@@ -27,8 +26,8 @@ class AttentionCall(NamedTuple):
 
     query: of the new tokens, which are the last.
     key, value: of all tokens that the call reads.
-    mask: `[B or 1, H or 1, Tq, n]`, true where a query sees a key, or added to the logits; a
-        `BlockMask`; or `None` where queries see all tokens but later ones.
+    mask: `[B or 1, H or 1, Tq, n]`, true where a query sees a key, or added to the logits; `None`
+        where queries see all tokens but later ones.
     scaling, softcap, sinks: what becomes of the logits.
     output: what the function has returned for the new tokens.
     """
@@ -36,7 +35,7 @@ class AttentionCall(NamedTuple):
     query: Float[Tensor, "B H Tq D"]
     key: Float[Tensor, "B Hk n D"]
     value: Float[Tensor, "B Hk n Dv"]
-    mask: Tensor | BlockMask | None
+    mask: Tensor | None
     scaling: float | None
     softcap: float | None
     sinks: Float[Tensor, " H"] | None
@@ -95,7 +94,7 @@ def _observed(base: str) -> Callable:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | BlockMask | None,
+        attention_mask: Tensor | None,
         *args: object,
         heedful_layer: object | None = None,
         **options: object,
@@ -154,7 +153,7 @@ def weights(call: AttentionCall, start: int, stop: int) -> Float[Tensor, "B H m 
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
     if mask is not None:
-        logits = _masked(logits, _rows(mask, start, stop, query.device))
+        logits = _masked(logits, mask[:, :, start:stop])
     elif rows > 1:
         seen = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
         logits = logits.masked_fill(~seen, float("-inf"))
@@ -169,16 +168,6 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return logits.masked_fill(~mask, float("-inf"))
     return logits + mask
-
-
-def _rows(mask: Tensor | BlockMask, start: int, stop: int, device: torch.device) -> Tensor:
-    """The part of a mask for some of the queries."""
-    if isinstance(mask, Tensor):
-        return mask[:, :, start:stop]
-    row = torch.arange(start, stop, device=device)[:, None]
-    key = torch.arange(mask.shape[-1], device=device)
-    batch = torch.arange(mask.shape[0], device=device)[:, None, None]
-    return mask.mask_mod(batch, torch.zeros_like(batch), row, key)[:, None]
 
 
 def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
