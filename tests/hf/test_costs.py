@@ -53,7 +53,7 @@ def build(mechanism=None):
     return model
 
 @torch.no_grad()
-def count(model, cache):
+def count(model, cache, steps=4):
     named = cache_argument(model, cache)
     for piece in ids.split([40, *[1] * 60], dim=1):
         model(piece, use_cache=True, **named)
@@ -62,10 +62,10 @@ def count(model, cache):
         for _ in range(33):
             model(piece, use_cache=True, **named)
     with profile(activities=[ProfilerActivity.CPU]) as operations:
-        for _ in range(33):
+        for _ in range(steps):
             model(piece, use_cache=True, **named)
     leaves = [x for x in operations.events() if x.name.startswith("aten") and not x.cpu_children]
-    return pstats.Stats(calls).total_calls / 33, len(leaves) / 33
+    return pstats.Stats(calls).total_calls / 33, len(leaves) / steps
 
 def beside(matrices=False):
     model = build()
@@ -99,7 +99,8 @@ for name, model, policy, slack in (
     ("selectors and matrices beside, slack 32", evict, own, 32),
     ("selectors and matrices beside, whole", evict, False, 0),
 ):
-    counts[name] = count(model, heedful.new_cache(model, policy, slack=slack))
+    steps = slack + 1 if slack else 4  # from one eviction in a block to the next
+    counts[name] = count(model, heedful.new_cache(model, policy, slack=slack), steps)
 for name in ("selective", "mta"):
     model = build(name)
     counts[name] = count(model, heedful.new_cache(model))
