@@ -78,16 +78,22 @@ class Calls(NamedTuple):
 
 
 class LowRankLinear(nn.Linear):
-    """A linear layer with low-rank matrices beside it, as far as those of a forward pass act."""
+    """A linear layer with LoRA beside it, as far as that of a forward pass acts."""
 
-    matrices: tuple[nn.Parameter, nn.Parameter, float]  # down, up, and the factor on their product
+    adapter: str  # the name under which PEFT has the matrices
+    scaling: float  # the factor on their product
 
     def forward(self, x: Float[Tensor, "B T m"]) -> Float[Tensor, "B T n"]:
         """The layer's output; without a strength no matrix is read."""
         strength = forward_pass().strength
         if strength is None or (factor := strength.factor) is None:
             return linear(x, self.weight, self.bias)
-        down, up, scaling = self.matrices
+        # By way of the dicts of torch's modules, whose attributes cost a Python call each.
+        parts, scaling = self._modules, self.scaling
+        down, up = (
+            parts["lora_A"]._modules[self.adapter]._parameters["weight"],
+            parts["lora_B"]._modules[self.adapter]._parameters["weight"],
+        )
         if isinstance(factor, float) and x.dtype == down.dtype:  # in the fewest operations
             rows = x.reshape(-1, x.shape[-1])
             output = linear(rows, self.weight, self.bias)
@@ -106,17 +112,16 @@ class LowRankLinear(nn.Linear):
         base, names = layer.base_layer, layer.active_adapters
         if type(base) is not nn.Linear or len(names) != 1 or layer.lora_variant or layer.merged:
             return None
-        down, up = (x[names[0]] for x in (layer.lora_A, layer.lora_B))
-        if up.bias is not None:
+        if layer.lora_B[names[0]].bias is not None:
             return None
         base.__class__ = cls
         base.lora_A, base.lora_B = layer.lora_A, layer.lora_B  # under PEFT's names
-        base.matrices = (down.weight, up.weight, layer.scaling[names[0]])
+        base.adapter, base.scaling = names[0], layer.scaling[names[0]]
         return base
 
     def without(self) -> nn.Linear:
         """The layer as it was."""
-        del self.lora_A, self.lora_B, self.matrices
+        del self.lora_A, self.lora_B, self.adapter, self.scaling
         self.__class__ = nn.Linear
         return self
 

@@ -216,6 +216,15 @@ class SelectiveAttention(Layer):
         query = self.query(inputs.input[:, -q.shape[2] :])
         return query.to(q.dtype)[:, None], keys.to(q.dtype)
 
+    def selector_weights(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The weights of an own selector's queries and keys, `[Ds, E]` each.
+
+        By way of the dicts of torch's modules, whose attributes cost a Python call each: a cache
+        reads them for every token.
+        """
+        parts = self._modules
+        return parts["query"]._parameters["weight"], parts["key"]._parameters["weight"]
+
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B 1 T Ds"] | None:
         """Keys of an own selector: they are made from the layer's input, which no cache keeps."""
         if self.key is None:

@@ -30,11 +30,7 @@ from helpers.cached import converted, greedy
 from helpers.families import exactly, ragged_mask, tiny, tokens
 from helpers.unconverted import Knorm, Strongest, beside
 
-AS_THEY_ARE = [
-    policy
-    for policy in POLICIES
-    if not any(need in ("gate", "positions") or isinstance(need, tuple) for need in policy.needs)
-]
+AS_THEY_ARE = [policy for policy in POLICIES if not {"gate", "positions"} & set(policy.needs)]
 CONVERTED = [
     *((name, None) for name in ("standard", "mta-everywhere", "canon", "simplicial", "selective")),
     *(("standard", policy) for policy in (StreamingLLM, SnapKV, H2O, KeyDiff)),

@@ -3,6 +3,7 @@
 import copy
 import json
 import warnings
+from pathlib import Path
 
 import peft
 import pytest
@@ -19,8 +20,9 @@ from heedful.hf.convert import replace_attention
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.versions import implementation_of
 from heedful.nn import Selective
+from heedful.testing import peak_memory_mib
 from helpers.cached import greedy, in_steps
-from helpers.families import logits, stir, tiny, tokens
+from helpers.families import logits, ragged_mask, stir, tiny, tokens
 from helpers.unconverted import RANKED, beside, give_selectors
 
 BUDGET = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
@@ -137,6 +139,61 @@ def test_f_is_the_sum_over_all_queries_whenever_it_is_folded(slack):
                 gone = set(free[: len(cached[i]) - 19])
                 cached[i] = [j for j in cached[i] if j not in gone]
         assert [x[0].tolist() for x in cache.positions()] == cached, total
+
+
+def test_selectors_that_come_after_the_hooks_are_used(folder):
+    """A base that has had a cache before has hooks without selectors."""
+    base, ids = base_of(folder), tokens(2, 30)
+    in_steps(base, ids, [30], heedful.new_cache(base, StreamingLLM(tokens=15)))
+    late, expected = heedful.load(base, adapter=folder), heedful.load(folder)
+    caches = [heedful.new_cache(x, BUDGET) for x in (late, expected)]
+    mask = ragged_mask(2, 30)
+    results = [
+        in_steps(x, ids, [20, *[1] * 10], cache, attention_mask=mask)
+        for x, cache in zip((late, expected), caches, strict=True)
+    ]
+    assert torch.equal(*results)
+
+
+def test_selectors_and_matrices_that_are_replaced_are_used(folder):
+    """`load_state_dict(assign=True)` puts other parameters in place of those that were there."""
+    model, ids, sizes = heedful.load(folder), tokens(2, 40), [20, *[1] * 20]
+    in_steps(model, ids, sizes, heedful.new_cache(model, BUDGET))
+    other = {name: -x if ".query." in name else 3 * x if "lora_B" in name else x
+             for name, x in model.state_dict().items()}  # fmt: skip
+    copied = copy.deepcopy(model)
+    model.load_state_dict(other, assign=True)
+    with torch.no_grad():
+        for name, p in copied.named_parameters():
+            p.copy_(other[name])
+    caches = [heedful.new_cache(x, BUDGET) for x in (model, copied)]
+    actual, expected = (
+        in_steps(x, ids, sizes, c) for x, c in zip((model, copied), caches, strict=True)
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    assert all(map(torch.equal, *(c.positions() for c in caches)))
+
+
+def test_a_prompt_in_one_call_takes_linear_memory():
+    """Law 12: F of a long prompt is added up without a map of its tokens."""
+    code = """
+import torch, sys
+sys.path.insert(0, {tests!r})
+import heedful
+from heedful.eviction import MostHidden
+from heedful.hf.versions import cache_argument
+from helpers.families import tiny
+from helpers.unconverted import beside
+model = beside(tiny(dtype=torch.float32, max_position_embeddings=40000))
+cache = heedful.new_cache(model, MostHidden(tokens=64))
+ids = torch.ones(1, {tokens}, dtype=torch.long)
+@torch.no_grad()
+def run():
+    model(ids, logits_to_keep=1, **cache_argument(model, cache))
+"""
+    tests = str(Path(__file__).parents[2])
+    peaks = [peak_memory_mib(code.format(tests=tests, tokens=n)) for n in (4096, 16384)]
+    assert peaks[1] < 5 * peaks[0], peaks
 
 
 def test_what_the_selectors_cost_in_bytes():

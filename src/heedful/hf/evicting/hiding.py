@@ -13,6 +13,8 @@ from torch import Tensor
 
 from heedful.hf.cache.slots import Slots
 
+_BLOCK = 64  # queries whose products are in memory at once
+
 
 class SelectorRows(NamedTuple):
     """The selector's queries and keys of new tokens."""
@@ -78,10 +80,13 @@ class Hiding:
         queries, count = self._queries, self._queries.length
         if not count:
             return False
-        hiding = (queries.contents[:, 0] @ keys[:, 0].mT).to(f.buffer.dtype)
-        own = torch.arange(total - count, total, device=at.device)[:, None]
-        hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own, 0)
-        f.replace(f.contents + hiding.sum(1)[:, None, :, None])
+        own, sums = torch.arange(total - count, total, device=at.device)[:, None], 0.0
+        for first in range(0, count, _BLOCK):
+            rows = slice(first, first + _BLOCK)
+            hiding = (queries.contents[:, 0, rows] @ keys[:, 0].mT).to(f.buffer.dtype)
+            hiding.mul_(self.scale).clamp_(min=0).masked_fill_(at[:, None] >= own[rows], 0)
+            sums = sums + hiding.sum(1)
+        f.replace(f.contents + sums[:, None, :, None])
         self.reset()
         return count > 1
 

@@ -22,7 +22,6 @@ from heedful.hf.evicting.observing import forget, observe
 from heedful.hf.evicting.step import Step
 from heedful.hf.family.projections import NAME
 from heedful.hf.versions import cache_name
-from heedful.nn.selective import SelectiveAttention
 
 Mask = Tensor | BlockMask
 
@@ -35,25 +34,23 @@ class MaskColumns:
     Arguments:
         index: of the module's layer in a cache.
         name: of the cache among the module's arguments.
-        selectors: weights of the selector's queries and keys, if there is one beside the module.
 
     Attributes:
+        selects: whether the module has a selector beside it.
         observed: whether the module's attention weights can be read.
         proven: the attention implementation for which the module's model was proven to be served.
         proven_observed: the one for which its attention weights were.
     """
 
-    def __init__(
-        self, index: int, name: str, selectors: tuple[nn.Parameter, nn.Parameter] | None
-    ) -> None:
-        self.index, self.name, self.selectors = index, name, selectors
-        self.observed = False
+    def __init__(self, index: int, name: str) -> None:
+        self.index, self.name = index, name
+        self.selects = self.observed = False
         self.proven: str | None = None
         self.proven_observed: str | None = None
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         mask = kwargs.get("attention_mask")
-        if mask is None and self.selectors is None and not self.observed:
+        if mask is None and not self.selects and not self.observed:
             return None
         cache = kwargs.get(self.name)
         if not isinstance(cache, Cache) or self.index >= len(cache.layers):
@@ -61,22 +58,12 @@ class MaskColumns:
         layer = cache.layers[self.index]
         if not isinstance(layer, EvictingLayer):
             return None
-        if layer.map.hiding is not None:
-            input = args[0] if args else kwargs["hidden_states"]
-            layer.rows = self._rows(input)
+        if layer.map.hiding is not None and self.selects:
+            layer.rows = _rows(module, args[0] if args else kwargs["hidden_states"])
         more = {"heedful_layer": layer} if layer.map.observes and self.observed else {}
         if mask is not None and isinstance(mask, Mask):
             more["attention_mask"] = columns(mask, layer)
         return (args, kwargs | more) if more else None
-
-    def _rows(self, x: Float[Tensor, "B T E"]) -> SelectorRows:
-        """The selector's queries and keys of an attention module's input."""
-        query, key = self.selectors
-        if x.dtype == query.dtype:
-            return SelectorRows(linear(x, query), linear(x, key))
-        wide = torch.promote_types(x.dtype, query.dtype)
-        rows = (linear(x.to(wide), weight.to(wide)) for weight in (query, key))
-        return SelectorRows(*(row.to(x.dtype) for row in rows))
 
 
 def install(modules: dict[int, nn.Module], observed: bool) -> list[MaskColumns]:
@@ -96,9 +83,10 @@ def install(modules: dict[int, nn.Module], observed: bool) -> list[MaskColumns]:
     for index, module in modules.items():
         hook = hook_of(module)
         if hook is None:
-            hook = MaskColumns(index, cache_name(module.forward), selectors_of(module))
+            hook = MaskColumns(index, cache_name(module.forward))
             module.register_forward_pre_hook(hook, with_kwargs=True)
         hook.observed = hook.observed or observed
+        hook.selects = hasattr(getattr(module, NAME, None), "selector_weights")
         hooks.append(hook)
     return hooks
 
@@ -118,12 +106,14 @@ def hook_of(module: nn.Module) -> MaskColumns | None:
     return next((hook for hook in hooks if isinstance(hook, MaskColumns)), None)
 
 
-def selectors_of(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter] | None:
-    """The weights of the selector beside an attention module, if it has one of its own."""
-    layer = getattr(module, NAME, None)
-    if not isinstance(layer, SelectiveAttention) or layer.query is None:
-        return None
-    return layer.query.weight, layer.key.weight
+def _rows(module: nn.Module, x: Float[Tensor, "B T E"]) -> SelectorRows:
+    """The selector's queries and keys of an attention module's input."""
+    query, key = module._modules[NAME].selector_weights()
+    if x.dtype == query.dtype:
+        return SelectorRows(linear(x, query), linear(x, key))
+    wide = torch.promote_types(x.dtype, query.dtype)
+    rows = (linear(x.to(wide), weight.to(wide)) for weight in (query, key))
+    return SelectorRows(*(row.to(x.dtype) for row in rows))
 
 
 def columns(mask: Mask, layer: EvictingLayer) -> Mask:

@@ -53,7 +53,7 @@ class SlotMap:
 
     parts = (
         "counters", "length", "holes", "record_past", "hiding", "_fresh", "_late", "_cropped",
-        "_calls", "_streams", "_start",
+        "_calls", "_streams", "_start", "_score",
     )  # fmt: skip
 
     def __init__(
