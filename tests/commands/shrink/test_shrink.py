@@ -97,6 +97,39 @@ def test_a_stopped_run_goes_on_to_the_same_result(here):
         assert torch.equal(x, second.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_another_model_or_text_under_the_same_name_is_refused(here, ended):
+    """Law 32: what the folder holds belongs to one model and one text."""
+    plan = options(ratio=3)
+    if ended:
+        shrink(plan)
+    else:
+        with pytest.raises(Stopped):
+            shrink(plan, should_stop=lambda: True)
+    text, weights = Path("text.txt"), Path("base/model.safetensors")
+    originals = text.read_text(), weights.read_bytes()
+    text.write_text(TEXT.replace("red", "big"))
+    with pytest.raises(ValueError, match="heedful shrink made with another model or text; choose"):
+        shrink(plan)
+    text.write_text(originals[0])
+    small(layers=3, vocabulary=262, positions=256, seed=1).save_pretrained("base")
+    with pytest.raises(ValueError, match="heedful shrink made with another model or text; choose"):
+        shrink(plan)
+    weights.write_bytes(originals[1])
+    shrink(plan)
+
+
+def test_texts_of_a_command_that_was_refused_are_not_used(here):
+    text = Path("text.txt")
+    text.write_text(TEXT[:3000])  # the end of it is shorter than one sequence
+    with pytest.raises(ValueError):
+        shrink(options(ratio=3))
+    text.write_text(TEXT)
+    again = shrink(options(ratio=3))
+    anew = shrink(options(ratio=3, out="anew"))
+    assert (again.whole, again.perplexity) == (anew.whole, anew.perplexity)
+
+
 def test_the_size_is_that_of_real_caches(here):
     for dtype in ("float32", "bfloat16"):
         model = stock_model("base", dtype=getattr(torch, dtype)).eval()

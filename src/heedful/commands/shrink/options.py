@@ -13,7 +13,7 @@ ShrinkTraining = Literal["none", "selectors", "lora"]
 
 @dataclass(frozen=True)
 class Shrink:
-    """Make a folder that decodes with a small KV cache from a model, and say what it loses.
+    """Make a folder that decodes with a small KV cache from a model, and measure its loss.
 
     Trains selectors beside the frozen model (and LoRA under their budgets, with --train lora),
     shares out the tokens among the layers, and measures. The folder is an adapter: it opens on its
@@ -24,12 +24,12 @@ class Shrink:
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
     """Folder of a model, a name on the Hugging Face hub, a GGUF file, or smollm2."""
     ratio: float = 4.0
-    """How many times fewer bytes than a full cache in bf16 has after --length tokens."""
+    """Bytes of a full cache in bf16 after --length tokens over those of the small one."""
     length: int = 1024
     """Tokens of a text for which the ratio holds; beyond them it grows, as the cache does not."""
     train: ShrinkTraining = "selectors"
-    """What is trained: none; selectors, which rank the tokens; or lora as well, under the budgets,
-    which takes several times as long and loses less."""
+    """Selectors rank the tokens; lora adds LoRA under their budgets, which takes several times as
+    long and loses less; none keeps the first and the newest tokens."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
     """Text to train and search on: files, folders of them, hf:NAME. Default: the Python standard
     library's sources."""

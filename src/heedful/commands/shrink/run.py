@@ -28,6 +28,7 @@ from heedful.commands.models import (
 )
 from heedful.commands.options import RECALL
 from heedful.commands.shrink.options import Shrink
+from heedful.commands.train.inputs import digests
 from heedful.commands.train.options import EVICT, HIDE, RECIPES, Training
 from heedful.commands.train.run import train_text
 from heedful.data import Document, corpus
@@ -52,7 +53,7 @@ _SELECTOR_STEP, _LORA_STEP, _TRIAL_ROW, _MEASURED_ROW = 2.5, 5.0, 1.6, 4.0
 
 
 class Size(NamedTuple):
-    """What a cache of a model takes.
+    """Bytes of a small and of a full cache.
 
     tokens: of each layer on average, so that the bytes are those of the ratio.
     nbytes: of the small cache.
@@ -65,7 +66,7 @@ class Size(NamedTuple):
 
 
 class ShrinkResult(NamedTuple):
-    """What came out, and what it lost.
+    """Bytes, loss and time of the cache that came out.
 
     tokens: of each layer on average.
     nbytes, bf16_nbytes: of the small cache after `length` tokens, and of the full one in bf16.
@@ -103,7 +104,7 @@ def shrink(
     announce: Callable[[str], None] = lambda text: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> ShrinkResult:
-    """Do as `heedful shrink` does, and go on where it was stopped.
+    """Train, share out and measure a small cache; goes on where it was stopped.
 
     Arguments:
         options: the model, the ratio and what is trained.
@@ -151,20 +152,21 @@ def shrink(
 
 
 def _finished(out: Path, options: Shrink) -> ShrinkResult | None:
-    """What the folder came to, if it has ended; raises if something else is in it."""
+    """The result in the folder, if it has ended; raises if something else is in it."""
     for path in (out / ABOUT, out / _UNFINISHED / ABOUT):
         if not path.is_file():
             continue
         try:
             about = json.loads(path.read_text())
-            same = about["options"] == _identity(options)
-            result = about.get("result")
+            same_options = about["options"] == _identity(options)
+            inputs, result = about["inputs"], about.get("result")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{path} is damaged; choose another folder, or delete it") from None
-        if not same:
+        if not same_options or inputs != _inputs(options):
+            other = "another model or text" if same_options else "other options"
             raise UserError(
-                f"out={str(out)!r} holds what heedful shrink made with other options; choose "
-                "another folder, or delete this one"
+                f"out={str(out)!r} holds what heedful shrink made with {other}; choose another "
+                "folder, or delete this one"
             )
         return None if result is None else ShrinkResult(**result)
     others = sorted(x.name for x in out.glob("*") if not x.name.startswith("."))
@@ -176,14 +178,21 @@ def _finished(out: Path, options: Shrink) -> ShrinkResult | None:
 
 
 def _identity(options: Shrink) -> dict:
-    """What decides the result, as JSON has it."""
+    """Options that decide the result, as JSON has them."""
     fields = dataclasses.asdict(options)
     return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k != "out"}
 
 
+def _inputs(options: Shrink) -> dict[str, object]:
+    """Digests of all that is read."""
+    return digests(options.model, options.data, options.held_out, options.tokenizer)
+
+
 def _to_text(options: Shrink, more: dict) -> str:
-    about = {"options": _identity(options), "environment": environment()} | more
-    return json.dumps(about, indent=2) + "\n"
+    about = {
+        "options": _identity(options), "inputs": _inputs(options), "environment": environment()
+    }  # fmt: skip
+    return json.dumps(about | more, indent=2) + "\n"
 
 
 def _stock(options: Shrink) -> PreTrainedModel:
@@ -203,7 +212,7 @@ def _stock(options: Shrink) -> PreTrainedModel:
 
 @torch.no_grad()
 def size_for(model: PreTrainedModel, options: Shrink) -> Size:
-    """How many tokens per layer take the bytes of the ratio.
+    """The number of tokens per layer that takes the bytes of the ratio.
 
     Raises:
         ValueError: fewer than a policy protects, or all of them.
@@ -249,7 +258,7 @@ class _Texts(NamedTuple):
 def _write_texts(options: Shrink, work: Path, recalls: bool) -> _Texts:
     """The text to train and search on, and the held-out text, as files."""
     paths = work / "text.jsonl", work / "held-out.jsonl"
-    if not all(path.is_file() for path in paths):
+    if not (work / ABOUT).is_file():  # texts without it may be others
         documents = corpus(options.data, limit_bytes=_READ)
         if options.held_out:
             apart = corpus(options.held_out, limit_bytes=_READ)
@@ -273,7 +282,7 @@ def _parted(documents: Sequence[Document]) -> tuple[list[Document], list[Documen
 
 @torch.no_grad()
 def _plan(options: Shrink, model: PreTrainedModel, size: Size, rows: Rows) -> str:
-    """What will be done, and about how long it takes, by the time of one sequence."""
+    """The steps, and an estimate of their minutes, by the time of one sequence."""
     ids = rows.ids[:1].to(model.device)
     model(input_ids=ids, use_cache=False)
     begun = time.perf_counter()
@@ -343,7 +352,7 @@ def _search(options: Shrink, tokens: int, texts: _Texts, adapter: Path) -> None:
 
 @torch.no_grad()
 def _measured(options: Shrink, adapter: Path, held_out: Rows) -> ShrinkResult:
-    """What the folder's cache takes and loses, on held-out sequences."""
+    """Bytes, loss and time of the folder's cache, on held-out sequences."""
     model = open_model(str(adapter), options.device, dtype=options.dtype, convert=False)
     eviction = model._heedful.eviction
     whole, small = (_perplexity(model, held_out, x) for x in (False, eviction))

@@ -21,23 +21,32 @@ _OF_OTHERS = ("training.json", NAME)  # of a run, and of a search
 def run_inputs(options: Training) -> dict[str, object]:
     """Digests of the model, the texts, the tokenizer and the budgets, as JSON.
 
+    Raises:
+        ValueError: a text is missing, or named twice.
+    """
+    texts = tuple(x for part in options.parts() for x in part.data if x != RECALL)
+    inputs = digests(options.model, texts, options.held_out, options.tokenizer)
+    budgets = Path(options.model) / NAME
+    if options.recipe == EVICT and budgets.is_file():
+        inputs["budgets"] = files_digest([budgets])
+    return inputs
+
+
+def digests(
+    model: str, data: tuple[str, ...], held_out: tuple[str, ...], tokenizer: str | None
+) -> dict[str, object]:
+    """Digests of a model, of texts and of a tokenizer, as JSON.
+
     A name on the hub counts by the commit that is cached, a dataset there by its name.
 
     Raises:
         ValueError: a text is missing, or named twice.
     """
-    texts = tuple(x for part in options.parts() for x in part.data if x != RECALL)
-    inputs = {
-        "model": _of_model(options.model),
-        "data": _of_texts(texts),
-    }
-    if options.held_out:
-        inputs["held_out"] = _of_texts(options.held_out)
-    if options.tokenizer is not None and Path(options.tokenizer).is_dir():
-        inputs["tokenizer"] = _of_folder(Path(options.tokenizer))
-    budgets = Path(options.model) / NAME
-    if options.recipe == EVICT and budgets.is_file():
-        inputs["budgets"] = files_digest([budgets])
+    inputs = {"model": _of_model(model), "data": _of_texts(data)}
+    if held_out:
+        inputs["held_out"] = _of_texts(held_out)
+    if tokenizer is not None and Path(tokenizer).is_dir():
+        inputs["tokenizer"] = _of_folder(Path(tokenizer))
     return inputs
 
 

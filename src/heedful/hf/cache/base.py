@@ -126,7 +126,8 @@ class AttentionCache(CacheLayerMixin):
         Raises:
             ValueError: the number is positive, or more than can be taken back.
         """
-        count, undoable = -tokens_to_remove, self._undoable()
+        count = -int(tokens_to_remove)  # some callers have the number in a tensor
+        undoable = self._undoable()
         if count < 0:
             raise UserError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"

@@ -95,7 +95,7 @@ class LayerCache(AttentionCache):
         return self._tokens.keys.contents
 
     @property
-    def values(self) -> Float[Tensor, "B Hk n D"] | None:
+    def values(self) -> Float[Tensor, "B Hk n Dv"] | None:
         return self._tokens.values.contents
 
     @property
@@ -212,7 +212,7 @@ class LayerCache(AttentionCache):
         self,
         layer: Layer,
         q: Float[Tensor, "B heads Tq D"],
-        k: Float[Tensor, "B Hk Tk D"] | Int8[Tensor, "B Hk Tk D"],
+        k: Float[Tensor, "B Hk Tk Dk"] | Int8[Tensor, "B Hk Tk Dk"],
         v: Float[Tensor, "B Hk Tk D"] | Int8[Tensor, "B Hk Tk D"],
         *,
         visibility: Visibility,

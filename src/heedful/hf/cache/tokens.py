@@ -79,7 +79,7 @@ class StoredTokens:
         return max(slots.replaced for slots in self.of_heads)
 
     def append(
-        self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m D"], limit: int | None
+        self, keys: Float[Tensor, "B Hk m D"], values: Float[Tensor, "B Hk m Dv"], limit: int | None
     ) -> bool:
         """Add tokens; returns whether there are new buffers.
 

@@ -232,7 +232,7 @@ class EvictingLayer(CacheLayerMixin):
         Raises:
             ValueError: the number is positive, or more than can be taken back.
         """
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)  # some callers have the number in a tensor
         if count < 0:
             raise UserError(
                 f"crop takes minus the number of tokens to remove, got {tokens_to_remove}"

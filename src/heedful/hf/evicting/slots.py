@@ -265,7 +265,7 @@ class SlotMap:
             self._score = self._score.gather(1, keep)
         return keep
 
-    def _evict(self, step: Step, slots: Int[Tensor, "#B m"]) -> Int[Tensor, "#B m"] | None:
+    def _evict(self, step: Step, slots: Int[Tensor, "#B m"]) -> Int[Tensor, "#B k"] | None:
         """Let the tokens in these slots leave; returns as `evict`."""
         self._fresh = 0
         self._spread(slots.shape[0])
