@@ -10,7 +10,8 @@ before it is read; after each chunk a layer evicts down to its budget. Peak byte
 
 `by-layer` takes the `budgets.json` beside an adapter, scaled to so many tokens on average, and
 `tova-by-layer` its budgets with another policy. Under `lowest-gate-recent` half of the tokens are
-the newest, as gates cannot tell a token's age. What is in the file already is not scored again.
+the newest, as gates cannot tell a token's age; `whole` is every token cached. What is in the file
+already is not scored again.
 """
 
 import argparse
@@ -44,8 +45,8 @@ from heedful.records.files import append_line
 from heedful.tasks.background import Background, background_sentences
 from heedful.tasks.needles import UNWANTED, Needles, all_found
 
-POLICIES = ("streaming-llm", "tova", "snap-kv", "h2o", "random", "window", "triattention")
-HIDING = ("by-layer", "most-hidden", "tova", "streaming-llm")
+POLICIES = ("whole", "streaming-llm", "tova", "snap-kv", "h2o", "random", "window", "triattention")
+HIDING = ("whole", "by-layer", "most-hidden", "tova", "streaming-llm")
 DEPTHS = (0.1, 0.5, 0.9)
 ROOM = 12  # tokens of an answer
 SKIPPED = 4000  # characters at the beginning of a book: title, licence, contents
@@ -85,7 +86,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
                 "out of --policies"
             )
         calibration = read_calibration(options.calibration, model)
-    settings = [("whole", options.length), *product(policies, options.tokens)]
+    small = product([policy for policy in policies if policy != "whole"], options.tokens)
+    settings = [*([("whole", options.length)] if "whole" in policies else []), *small]
     identity = model_identity(model)
     fields = ("model", "policy", "tokens", "length", "chunk", "cache_dtype", "numbers")
     former = {"cache_dtype": "auto", "numbers": 1}  # of records without these fields
