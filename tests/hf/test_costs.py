@@ -9,7 +9,12 @@ import json
 import subprocess
 import sys
 
-# Python calls and operations, × those of the base model.
+import transformers
+
+from heedful.records.environment import TESTED
+
+# Python calls and operations, × those of the base model, with the newest transformers; the base
+# models of older ones make up to 3 % fewer calls themselves.
 MOST = {
     "standard": (1.27, 1.05),
     "standard, StreamingLLM": (1.58, 1.52),
@@ -114,5 +119,6 @@ def test_python_calls_and_operations_per_token():
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts.keys() == MOST.keys()
+    older = 1.0 if transformers.__version__ == TESTED["transformers"][-1] else 1.03
     for name, most in MOST.items():
-        assert all(0.5 < x <= y for x, y in zip(counts[name], most, strict=True)), counts
+        assert all(0.5 < x <= older * y for x, y in zip(counts[name], most, strict=True)), counts

@@ -255,7 +255,7 @@ def moves(slots: Int[Tensor, "B m"], count: int, newest: int = 0) -> Moves:
 def attention_received(
     layer: Layer,
     q: Float[Tensor, "B H Tq D"],
-    k: Float[Tensor, "B Hk n D"],
+    k: Float[Tensor, "B Hk n Dk"],
     queries: int,
     *,
     visibility: Visibility,

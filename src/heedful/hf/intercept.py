@@ -25,7 +25,7 @@ class LayerCall(NamedTuple):
     """The arguments of one call of a layer."""
 
     q: Float[Tensor, "B heads Tq D"]
-    k: Float[Tensor, "B Hk Tk D"]
+    k: Float[Tensor, "B Hk Tk Dk"]
     v: Float[Tensor, "B Hk Tk D"]
     visibility: Visibility | None = None
     scale: float | None = None
@@ -110,7 +110,7 @@ def needs_of(layer: nn.Module) -> frozenset[str]:
 def run_layer(
     layer: nn.Module,
     q: Float[Tensor, "B heads Tq D"],
-    k: Float[Tensor, "B Hk Tk D"],
+    k: Float[Tensor, "B Hk Tk Dk"],
     v: Float[Tensor, "B Hk Tk D"],
     *,
     visibility: Visibility | None = None,

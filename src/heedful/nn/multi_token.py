@@ -293,7 +293,7 @@ class MultiTokenAttention(Layer):
     def forward(
         self,
         q: Float[Tensor, "B H Tq D"],
-        k: Float[Tensor, "B Hk Tk D"],
+        k: Float[Tensor, "B Hk Tk Dk"],
         v: Float[Tensor, "B Hk Tk D"],
         *,
         visibility: Visibility | None = None,
