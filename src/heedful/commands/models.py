@@ -17,6 +17,7 @@ from heedful.commands.options import ModelDtype, check_device
 from heedful.data import ByteTokenizer
 from heedful.hf import load
 from heedful.hf.adapter_folders import base_of, is_adapter, read_about
+from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import take_budgets
 from heedful.hf.convert import replace_attention
 from heedful.hf.load import saved_conversion
@@ -64,7 +65,7 @@ def open_model(
     budgets: bool = True,
     convert: bool = True,
 ) -> PreTrainedModel:
-    """A converted model as it is saved; an ordinary one with standard attention of heedful.
+    """A model as it is saved, an ordinary one with standard attention of heedful or its own.
 
     Arguments:
         name: a folder of a model or an adapter, or what `heedful.hf.stock.stock_model` opens.
@@ -72,7 +73,7 @@ def open_model(
         dtype: of the weights and the computation; `auto` is that of the files.
         adapter: the folder of an adapter, for an ordinary model.
         budgets: take the `budgets.json` beside the model or the adapter, if any.
-        convert: as for `heedful.load`.
+        convert: as for `heedful.load`; without it an ordinary model stays as it is.
 
     Raises:
         ValueError: there is no such model, it cannot be read, or cannot be converted.
@@ -90,7 +91,9 @@ def open_model(
             model = load(folder, budgets=False, convert=convert, **options)
         else:
             model = stock_model(name, **options)
-            replace_attention(model, "standard")
+            has_budgets = budgets and (folder / BUDGETS).is_file()
+            if convert or has_budgets:
+                replace_attention(model, "standard", attends=convert)
     if budgets and folder.is_dir():
         take_budgets(folder, model)
     return model.eval().to(place)

@@ -119,7 +119,7 @@ def _suited(model: nn.Module) -> str:
     """The policy that suits the mechanism of all layers."""
     states = [module.heedful.keeps for module in attention_modules(model)]
     for part, name in (("F", "most-hidden"), ("gate", "lowest-gate")):
-        if all(part in parts for parts in states):
+        if states and all(part in parts for parts in states):
             return name
     return "streaming-llm"
 

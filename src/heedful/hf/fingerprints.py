@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heedful.hf.family.modules import attention_modules
+from heedful.hf.family.modules import attention_modules, find_attention, head_shape
 from heedful.hf.grids import steps
 from heedful.hf.identity import tensors_digest
+from heedful.nn.standard import StandardAttention
 
 _OWN = ".heedful."  # in the names of a mechanism's parameters
 _NUMBERS = 64  # of a model's weights that are written down as numbers
@@ -63,8 +64,11 @@ def fingerprint(model: nn.Module) -> dict:
 
 
 def layer_texts(model: nn.Module) -> list[str]:
-    """The mechanism and shape of every attention layer of a converted model, as text."""
+    """The mechanism and shape of every attention layer, as text; a model's own is standard."""
     modules = attention_modules(model)
+    if not modules:
+        shapes = map(head_shape, find_attention(model).values())
+        return [f"{StandardAttention.__name__} {shape}" for shape in shapes]
     return [f"{type(m.heedful).__name__} {m.heedful.shape}" for m in modules]
 
 

@@ -19,9 +19,10 @@ from heedful.commands.generate.run import CHUNK
 from heedful.commands.options import EVICTIONS
 from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
-from heedful.eviction import POLICIES, MostHidden, StreamingLLM, TriAttention
+from heedful.eviction import POLICIES, TOVA, MostHidden, SnapKV, StreamingLLM, TriAttention
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate
+from heedful.hf.evicting.layer import EvictingLayer
 from heedful.nn import MultiToken
 from helpers.command_line import refusal, status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
@@ -106,6 +107,23 @@ def test_every_policy_can_be_named(folders, name):
     assert cache.tokens == [19, 19]
     assert generation.nbytes == cache.nbytes < generation.whole_nbytes / 2
     assert generation.peak_nbytes == cache.peak_nbytes
+
+
+@pytest.mark.parametrize("policy", [StreamingLLM, TOVA, SnapKV, None])
+def test_an_ordinary_model_stays_as_it_is(folders, policy):
+    """Its cache is that of its own attention, which takes fewer bytes than a converted model's."""
+    name = "auto" if policy is None else spelled(policy.__name__)
+    budget = None if policy is None else "20"
+    generation, _ = generation_of(
+        folders / "plain", eviction=name, budget=budget, max_new_tokens=24, chunk=8
+    )
+    model = AutoModelForCausalLM.from_pretrained(folders / "plain").eval()
+    cache = heedful.new_cache(model, None if policy is None else policy(tokens=20))
+    assert all(isinstance(layer, EvictingLayer) for layer in cache.layers)
+    expected = by_hand(model, list(PROMPT.encode()), 24, cache=cache, prefill_chunk_size=8)
+    assert generation.text == bytes(x for x in expected if x < 256).decode(errors="replace")
+    sizes = (cache.nbytes, cache.peak_nbytes, cache.contents_nbytes)
+    assert (generation.nbytes, generation.peak_nbytes, generation.contents_nbytes) == sizes
 
 
 LANDMARKS = """

@@ -28,7 +28,7 @@ from helpers.unconverted import RANKED, beside, give_selectors
 BUDGET = MostHidden(tokens=(15, 20, None), sinks=2, recent=3)
 
 
-@pytest.fixture(params=[False, True], ids=["selectors", "with-matrices"])
+@pytest.fixture(params=["selectors", "with-matrices"])
 def folder(tmp_path, request):
     """An adapter of selectors that rank, with matrices that act after an eviction or without."""
     base = tiny(dtype=torch.float32)
@@ -37,14 +37,14 @@ def folder(tmp_path, request):
     budgets = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PEFT: the base has no name
-        if request.param:
+        if request.param == "with-matrices":
             model = heedful.get_peft_model(model, lora())
             stir(model, 0.3, "lora_B")
             conversion_of(model.get_base_model()).after_eviction = AfterEviction(
                 model.get_base_model()
             )
         heedful.save_adapter(model, tmp_path / "a", base=str(tmp_path / "base"))
-    if not request.param:
+    if request.param == "selectors":
         write_budgets(tmp_path / "a" / "budgets.json", BUDGET, budgets, {})
     return tmp_path / "a"
 
@@ -88,9 +88,8 @@ def test_it_agrees_with_the_converted_one(folder):
     torch.testing.assert_close(rows, actual, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("folder", ["selectors"], indirect=True)
 def test_generate_evicts_by_the_budgets_beside_the_adapter(folder):
-    if not (folder / "budgets.json").exists():
-        pytest.skip("the matrices' adapter of this fixture has no budgets")
     model, ids = heedful.load(folder), tokens(1, 30)
     output = model.generate(ids, max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     cache = heedful.new_cache(model)
@@ -240,11 +239,10 @@ def test_folders_written_before_open_beside_the_model(folder):
     assert not layer.host.attends and not layer.config.masks
 
 
+@pytest.mark.parametrize("folder", ["with-matrices"], indirect=True)
 def test_matrices_cost_nothing_before_an_eviction_and_are_peft_s_after(folder):
     model, ids = heedful.load(folder), tokens(2, 40)
     layers = [x for x in model.modules() if isinstance(x, LowRankLinear)]
-    if not layers:
-        pytest.skip("this adapter has no matrices")
     with torch.profiler.profile() as whole:
         logits(model, ids)
     with torch.profiler.profile() as plain:

@@ -23,6 +23,9 @@ from heedful.commands.models import (
 from heedful.commands.policies import cache_dtype_of, policy_of, reads_budgets
 from heedful.eviction import Eviction, SnapKV
 from heedful.hf.cache.new import KVCache, load_cache, new_cache
+from heedful.hf.convert import replace_attention
+from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.evicting.new import needs_conversion
 from heedful.hf.versions import cache_argument, generate_argument
 
 CHUNK = 64  # tokens of a prompt at a time under a budget: what a layer holds beyond it
@@ -94,9 +97,12 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
         budgets=reads_budgets(options),
         convert=False,
     )
+    policy = policy_of(options, model)
+    if not isinstance(model, ConvertedModel) and needs_conversion(model, policy or None):
+        replace_attention(model, "standard")
     tokenizer = open_tokenizer(options.tokenizer, options.model, model)
     if options.cache is not None:
-        given = None if options.budget is None else policy_of(options, model) or None
+        given = None if options.budget is None else policy or None
         cache = load_cache(options.cache, model, given)
         ids = _prompt(text, tokenizer, options.chat, "later")
         _check_fits(cache.get_seq_length() + ids.shape[1], options, longest(model), False)
@@ -105,7 +111,7 @@ def generate(options: Generation, write: Callable[[str], None]) -> Iterator[Gene
     ids = _prompt(text, tokenizer, options.chat, "whole" if options.save_cache is None else "first")
     _check_fits(ids.shape[1], options, longest(model), model.config.is_encoder_decoder)
     dtype = cache_dtype_of(options.cache_dtype)
-    cache = new_cache(model, policy_of(options, model), dtype=dtype)
+    cache = new_cache(model, policy, dtype=dtype)
     if options.save_cache is not None:
         if model.config.is_encoder_decoder:
             raise UserError("save_cache needs a decoder, and this model has an encoder: drop it")

@@ -145,7 +145,8 @@ def _real(mask: Mask, before: int, new: int) -> Bool[Tensor, "B m"]:
     if isinstance(mask, BlockMask):
         row = torch.arange(new, device=_device(mask))
         rows = torch.arange(mask.shape[0], device=_device(mask))[:, None]
-        return mask.mask_mod(rows, torch.zeros_like(rows), row, row + before)
+        real = mask.mask_mod(rows, torch.zeros_like(rows), row, row + before)
+        return real.expand(len(rows), new)  # a function may leave the rows out
     if mask.ndim == 2:
         return mask[:, before:].bool()
     own = mask[:, 0, :, before:].diagonal(dim1=-2, dim2=-1)

@@ -30,8 +30,7 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
             f"model: {type(model).__name__} is an encoder-decoder, whose cache needs a converted "
             "model; heedful.convert(model, 'standard') is enough"
         )
-    needs = () if policy is None else policy.needs
-    if others := [x for x in needs if x not in _SERVED and not isinstance(x, tuple)]:
+    if others := _not_served(policy):
         raise UserError(
             f"eviction: {type(policy).__name__} needs a converted model, as it reads "
             f"{', '.join(others)}; heedful.convert(model, 'standard') is enough for positions"
@@ -48,6 +47,18 @@ def decoder_modules(model: nn.Module, policy: Eviction | None) -> list[nn.Module
             "between calls"
         )
     return modules
+
+
+def needs_conversion(model: nn.Module, policy: Eviction | None) -> bool:
+    """Whether an ordinary model's cache needs a converted one: of encoder-decoders, or for what
+    the policy reads."""
+    return model.config.is_encoder_decoder or bool(_not_served(policy))
+
+
+def _not_served(policy: Eviction | None) -> list[str]:
+    """What a policy reads that the cache of an unconverted model does not have."""
+    needs = () if policy is None else policy.needs
+    return [x for x in needs if x not in _SERVED and not isinstance(x, tuple)]
 
 
 def evicting_layers(
