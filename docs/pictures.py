@@ -22,7 +22,6 @@ from heedful.ops.grouped import (
     fixed_groups,
     sentence_groups,
     sliding_groups,
-    slot_groups,
 )
 from heedful.ops.grouped.reference import memberships
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
@@ -175,24 +174,21 @@ def differential() -> Figure:
 
 
 def groups() -> Figure:
-    """The shares of one sequence of tokens under the five groupings."""
+    """The shares of one sequence of tokens under the four groupings."""
     text = "the dog ran . it saw a cat on a wall . the cat hid ."
     words = text.split()
     count = len(words)
     ids = torch.tensor([[word == "." for word in words]]).long()
     alpha = {"the": 0.1, "a": 0.1, "on": 0.15, "it": 0.3, ".": 0.3, "dog": 0.45, "cat": 0.5}
     weights = torch.tensor([[alpha.get(word, 0.4) for word in words]])
-    small = ("the", "a", "on", ".")
-    weight = torch.tensor([[[3.0 * (word not in small)] for word in words]])
     maps = {
         "fixed\nsize 4": fixed_groups(4, count),
         "sliding\nsize 4, stride 2": sliding_groups(4, 2, count),
         "sentence\ncloses at “.”": sentence_groups(ids, (1,)),
         "cif\nweights fill a group": cif_groups(weights),
-        "slots\nclusters of a block": slot_groups(weight, block=8, slots=2),
     }
-    lanes = [2 if "sliding" in x or "cif" in x or "slots" in x else 1 for x in maps]
-    figure = Figure(figsize=(7.6, 4.1), layout="constrained", facecolor="white")
+    lanes = [2 if "sliding" in x or "cif" in x else 1 for x in maps]
+    figure = Figure(figsize=(7.6, 3.3), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(hspace=0.06)
     all_axes = figure.subplots(len(maps), 1, sharex=True, height_ratios=lanes)
     for axes, (name, grouping), height in zip(all_axes, maps.items(), lanes, strict=True):

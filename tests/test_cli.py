@@ -46,7 +46,6 @@ def test_the_commands_are_these():
         "train",
         "shrink",
         "convert",
-        "export",
         "generate",
         "budget",
         "calibrate",

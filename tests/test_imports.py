@@ -64,7 +64,6 @@ ROOMS = (
     "convert",
     "evaluate",
     "shrink",
-    "export",
     "generate",
     "inspect",
     "train",
@@ -161,7 +160,6 @@ COMMAND_MAP = {
     "generate": set(),
     "inspect": set(),
     "convert": set(),
-    "export": set(),
     "train": set(),
     "compare": {"inspect"},  # the names of kernels' patterns
     "shrink": {"train", "budget"},  # which it runs one after the other

@@ -38,7 +38,7 @@ from heedful.tasks.samples import IGNORE
 SIZE, WINDOW = 8, 16
 ROWS = ("text", "copy", "selective-copy", "recall")
 PAIRS = ("translate", "summarise", "spans")
-REFINES = ("mean", "weighted", "channel", "attention")
+REFINES = ("mean", "weighted", "attention")
 
 
 def mechanisms(task: Task) -> dict[str, Mechanism]:
@@ -48,7 +48,6 @@ def mechanisms(task: Task) -> dict[str, Mechanism]:
         "fixed": {},
         "sliding": {"size": 2 * SIZE, "stride": SIZE},
         "sentence": sentence,
-        "slots": {"stride": 4},
     }
     by_name: dict[str, Mechanism] = {
         "full attention": Standard(),
@@ -70,13 +69,10 @@ def paired_mechanisms(task: Task, kind: str) -> dict[str, Mechanism]:
     if kind == "spans":
         return {"full attention": Standard(), "selective in the decoder": Selective()}
     recipe = task.recipe.changes["grouped"]
-    size, window = recipe["size"], recipe["window"]
-    wide = {"size": 2 * size, "stride": size, "window": window}
     return {
         "full attention": Standard(),
-        "window alone": Standard(window=window + size // 2),
+        "window alone": Standard(window=recipe["window"] + recipe["size"] // 2),
         "fixed, mean, no size": Grouped(**recipe, refine="mean", size_bias="none"),
-        "sliding, channel": Grouped("sliding", refine="channel", **wide),
         "cif, weighted": Grouped("cif", **recipe, share=task.recipe.layers),
     }
 

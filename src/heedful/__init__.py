@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from heedful.hf.adapter_folders import save_adapter
     from heedful.hf.adapters import get_peft_model
     from heedful.hf.cache.new import KVCache, load_cache, new_cache
-    from heedful.hf.export import export
     from heedful.hf.look import LayerLook, look
     from heedful.hf.stock import stock_model, stock_tokenizer
     from heedful.nn import (
@@ -83,7 +82,6 @@ _ROOMS = {
     "heedful.hf.adapter_folders": ("save_adapter",),
     "heedful.hf.adapters": ("get_peft_model",),
     "heedful.hf.cache.new": ("KVCache", "load_cache", "new_cache"),
-    "heedful.hf.export": ("export",),
     "heedful.hf.look": ("LayerLook", "look"),
     "heedful.hf.stock": ("stock_model", "stock_tokenizer"),
     "heedful.papers": ("cite",),
@@ -123,7 +121,6 @@ __all__ = [
     "cite",
     "convert",
     "differential_attention",
-    "export",
     "get_peft_model",
     "grouped_attention",
     "load",

@@ -20,7 +20,6 @@ from heedful.commands.calibrate.options import CalibrationRun
 from heedful.commands.compare.options import Comparison
 from heedful.commands.convert.options import FolderConversion
 from heedful.commands.evaluate.options import Evaluation
-from heedful.commands.export.options import Export
 from heedful.commands.generate.options import Generation
 from heedful.commands.inspect.options import Inspection
 from heedful.commands.shrink.options import Shrink
@@ -67,11 +66,6 @@ class BenchCommand(_Unchecked, Bench):
     out: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the records here as JSON lines, and a picture of them beside it (.svg). A file that is
     there already is never replaced."""
-
-
-@dataclass(frozen=True)
-class ExportCommand(_Unchecked, Export):
-    __doc__ = Export.__doc__
 
 
 @dataclass(frozen=True)
@@ -134,7 +128,6 @@ _Command = (
     | Annotated[TrainCommand, tyro.conf.subcommand("train")]
     | Annotated[ShrinkCommand, tyro.conf.subcommand("shrink")]
     | Annotated[ConvertCommand, tyro.conf.subcommand("convert")]
-    | Annotated[ExportCommand, tyro.conf.subcommand("export")]
     | Annotated[GenerateCommand, tyro.conf.subcommand("generate")]
     | Annotated[BudgetCommand, tyro.conf.subcommand("budget")]
     | Annotated[CalibrateCommand, tyro.conf.subcommand("calibrate")]
@@ -223,8 +216,6 @@ def _run(command: _Command) -> int:
             return _shrink(command)
         case ConvertCommand():
             return _convert(command)
-        case ExportCommand():
-            return _export(command)
         case GenerateCommand():
             return _generate(command)
         case BudgetCommand():
@@ -304,15 +295,6 @@ def _convert(command: ConvertCommand) -> int:
 
     _quiet()
     print(convert_folder(options))
-    return 0
-
-
-def _export(command: ExportCommand) -> int:
-    options = _as(Export, command)
-    from heedful.commands.export.run import export_folder
-
-    _quiet()
-    print(export_folder(options))
     return 0
 
 

@@ -16,7 +16,7 @@ _OPTIONAL = {
 }
 # By default on the GPU where there is one; what only rewrites weights stays on the CPU.
 _COMPUTING = "generate, eval, budget, calibrate, inspect, train, compare, bench"
-_REWRITING = "convert, export"
+_REWRITING = "convert"
 
 
 def examine(write: Callable[[str], None] = print) -> int:

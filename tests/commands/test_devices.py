@@ -108,12 +108,10 @@ def test_rotations_stay_in_float32():
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
-@pytest.mark.parametrize("command", ["convert", "export"])
-def test_a_written_folder_has_its_dtype(command):
-    words = {"convert": ("--revert",), "export": ()}[command]
+def test_a_written_folder_has_its_dtype():
     for name, dtype in {"auto": torch.bfloat16, **DTYPES}.items():
         chosen = () if name == "auto" else ("--dtype", name)
-        assert status_of(command, "model", f"out-{name}", *words, *chosen) == 0
+        assert status_of("convert", "model", f"out-{name}", "--revert", *chosen) == 0
         assert heedful.stock_model(f"out-{name}").dtype == dtype
 
 
@@ -150,7 +148,7 @@ def test_doctor_lists_devices_and_optional_parts(monkeypatch, gpus):
     for expected in (
         "device       cuda (Test GPU)",
         "commands     cuda: generate, eval, budget, calibrate, inspect, train, compare, bench; "
-        "cpu: convert, export",
+        "cpu: convert",
         "gguf         0.17.0",
         "peft         missing, for LoRA: pip install 'heedful[lora]'",
         "lm_eval      missing, for heedful eval's tasks of lm-evaluation-harness: pip install "

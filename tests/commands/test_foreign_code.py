@@ -79,7 +79,6 @@ COMMANDS = [
     ("budget", "{}", *DATA),
     ("calibrate", "{}", *DATA),
     ("convert", "{}", "out", "--mechanism", "mta"),
-    ("export", "{}", "out"),
     ("doctor", "{}"),
 ]
 
@@ -90,7 +89,7 @@ def test_every_command_refuses_a_model(words, capsys):
     assert f"own {REFUSED}" in line and "give the model to heedful.convert" in line
 
 
-@pytest.mark.parametrize("words", COMMANDS[:-3], ids=lambda x: x[0])
+@pytest.mark.parametrize("words", COMMANDS[:-2], ids=lambda x: x[0])
 def test_every_command_refuses_a_tokenizer(words, capsys):
     line = refusal(capsys, *(word.format("words") for word in words))
     assert f"words {REFUSED}" in line

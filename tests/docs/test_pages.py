@@ -211,9 +211,6 @@ def test_commands_run(arguments, tmp_path, monkeypatch, capsys, request):
     if arguments[0] == "eval":
         few = "--samples 2 --lengths 900 --depths 0.5 --needles 2 --length 48 --kinds 1"
         arguments = [*arguments, *few.split()]
-    if arguments[0] == "export":
-        window = heedful.LocalGlobal(window=8)
-        heedful.convert(small(), window).model.save_pretrained(tmp_path / arguments[1])
     if "--revert" in arguments:
         heedful.convert(small(), "mta").model.save_pretrained(tmp_path / "runs" / "with-mta")
     smaller = {"--steps": "1", "--seeds": "1", "--length": str(length), "--hidden": "16"}

@@ -36,13 +36,10 @@ MECHANISMS = {name: of_few_layers(name) for name in NAMES} | {
     "self-pruned": RetentionGate(window=3),
     "grouped": Grouped(size=3, window=2),
     "grouped-sliding": Grouped("sliding", size=4, stride=2, window=3, queries="groups"),
-    "grouped-sentence": Grouped(
-        "sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31), refine="channel"
-    ),
+    "grouped-sentence": Grouped("sentence", size=3, window=1, closing=(2, 5, 11, 17, 23, 31)),
     "grouped-cif": Grouped(
         "cif", size=3, window=2, share=2, refine="attention", size_bias="learned"
     ),
-    "grouped-slots": Grouped("slots", size=2, stride=2, window=2, share=2, queries="groups"),
 }
 
 GATED = ("retention-gate", "self-pruned")

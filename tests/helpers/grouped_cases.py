@@ -13,12 +13,11 @@ from heedful.ops.grouped import (
     fixed_groups,
     sentence_groups,
     sliding_groups,
-    slot_groups,
 )
 from helpers.mechanisms import VISIBILITIES
 from helpers.oracle import draw
 
-SIZE, SPAN, STRIDE, SHORTEST, LONGEST, BLOCK, SLOTS = 4, 6, 2, 2, 7, 8, 2
+SIZE, SPAN, STRIDE, SHORTEST, LONGEST = 4, 6, 2, 2, 7
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,6 @@ CASES = [
         ),
     ),
     Case("cif", _alpha, lambda a, _, v: cif_groups(a, longest=LONGEST, visibility=v)),
-    Case(
-        "slots",
-        lambda rows, tokens: torch.randn(rows, tokens, 3, dtype=torch.float64),
-        lambda z, _, v: slot_groups(z, block=BLOCK, slots=SLOTS, visibility=v),
-    ),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -120,32 +114,7 @@ def shares_by_hand(
                         groups.setdefault(j, {})[t] = part / alpha
                         at += part
                 actual += [groups[j] for j in sorted(groups)]
-            case "slots":
-                for i in range(0, len(run), BLOCK):
-                    actual += _slots_by_hand(inputs[row], run[i : i + BLOCK])
     return actual
-
-
-def _slots_by_hand(z: Tensor, block: list[int]) -> Shares:
-    def shares(apart: Callable[[int, int], float]) -> list[list[float]]:
-        rows = []
-        for i in range(len(block)):
-            place = (i + 0.5) * SLOTS / BLOCK - 0.5
-            logits = torch.tensor(
-                [-((place - k) ** 2) - apart(i, k) for k in range(SLOTS)], dtype=torch.float64
-            )
-            rows.append(logits.softmax(0).tolist())
-        return rows
-
-    actual = shares(lambda i, k: 0.0)
-    for _ in range(2):
-        means = [
-            sum(actual[i][k] * z[t] for i, t in enumerate(block))
-            / sum(actual[i][k] for i in range(len(block)))
-            for k in range(SLOTS)
-        ]
-        actual = shares(lambda i, k, means=means: float((z[block[i]] - means[k]).square().sum()))
-    return [{t: actual[i][k] for i, t in enumerate(block)} for k in range(SLOTS)]
 
 
 TOKENS = 37

@@ -37,6 +37,7 @@ from heedful.nn import (
     Forgetting,
     Gated,
     KnockingHeads,
+    LocalGlobal,
     MultiToken,
     Parallax,
     RetentionGate,
@@ -321,6 +322,9 @@ def test_convolutions_of_every_nth_layer_alone_must_have_one():
     refuse(two, r"changes none of the 2 layers of LlamaForCausalLM .* `conv_every`", convolutions)
     heedful.convert(tiny(num_hidden_layers=3), convolutions)
     heedful.convert(two, MultiToken(mix=None, post_mix=None, norm="plain"))
+    scaled = MultiToken(mix=None, post_mix=None, input_scaling="depth")
+    heedful.convert(tiny(num_hidden_layers=2), scaled)
+    heedful.convert(tiny(num_hidden_layers=2), LocalGlobal(window=4, every=3))
 
 
 def test_masks_of_four_dimensions_are_refused():

@@ -15,7 +15,6 @@ GROUPINGS = {
     "fixed": Grouped(size=4, window=2),
     "sliding": Grouped("sliding", size=4, stride=2, window=2, queries="groups"),
     "sentence": Grouped("sentence", size=4, window=2, closing=(3, 5, 8), refine="attention"),
-    "slots": Grouped("slots", size=2, stride=2, window=2, refine="channel"),
     "cif": Grouped("cif", size=4, window=2, refine="attention"),
 }
 

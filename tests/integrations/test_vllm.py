@@ -1,4 +1,4 @@
-"""vLLM serves converted folders and exported ones: the tokens of `generate`, and refusals by name.
+"""vLLM serves converted folders: the tokens of `generate`, and refusals by name.
 
 Needs vLLM with the plugin of `integrations/vllm` in this environment, and starts it in processes of
 its own, as its engine would be started anyway.
@@ -25,7 +25,6 @@ from heedful.nn import (
     Forgetting,
     Gated,
     KnockingHeads,
-    LocalGlobal,
     MultiToken,
     Selective,
     Simplicial,
@@ -160,14 +159,6 @@ def test_greedy_tokens_are_those_of_generate(family, mechanisms, options, tmp_pa
     varied(model, mechanisms)
     model.save_pretrained(tmp_path / "model")
     check_served(model, tmp_path / "model", **options)
-
-
-@pytest.mark.parametrize("mechanism", [KnockingHeads(), LocalGlobal(20, 2)], ids=["fold", "window"])
-def test_exported_models_need_no_plugin(mechanism, tmp_path):
-    model = model_of("llama")
-    varied(model, mechanism)
-    heedful.export(model, tmp_path / "model")
-    check_served(model, tmp_path / "model", num_gpu_blocks_override=40)
 
 
 SERVED = {"enforce_eager": True} | OPTIONS

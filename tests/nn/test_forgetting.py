@@ -190,16 +190,15 @@ def test_starts():
     (q, k, v, x), module = qkvx(9), Forgetting("identity").build(SHAPE).double()
     out = module(q, k, v, inputs=LayerInputs(input=x))
     torch.testing.assert_close(out.output, Standard().build(SHAPE)(q, k, v).output, **EXACT)
-    assert bool((out.state == 0).all()) and module.standard_form() is not None
+    assert bool((out.state == 0).all())
     (out.output * draw(2, 4, 9, 6)).sum().backward()
     assert bool((module.strength.grad != 0).all()), "strengths learn from zero"
     assert bool((module.forget.weight.grad == 0).all()), "behind strengths of zero"
     module.strength.data.fill_(-0.1)
-    assert module.standard_form() is None
     assert bool((module(q, k, v, inputs=LayerInputs(input=x)).state >= 0).all()), "nothing grows"
     published = Forgetting().build(HeadShape(heads=40, key_heads=8, dim=6, hidden=200, layer=0))
     assert published.forget.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert bool((published.forget.bias == 0).all()) and published.standard_form() is None
+    assert bool((published.forget.bias == 0).all())
 
 
 def test_maps_hide_what_is_forgotten():
@@ -225,7 +224,7 @@ def test_exclusive_outputs_have_nothing_of_their_own_value():
     assert bool((actual[:, :, 0].abs() < 1e-12).all()), "the first token reads itself alone"
     last = module(q[:, :, 4:], k, v).output
     torch.testing.assert_close(last, actual[:, :, 4:], **EXACT)
-    assert module.roles == {"decoder", "encoder"} and module.standard_form() is None
+    assert module.roles == {"decoder", "encoder"}
 
 
 def test_refused():

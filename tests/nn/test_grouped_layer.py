@@ -19,10 +19,9 @@ GROUPINGS: dict[str, dict] = {
     "fixed": {"size": 5},
     "sliding": {"size": 6, "stride": 2},
     "sentence": {"size": 4, "closing": (0, 3), "shortest": 2, "longest": 9},
-    "slots": {"size": 3, "stride": 2},
     "cif": {"size": 3, "longest": 7},
 }
-REFINES = ("mean", "weighted", "channel", "attention")
+REFINES = ("mean", "weighted", "attention")
 
 
 def grid(test: Callable) -> Callable:
@@ -176,7 +175,6 @@ SINGLE = {
     "fixed": {"size": 1},
     "sliding": {"size": 1, "stride": 1},
     "sentence": {"size": 1, "longest": 1, "closing": (1,)},
-    "slots": {"size": 1, "stride": 1},
 }
 
 
@@ -208,11 +206,10 @@ def test_every_parameter_learns(name, refine, queries):
         assert bool(p.grad.any()), part
 
 
-@pytest.mark.parametrize("name", ["slots", "cif"])
-def test_what_makes_groups_learns_from_its_first_values_on(name):
+def test_what_makes_groups_learns_from_its_first_values_on():
     """Of the attention's own gradient: the loss that holds their size is nothing at first."""
     torch.manual_seed(0)
-    layer = Grouped(name, window=2, **GROUPINGS[name]).build(SHAPE).double()
+    layer = Grouped("cif", window=2, **GROUPINGS["cif"]).build(SHAPE).double()
     x = torch.randn(2, 64, SHAPE.hidden).double()
     q, k, v = (torch.randn(2, n, 64, 6).double() for n in (4, 2, 2))
     out = layer(q, k, v, inputs=LayerInputs(input=x)).output
@@ -244,10 +241,8 @@ def test_maps_are_what_the_values_are_weighted_by(name, refine, queries):
     (q, k, v), inputs = Whole(layer).parts(ids(19))
     weights = layer.maps(q, k, inputs=inputs).weights
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 19).double(), **EXACT)
-    if refine != "channel":
-        expected = layer(q, k, v, inputs=inputs).output
-        actual = weights @ v.repeat_interleave(2, dim=1)
-        torch.testing.assert_close(actual, expected, **EXACT)
+    expected = layer(q, k, v, inputs=inputs).output
+    torch.testing.assert_close(weights @ v.repeat_interleave(2, dim=1), expected, **EXACT)
 
 
 def test_learned_groups_are_shared_by_layers_in_turn():
@@ -299,7 +294,8 @@ def test_the_loss_of_the_size_by_hand():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"grouping": "words"}, r"grouping must be one of 'fixed'"),
+        ({"grouping": "words"}, r"grouping must be one of 'fixed', 'sliding', 'sentence', 'cif'"),
+        ({"refine": "words"}, r"refine must be one of 'mean', 'weighted', 'attention', got"),
         ({"size": 0}, r"size must be a whole number of at least 1"),
         ({"grouping": "sentence"}, r"closing must be given with grouping='sentence'"),
         ({"closing": (3,)}, r"closing must be given with grouping='sentence' and only"),
@@ -311,7 +307,7 @@ def test_the_loss_of_the_size_by_hand():
             r"shortest must be at most long",
         ),
         ({"grouping": "cif", "longest": 16}, r"longest must be above size \(16\) for cif groups"),
-        ({"stride": 4}, r"stride is for sliding groups and slots"),
+        ({"stride": 4}, r"stride is for sliding groups, got 4 with"),
         ({"grouping": "sliding", "stride": 40}, r"stride must be at most size"),
         ({"longest": 40}, r"shortest and longest bound"),
         ({"grouping": "cif", "longest": 8}, r"longest must be a whole number of at least 16"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful.ops import Queries, Visibility, grouped_attention, summarise
-from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups, slot_groups
+from heedful.ops.grouped import cif_groups, fixed_groups, sliding_groups
 from heedful.ops.grouped.reference import memberships
 from helpers.grouped_cases import (
     BY_NAME,
@@ -24,7 +24,7 @@ from helpers.grouped_cases import (
     tensors,
 )
 from helpers.loops import dot, sight, softmax
-from helpers.oracle import EXACT, against_oracle, assert_equal_in_fp64, draw
+from helpers.oracle import EXACT, against_oracle, assert_equal_in_fp64
 
 KINDS = [
     "causal", "window 9", "ragged documents", "all padding", "padding in between", "both ways",
@@ -49,8 +49,7 @@ def test_memberships_by_hand(case: Case, visible):
             column[list(shares)] = torch.tensor(list(shares.values()), dtype=torch.float64)
             torch.testing.assert_close(a[row, :, j].double(), column, **EXACT)
             start, end = (x[row % len(x), j].item() for x in (groups.start, groups.end))
-            if case.name != "slots":
-                assert (start, end) == (min(shares), max(shares))
+            assert (start, end) == (min(shares), max(shares))
             size = groups.mass[row % len(groups.mass), j].item()
             assert size == pytest.approx(sum(shares.values()), abs=1e-12)
             assert end - start < groups.longest
@@ -264,14 +263,13 @@ def test_groups_of_the_same_token_over_and_over_are_standard_attention(name, imp
 @pytest.mark.parametrize("visible", ["causal", "both ways", "ragged, both ways"])
 @pytest.mark.parametrize("asking", [False, True], ids=["tokens ask", "groups ask"])
 def test_groups_of_one_token_are_standard_attention(impl, visible, asking):
-    """I1, in encoders too: by counting, by weights of one, by slots of one."""
+    """I1, in encoders too: by counting and by weights of one."""
     visibility, x = VISIBILITIES[visible](TOKENS), tensors()
     del x["beta"]
     alone = [
         fixed_groups(1, TOKENS, visibility=visibility),
         sliding_groups(1, 1, TOKENS, visibility=visibility),
         cif_groups(torch.ones(2, TOKENS, dtype=torch.float64), visibility=visibility),
-        slot_groups(draw(2, TOKENS, 3), block=1, slots=1, visibility=visibility),
     ]
     visible_keys = visibility.dense(TOKENS, TOKENS, torch.device("cpu"))[:, None]
     expected = scaled_dot_product_attention(

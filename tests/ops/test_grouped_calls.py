@@ -13,7 +13,6 @@ from heedful.ops.grouped import (
     fixed_groups,
     sentence_groups,
     sliding_groups,
-    slot_groups,
 )
 from heedful.ops.grouped import tiled as tiled_form
 from heedful.ops.grouped.groups import NEVER
@@ -225,10 +224,7 @@ def test_calls_that_cannot_be(change, message):
          r"shortest must be at most longest \(4\), got 9"),
         (lambda: cif_groups(torch.full((1, 9), 0.01)), r"alpha must be from 0.01562 to 1"),
         (lambda: cif_groups(torch.full((1, 9), torch.nan)), r"alpha must be from .* got nan"),
-        (lambda: slot_groups(torch.zeros(1, 9, 2), temperature=0.0), r"temperature must be"),
-        (lambda: slot_groups(torch.zeros(1, 9, 2), spread=-1.0), r"spread must be a finite number"),
-        (lambda: slot_groups(torch.zeros(1, 9, 2), block=2, slots=3), r"slots must be at most"),
-        (lambda: slot_groups(torch.zeros(1, 9)), r"z must be a floating-point tensor \[B, T, C\]"),
+        (lambda: cif_groups(torch.ones(9)), r"alpha must be a floating-point tensor \[B, T\]"),
         (lambda: fixed_groups(4, 9, visibility=Visibility(padding=torch.ones(1, 8).bool())),
          r"visibility must be of the same 9 tokens, got 8"),
         (lambda: fixed_groups(4, 9, visibility=Visibility(mutual=torch.zeros(1, 9).long())),

@@ -101,7 +101,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("grouping", ["fixed", "slots"])
+@pytest.mark.parametrize("grouping", ["fixed", "sliding"])
 def test_groups_that_keep_their_size_have_none(grouping):
     with pytest.raises(ValueError, match=r"must have layers that report groups, and .* has none"):
         GroupingLoss(converted(grouping))

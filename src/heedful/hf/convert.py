@@ -42,8 +42,16 @@ from heedful.hf.plan import Assignment, make_plan, mechanism_at, settled_roles
 from heedful.hf.proof import prove
 from heedful.hf.save import set_use_cache, use_cache_settings
 from heedful.hf.versions import CacheName, implementation_of, newer_than_tested, set_implementation
-from heedful.nn import Layer, Mechanism, Role, Selective, Standard
-from heedful.nn.layer import Host, Rotation, StandardForm, Term
+from heedful.nn import (
+    Layer,
+    Mechanism,
+    MultiTokenAttention,
+    Role,
+    Selective,
+    Standard,
+    StandardAttention,
+)
+from heedful.nn.layer import Host, Rotation, Term
 from heedful.ops.impl import Impl, check_impl
 
 
@@ -297,7 +305,9 @@ def _check_changes(seats: list[Seat], model: str) -> None:
 
 def _is_standard(layer: Layer) -> bool:
     """Whether a layer is standard attention for good: it has nothing to learn."""
-    return next(layer.parameters(), None) is None and layer.standard_form() == StandardForm()
+    plain = isinstance(layer, MultiTokenAttention) or type(layer) is StandardAttention
+    changes = layer.window is not None or layer.input_factor != 1.0
+    return plain and not changes and next(layer.parameters(), None) is None
 
 
 def _is_defined(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from heedful.checks import UserError, check_choice, is_whole
-from heedful.nn.layer import ALONE, Projection, StandardForm, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -85,10 +85,6 @@ class CanonAttention(StandardAttention):
             else:
                 bound = self.config.kernel**-0.5
                 nn.init.uniform_(kernel, -bound, bound)
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while every kernel is zero."""
-        return None if any(p.any() for p in self.parameters()) else StandardForm()
 
     def before_projection(
         self, x: Float[Tensor, "B T E"], tokens: Tokens = ALONE

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import UserError, is_whole
-from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm, parameter
+from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
@@ -70,10 +70,6 @@ class DexAttention(StandardAttention):
         """The factor zero; the matrix normal with std dim^-1/2, so that the factor has a slope."""
         nn.init.normal_(self.matrix, std=self.shape.dim**-0.5)
         self.factor.zero_()
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while the factor is zero."""
-        return None if bool(self.factor.any()) else StandardForm()
 
     def forward(
         self,

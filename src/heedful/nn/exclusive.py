@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from heedful.checks import UserError
-from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm
+from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
@@ -33,10 +33,6 @@ class ExclusiveAttention(StandardAttention):
     def __init__(self, config: Exclusive, shape: HeadShape) -> None:
         super().__init__(Standard(), shape)
         self.config, self.roles = config, frozenset({"decoder", "encoder"})
-
-    def standard_form(self) -> StandardForm | None:
-        """None: every output differs."""
-        return None
 
     def forward(
         self,

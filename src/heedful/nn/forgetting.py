@@ -15,7 +15,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
     check_defaults,
     check_inputs,
     parameter,
@@ -88,11 +87,6 @@ class ForgettingAttention(StandardAttention):
         self.forget.bias.zero_()
         if self.strength is not None:
             self.strength.zero_()
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while no head has learnt to forget."""
-        forgets = self.strength is None or bool(self.strength.any())
-        return None if forgets else StandardForm()
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import check_choice
-from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, StandardForm, check_inputs
+from heedful.nn.layer import NO_INPUTS, LayerInputs, LayerOutput, check_inputs
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.nn.standard import Standard, StandardAttention
 from heedful.ops import Visibility
@@ -61,11 +61,6 @@ class GatedAttention(StandardAttention):
             self.gate.weight.zero_()
         else:
             nn.init.normal_(self.gate.weight, std=self.gate.in_features**-0.5)
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while a gate that starts at one has learnt nothing."""
-        changed = self.config.start != "identity" or bool(self.gate.weight.any())
-        return None if changed else StandardForm()
 
     def forward(
         self,

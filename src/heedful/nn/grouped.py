@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from heedful.checks import UserError, check_choice, check_whole, is_whole
-from heedful.nn.grouping import KINDS, LEARNED, Grouping, Kind, longest_span
+from heedful.nn.grouping import KINDS, Grouping, Kind, longest_span
 from heedful.nn.layer import (
     NO_INPUTS,
     Layer,
@@ -23,9 +23,9 @@ from heedful.nn.shape import ROLES, HeadShape, Role, WideLinear
 from heedful.ops import Queries, Visibility
 from heedful.ops.grouped import Groups, Summaries, grouped_attention, member_attention
 from heedful.ops.grouped.groups import places_of
-from heedful.ops.grouped.summaries import gather_members, member_weights, pooled
+from heedful.ops.grouped.summaries import gather_heads, gather_members, member_weights, pooled
 
-_REFINES = ("mean", "weighted", "channel", "attention")
+_REFINES = ("mean", "weighted", "attention")
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,18 @@ class Grouped:
 
     Arguments:
         grouping: `"fixed"` (every `size` tokens), `"sliding"` (overlapping), `"sentence"` (at
-            closing tokens), or learned: `"slots"` (soft clusters of a block) or `"cif"` (weights
-            that fill a group).
+            closing tokens) or `"cif"` (learned weights that fill a group).
         size: tokens of a group; of a sentence or a learned group, how many there should be.
         window: from how many tokens on a group is seen by its summary; nearer ones are seen token
             by token.
         refine: attention inside a group: `"mean"` (none), `"weighted"` (a learned weighted average
-            per key head), `"channel"` (per channel) or `"attention"` (self-attention inside the
-            group, then weighted).
+            per key head) or `"attention"` (self-attention inside the group, then weighted).
         queries: `"tokens"`, or `"groups"` (the literal reading of grouping: distant groups are
             attended to by the mean query of the newest complete group, near tokens by the token's
             own).
         closing: ids of the tokens that close a sentence.
         share: how many consecutive layers share one learned grouping, that of the first of them.
-        stride: from one sliding group to the next; default half of `size`. For slots, how many
-            groups a block has; default 4.
+        stride: from one sliding group to the next; default half of `size`.
         shortest, longest: bounds of a sentence or a learned group in tokens; default 1 and four
             times `size`.
         size_bias: factor on the logarithm of a group's size: `"one"`, `"learned"` (per head, one at
@@ -60,7 +57,7 @@ class Grouped:
     grouping: Kind = "fixed"
     size: int = 16
     window: int = 128
-    refine: Literal["mean", "weighted", "channel", "attention"] = "weighted"
+    refine: Literal["mean", "weighted", "attention"] = "weighted"
     queries: Literal["tokens", "groups"] = "tokens"
     closing: tuple[int, ...] = ()
     share: int = 1
@@ -88,12 +85,11 @@ class Grouped:
             )
         if self.stride is not None:
             check_whole("stride", self.stride, 1)
-            if self.grouping not in ("sliding", "slots"):
+            if self.grouping != "sliding":
                 raise UserError(
-                    f"stride is for sliding groups and slots, got {self.stride} with "
-                    f"{self.grouping!r}"
+                    f"stride is for sliding groups, got {self.stride} with {self.grouping!r}"
                 )
-            if self.grouping == "sliding" and self.stride > self.size:
+            if self.stride > self.size:
                 raise UserError(
                     f"stride must be at most size ({self.size}), or tokens between two groups "
                     f"would be in none, got {self.stride}"
@@ -121,7 +117,7 @@ class Grouped:
                 f"longest must be above size ({self.size}) for cif groups, of which one weight of "
                 f"1/longest per token at least leaves no other size, got {self.longest}"
             )
-        if self.share > 1 and self.grouping not in LEARNED:
+        if self.share > 1 and self.grouping != "cif":
             raise UserError(
                 f"share is for learned groupings; {self.grouping!r} is the same in every layer"
             )
@@ -155,33 +151,29 @@ class GroupedAttention(Layer):
         if shape.role == "encoder" and config.queries == "tokens":
             self.takes = frozenset({"bias"})
         shape = replace(shape, hidden=shape.source or shape.hidden)  # what groups are made of
-        stride = config.stride
-        if stride is None:
-            stride = 4 if config.grouping == "slots" else max(1, config.size // 2)
+        stride = config.stride or max(1, config.size // 2)
         longest = config.longest or 4 * config.size
-        leads = config.grouping not in LEARNED or shape.layer % config.share == 0
+        learned = config.grouping == "cif"
+        leads = not learned or shape.layer % config.share == 0
         self.grouping = None
         if leads:
             self.grouping = Grouping(
                 config.grouping, shape, config.size, stride, config.shortest, longest,
                 config.closing,
             )  # fmt: skip
-        self.learns = leads and config.grouping in LEARNED
-        self.learns_groups = self.learns and config.grouping != "slots"
+        self.learns_groups = leads and learned
         needs = {"rotation"}
-        if config.refine != "mean" or config.grouping in LEARNED:
+        if config.refine != "mean" or learned:
             needs.add("source" if shape.role == "cross" else "input")
         if config.grouping == "sentence":
             needs.add("token_ids")
         self.needs = frozenset(needs)
 
         self.weight = self.place = self.inside = self.outside = self.beta = None
-        self.longest_span = longest_span(config.grouping, config.size, stride, longest)
         if config.refine != "mean":
-            channels = (shape.dim,) if config.refine == "channel" else ()
-            width = shape.key_heads * (shape.dim if channels else 1)
-            self.weight = WideLinear(shape.hidden, width, bias=False)
-            self.place = empty_parameter(self.longest_span, shape.key_heads, *channels)
+            span = longest_span(config.grouping, config.size, longest)
+            self.weight = WideLinear(shape.hidden, shape.key_heads, bias=False)
+            self.place = empty_parameter(span, shape.key_heads)
         if config.refine == "attention":
             self.inside = WideLinear(shape.hidden, 3 * shape.dim, bias=False)
             self.outside = WideLinear(shape.dim, 2 * shape.key_heads * shape.dim, bias=False)
@@ -294,11 +286,11 @@ class GroupedAttention(Layer):
         key = (
             what, self.shape.role, config.grouping, config.size, config.stride, config.shortest,
             config.longest, config.closing, config.share,
-            first if config.grouping in LEARNED else None,
+            first if config.grouping == "cif" else None,
         )  # fmt: skip
         results = {} if inputs.shared is None else inputs.shared
         # What has a gradient is made again where a layer is computed again in the backward pass.
-        if key not in results or self.learns:
+        if key not in results or self.learns_groups:
             if self.grouping is None:
                 raise UserError(
                     f"share={config.share}: layer {self.shape.layer} takes the groups of layer "
@@ -341,11 +333,7 @@ class GroupedAttention(Layer):
         k = _rotated_back(k, rotation, positions)
         shape = self.shape
 
-        def of_members(x: Tensor) -> Tensor:
-            rows = x.transpose(1, 2)
-            return gather_members(rows.flatten(2), groups).unflatten(-1, rows.shape[2:])
-
-        of_keys, of_values = of_members(k), of_members(v)
+        of_keys, of_values = gather_heads(k, groups), gather_heads(v, groups)
         weights = self._weights(groups, features)
         if self.inside is not None:
             parts = features[..., self.weight.out_features :].split(shape.dim, dim=-1)
@@ -354,9 +342,7 @@ class GroupedAttention(Layer):
             of_keys, of_values = of_keys + more[0].to(k.dtype), of_values + more[1].to(v.dtype)
         queries = None
         if self.config.queries == "groups":
-            shared = shape.heads // shape.key_heads
-            by_head = weights if weights.ndim == 3 else weights.repeat_interleave(shared, dim=3)
-            queries = pooled(of_members(_rotated_back(q, rotation, positions)), by_head)
+            queries = pooled(gather_heads(_rotated_back(q, rotation, positions), groups), weights)
         keys, values = pooled(of_keys, weights), pooled(of_values, weights)
         if rotation is not None:
             centre = _centre(groups, positions)
@@ -366,12 +352,11 @@ class GroupedAttention(Layer):
 
     def _weights(
         self, groups: Groups, features: Float[Tensor, "B T P"] | None
-    ) -> Float[Tensor, "B M L *W"]:
-        """How much each member counts, for all heads alike, per key head, or per channel too."""
+    ) -> Float[Tensor, "B M L"] | Float[Tensor, "B M L Hk"]:
+        """How much each member counts, for all heads alike or per key head."""
         if features is None:
             return member_weights(groups)
         logits = gather_members(features[..., : self.weight.out_features], groups)
-        logits = logits.unflatten(-1, self.place.shape[1:])
         return member_weights(groups, logits + self.place[: groups.longest])
 
     def maps(self, q, k, *, visibility=None, scale=None, inputs: LayerInputs = NO_INPUTS) -> Maps:
@@ -385,10 +370,7 @@ class GroupedAttention(Layer):
         eye = torch.eye(tokens, dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         summaries = self.summaries(q, k, k, groups, features.pooling, inputs)
         weights = self._weights(groups, features.pooling)
-        weights = weights.mean(-1) if weights.ndim == 5 else weights
-        rows = eye.transpose(1, 2).flatten(2)
-        spread = gather_members(rows, groups).unflatten(-1, (k.shape[1], tokens))
-        summaries = summaries._replace(v=pooled(spread, weights))
+        summaries = summaries._replace(v=pooled(gather_heads(eye, groups), weights))
         options = {"visibility": visibility, "scale": scale, "bias": inputs.bias}
         return Maps(self.attend(q, k, eye, groups, summaries, **options), groups=groups)
 

@@ -10,25 +10,17 @@ from torch import Tensor, nn
 from heedful.nn.layer import GroupingReport, LayerInputs
 from heedful.nn.shape import HeadShape, WideLinear
 from heedful.ops.grouped.groups import Groups, Places, closed_groups, fixed_from, sliding_from
-from heedful.ops.grouped.learned import cif_from, slots_from
+from heedful.ops.grouped.learned import cif_from
 
-Kind = Literal["fixed", "sliding", "sentence", "slots", "cif"]
-KINDS = ("fixed", "sliding", "sentence", "slots", "cif")
-LEARNED = frozenset({"slots", "cif"})
+Kind = Literal["fixed", "sliding", "sentence", "cif"]
+KINDS = ("fixed", "sliding", "sentence", "cif")
 
-_CLUSTER = 32  # width of what slots cluster
+_WIDTH = 32  # of what weights are predicted from
 
 
-def longest_span(kind: Kind, size: int, stride: int, longest: int) -> int:
+def longest_span(kind: Kind, size: int, longest: int) -> int:
     """The most tokens that a group spans."""
-    match kind:
-        case "sentence":
-            return longest
-        case "cif":
-            return longest + 1
-        case "slots":
-            return size * stride
-    return size
+    return {"sentence": longest, "cif": longest + 1}.get(kind, size)
 
 
 class Grouping(nn.Module):
@@ -53,30 +45,25 @@ class Grouping(nn.Module):
         super().__init__()
         self.kind, self.size, self.stride = kind, size, stride
         self.shortest, self.longest, self.closing = shortest, longest, closing
-        self.longest_span = longest_span(kind, size, stride, longest)
+        self.longest_span = longest_span(kind, size, longest)
         self.inner = self.outer = None
-        match kind:
-            case "cif":
-                self.inner = WideLinear(shape.hidden, _CLUSTER)
-                self.outer = WideLinear(_CLUSTER, 1)
-            case "slots":
-                self.inner = WideLinear(shape.hidden, _CLUSTER, bias=False)
+        if kind == "cif":
+            self.inner = WideLinear(shape.hidden, _WIDTH)
+            self.outer = WideLinear(_WIDTH, 1)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights of mean 1/size, random clusters."""
-        match self.kind:
-            case "cif":
-                nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
-                self.inner.bias.zero_()
-                # Not zero: with weights all alike no token stands on a border, and none learns.
-                nn.init.normal_(self.outer.weight, std=self.outer.in_features**-0.5)
-                least = 1 / self.longest
-                share = (1 / self.size - least) / (1 - least)
-                self.outer.bias.fill_(math.log(share / (1 - share)))
-            case "slots":
-                nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+        """Weights of mean 1/size."""
+        if self.kind != "cif":
+            return
+        nn.init.normal_(self.inner.weight, std=self.inner.in_features**-0.5)
+        self.inner.bias.zero_()
+        # Not zero: with weights all alike no token stands on a border, and none learns.
+        nn.init.normal_(self.outer.weight, std=self.outer.in_features**-0.5)
+        least = 1 / self.longest
+        share = (1 / self.size - least) / (1 - least)
+        self.outer.bias.fill_(math.log(share / (1 - share)))
 
     def features(self, inputs: LayerInputs) -> Float[Tensor, "B T F"] | None:
         """What the groups of these tokens are made of; `None` where counting is enough.
@@ -92,8 +79,6 @@ class Grouping(nn.Module):
                 least = 1 / self.longest
                 raw = self.outer(nn.functional.gelu(self.inner(inputs.input)))
                 return least + (1 - least) * raw.sigmoid()
-            case "slots":
-                return self.inner(inputs.input)
         return None
 
     def groups(
@@ -117,9 +102,7 @@ class Grouping(nn.Module):
                 return sliding_from(places, self.size, self.stride, 0 if begun is None else begun)
             case "sentence":
                 return closed_groups(features[..., 0] > 0, places, self.shortest, self.longest)
-            case "cif":
-                return cif_from(places, features[..., 0], self.longest, begun)
-        return slots_from(places, features, self.size * self.stride, self.stride, 1.0, 1.0, 2)
+        return cif_from(places, features[..., 0], self.longest, begun)
 
     def report(
         self, features: Float[Tensor, "B T F"] | None, groups: Groups, places: Places

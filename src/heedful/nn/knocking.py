@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from heedful.checks import UserError, check_choice
-from heedful.nn.layer import ALONE, Projection, StandardForm, Tokens, parameter
+from heedful.nn.layer import ALONE, Projection, Tokens, parameter
 from heedful.nn.shape import HeadShape
 from heedful.nn.standard import Standard, StandardAttention
 
@@ -70,17 +70,6 @@ class KnockingHeadsAttention(StandardAttention):
         """Every matrix the identity, but that of the gate zero: a sigmoid of one half, doubled."""
         for name, matrix in self.shared.items():
             matrix.zero_() if name == "gate" else nn.init.eye_(matrix)
-
-    def standard_form(self) -> StandardForm | None:
-        """The matrices of the linear form; of the MLP none, but while it is the identity."""
-        eye = torch.eye(self.shape.dim)
-        matrices = {
-            name: x.detach() for name, x in self.shared.items() if not torch.equal(x, eye.to(x))
-        }
-        if self.config.form == "linear":
-            return StandardForm(matrices=matrices)
-        opened = matrices.keys() == {"gate"} and not matrices["gate"].any()
-        return StandardForm() if opened else None
 
     def before_rotation(
         self, part: Projection, x: Float[Tensor, "B T H D"], tokens: Tokens = ALONE

@@ -1,7 +1,5 @@
 """The layer contract: what a mechanism's layer declares, gets, and returns."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -214,18 +212,6 @@ class Step(NamedTuple):
     logits: bool
 
 
-class StandardForm(NamedTuple):
-    """How standard attention computes what a layer does: what a checkpoint without it must have.
-
-    window: how many tokens a query sees, itself included; `None` for what the model shows.
-    matrices: what multiplies queries, keys or values of every head, before norms and rotation,
-        from the right, `[D, D]`; parts that stay as they are have none.
-    """
-
-    window: int | None = None
-    matrices: Mapping[Projection, Float[Tensor, "D D"]] = MappingProxyType({})
-
-
 class Host(NamedTuple):
     """What the integration says of the attention module that a layer is in.
 
@@ -334,13 +320,6 @@ class Layer(nn.Module):
     def has_state(self) -> bool:
         """Whether `state` of `LayerOutput` has a number for every key, which a cache keeps."""
         return self.hides or "gate" in self.keeps
-
-    def standard_form(self) -> StandardForm | None:
-        """How standard attention computes the same with the parameters as they are now.
-
-        `None` where it cannot, or where it is not known to.
-        """
-        return None
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B S T Ds"] | None:
         """What must be kept of these tokens beside K and V; a cache joins it along the tokens."""

@@ -15,7 +15,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
     Step,
     parameter,
 )
@@ -278,17 +277,6 @@ class MultiTokenAttention(Layer):
             else:
                 std = self._gate_std
                 nn.init.trunc_normal_(self.gate.weight, std=std, a=-3 * std, b=3 * std)
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while kernels, mixing and gate are the identity."""
-        gated = self.gate is not None and (
-            self.config.gate_start != "identity" or any(p.any() for p in self.gate.parameters())
-        )
-        if gated or self.norm is not None or self.input_factor != 1.0:
-            return None
-        learned = {name: x for name, x in self._learned().items() if x is not None}
-        same = all(torch.equal(x, self._identity(name, x)) for name, x in learned.items())
-        return StandardForm() if same else None
 
     def forward(
         self,

@@ -13,7 +13,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
     check_inputs,
 )
 from heedful.nn.shape import HeadShape, WideLinear
@@ -62,10 +61,6 @@ class ParallaxAttention(StandardAttention):
     def reset_parameters(self) -> None:
         """Zero."""
         self.second.weight.zero_()
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while the second query is zero."""
-        return None if bool(self.second.weight.any()) else StandardForm()
 
     def forward(
         self,

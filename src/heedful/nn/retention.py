@@ -14,7 +14,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
     check_defaults,
     check_inputs,
 )
@@ -98,10 +97,6 @@ class RetentionGateAttention(StandardAttention):
         if self.retention.bias is not None:
             self.retention.bias.fill_(_OPEN)
 
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention, whatever the gates are."""
-        return StandardForm()
-
     def forward(
         self,
         q: Float[Tensor, "B H Tq D"],
@@ -157,11 +152,6 @@ class SelfPrunedAttention(RetentionGateAttention):
     takes = frozenset({"bias", "softcap", "sinks"})
     counts_positions = True
     reports_memory = True
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention while all gates are as they started."""
-        weight, bias = self.retention.weight, self.retention.bias
-        return None if bool(weight.any()) or bool((bias != _OPEN).any()) else StandardForm()
 
     def forward(
         self,

@@ -16,7 +16,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
     check_defaults,
     check_inputs,
 )
@@ -109,13 +108,6 @@ class SimplicialAttention(Layer):
                 projection.weight.zero_()
             else:
                 nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
-
-    def standard_form(self) -> StandardForm | None:
-        """Standard attention with the first window while second keys and values are all one."""
-        changed = any(bool(p.any()) for p in self.parameters())
-        return (
-            None if changed or self.config.start == "random" else StandardForm(self.config.window)
-        )
 
     def beside(self, inputs: LayerInputs) -> Float[Tensor, "B Hk T D2"]:
         """Second keys and second values of these tokens, side by side."""

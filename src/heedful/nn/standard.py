@@ -14,7 +14,6 @@ from heedful.nn.layer import (
     LayerInputs,
     LayerOutput,
     Maps,
-    StandardForm,
 )
 from heedful.nn.shape import ROLES, HeadShape
 from heedful.ops import Visibility, multi_token_attention
@@ -98,10 +97,6 @@ class StandardAttention(Layer):
         super().__init__(shape)
         self.config, self.window = config, config.window
         self.roles = frozenset(ROLES) - ({"cross"} if config.window else set())
-
-    def standard_form(self) -> StandardForm | None:
-        """Itself; what derives from it computes something else, and says so itself."""
-        return StandardForm(self.window) if type(self) is StandardAttention else None
 
     def forward(
         self,

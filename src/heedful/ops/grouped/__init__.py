@@ -2,7 +2,7 @@
 
 from heedful.ops.grouped.api import grouped_attention
 from heedful.ops.grouped.groups import Groups, fixed_groups, sentence_groups, sliding_groups
-from heedful.ops.grouped.learned import cif_groups, slot_groups
+from heedful.ops.grouped.learned import cif_groups
 from heedful.ops.grouped.summaries import Summaries, member_attention, summarise
 
 __all__ = [
@@ -14,6 +14,5 @@ __all__ = [
     "member_attention",
     "sentence_groups",
     "sliding_groups",
-    "slot_groups",
     "summarise",
 ]

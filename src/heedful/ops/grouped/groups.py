@@ -25,7 +25,7 @@ class Groups:
 
     $A_{ij}$, the share of token i in group j, is `weight[i, s]` where `index[i, s] = j`; the shares
     of a real token sum to one, so that no token counts twice. `fixed_groups`, `sliding_groups`,
-    `sentence_groups`, `cif_groups` and `slot_groups` make them.
+    `sentence_groups` and `cif_groups` make them.
 
     index: the groups of every token, `[B or 1, T, S]`; below zero for none of these.
     weight: the token's share in them, fp64 where it is not learned; zero for none.

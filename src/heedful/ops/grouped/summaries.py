@@ -41,14 +41,20 @@ def gather_members(x: Float[Tensor, "#B T D"], groups: Groups) -> Float[Tensor, 
     return x.expand(rows, -1, -1).gather(1, flat).unflatten(1, at.shape[1:])
 
 
+def gather_heads(x: Float[Tensor, "#B H T D"], groups: Groups) -> Float[Tensor, "#B M L H D"]:
+    """The rows of every group's members, of every head."""
+    rows = x.transpose(1, 2)
+    return gather_members(rows.flatten(2), groups).unflatten(-1, rows.shape[2:])
+
+
 def member_weights(
-    groups: Groups, logits: Float[Tensor, "#B M L *W"] | None = None
-) -> Float[Tensor, "#B M L *W"]:
+    groups: Groups, logits: Float[Tensor, "#B M L Hk"] | None = None
+) -> Float[Tensor, "#B M L"] | Float[Tensor, "#B M L Hk"]:
     r"""How much each member counts: $w_{ij} = A_{ij} e^{z_{ij}} / \sum_i A_{ij} e^{z_{ij}}$.
 
     Arguments:
         groups: the memberships A.
-        logits: z, `[B, M, L]` or with more dimensions after them (heads, channels); `None` is 0.
+        logits: z, per key head; `None` is 0.
 
     Returns:
         The weights, in the shape of the logits; zero in a group that is not there.
@@ -58,8 +64,7 @@ def member_weights(
         total = share.sum(-1, keepdim=True)
         return share / total.masked_fill(total == 0, 1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    share = share.to(logits.dtype)
-    share = share.reshape(*share.shape, *(1,) * (logits.ndim - share.ndim))
+    share = share.to(logits.dtype)[..., None]
     there = share > 0
     # A member of no share gets no weight, and no NaN on the way back through the logarithm.
     shifted = (logits + share.where(there, 1).log()).masked_fill(~there, float("-inf"))
@@ -68,9 +73,12 @@ def member_weights(
 
 
 def pooled(
-    x: Float[Tensor, "#B M L H D"], weights: Float[Tensor, "#B M L *W"]
+    x: Float[Tensor, "#B M L H D"],
+    weights: Float[Tensor, "#B M L"] | Float[Tensor, "#B M L Hk"],
 ) -> Float[Tensor, "#B H M D"]:
-    """The weighted mean of every group's members; weights per head and channel, or for all."""
+    """The weighted mean of every group's members; weights of each key head, or of all heads."""
+    if weights.ndim == 4 and weights.shape[3] != x.shape[3]:
+        weights = weights.repeat_interleave(x.shape[3] // weights.shape[3], dim=3)
     weights = weights.reshape(*weights.shape, *(1,) * (x.ndim - weights.ndim))
     out = (widen(x) * weights.to(torch.promote_types(x.dtype, torch.float32))).sum(2)
     return out.to(x.dtype).transpose(1, 2)
@@ -81,7 +89,7 @@ def summarise(
     v: Float[Tensor, "#B Hk T Dv"],
     groups: Groups,
     *,
-    logits: Float[Tensor, "#B Hk T"] | Float[Tensor, "#B Hk T D"] | None = None,
+    logits: Float[Tensor, "#B Hk T"] | None = None,
     q: Float[Tensor, "#B H T D"] | None = None,
 ) -> Summaries:
     r"""Every group's keys and values in one: the mean of its members, by learned weights.
@@ -95,7 +103,7 @@ def summarise(
         k, v: keys and values, `[B, Hk, T, D]` and `[B, Hk, T, Dv]`, before the rotary embedding
             where there is one: means of rotated keys would lose the fast frequencies.
         groups: the memberships A.
-        logits: z, one number per key head and token, or one per channel too; `None` is the mean.
+        logits: z, one number per key head and token; `None` is the mean.
         q: queries; pooled by the weights of their key head.
 
     Returns:
@@ -105,32 +113,14 @@ def summarise(
         ValueError: a shape does not fit.
     """
     if logits is not None:
-        check_dense("logits", logits, "[B, Hk, T] or [B, Hk, T, D]")
-        fits = logits.shape[:3] == k.shape[:3] and logits.shape[3:] in ((), k.shape[3:])
-        if not fits:
-            raise UserError(
-                f"logits must be {list(k.shape[:3])} or {list(k.shape)}, got {shown(logits)}"
-            )
-        if logits.ndim == 4 and v.shape[3] != k.shape[3]:
-            raise UserError(
-                f"logits per channel need values as wide as keys ({k.shape[3]}), got {v.shape[3]}"
-            )
+        check_dense("logits", logits, "[B, Hk, T]")
+        if logits.shape != k.shape[:3]:
+            raise UserError(f"logits must be {list(k.shape[:3])}, got {shown(logits)}")
     groups.check(k.shape[0], k.shape[2])
-
-    def of_members(x: Tensor) -> Tensor:
-        rows = x.transpose(1, 2)
-        return gather_members(rows.flatten(2), groups).unflatten(-1, rows.shape[2:])
-
-    if logits is None:
-        weights = member_weights(groups)
-    else:
-        weights = member_weights(groups, of_members(logits))
-    queries = None
-    if q is not None:
-        shared = q.shape[1] // k.shape[1]
-        by_head = weights if weights.ndim == 3 else weights.repeat_interleave(shared, dim=3)
-        queries = pooled(of_members(q), by_head)
-    return Summaries(pooled(of_members(k), weights), pooled(of_members(v), weights), queries)
+    of_members = None if logits is None else gather_members(logits.mT, groups)
+    weights = member_weights(groups, of_members)
+    pool = [None if x is None else pooled(gather_heads(x, groups), weights) for x in (k, v, q)]
+    return Summaries(*pool)
 
 
 def member_attention(

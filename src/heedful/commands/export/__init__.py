@@ -1,1 +1,0 @@
-"""`heedful export`: a converted model as a stock checkpoint."""
