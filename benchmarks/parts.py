@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from heedful.records.files import read_each
-from heedful.tasks import TASKS, Task
+from heedful.files import read_each
+from heedful_lab.tasks import TASKS, Task
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,7 +16,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from docs import result_pictures
 from heedful import Summaries, differential_attention, grouped_attention, selective_attention
-from heedful.commands.compare.figures import svg
 from heedful.ops.grouped import (
     cif_groups,
     fixed_groups,
@@ -27,6 +26,7 @@ from heedful.ops.grouped.reference import memberships
 from heedful.ops.mta.reference import correlate, multi_token_attention_map
 from heedful.ops.selective.reference import selection
 from heedful.ops.visibility import Visibility
+from heedful_lab.commands.compare.figures import svg
 
 GREY = "#e9e9e9"
 

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
-from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.search import format_result, search
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import formatted, train_text
+from heedful_lab.commands.budget.options import BudgetSearch
+from heedful_lab.commands.budget.search import format_result, search
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import formatted, train_text
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model", nargs="?", default="base")

@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 from heedful import Selective
-from heedful.commands.compare.one_model import Hyperparameters, Size, train
-from heedful.tasks import Parity
+from heedful_lab.commands.compare.one_model import Hyperparameters, Size, train
+from heedful_lab.tasks import Parity
 
 task = Parity(bits=8)
 print("a row:", task.decode(task.sample(1, seed=0).input_ids[0]))

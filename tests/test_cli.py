@@ -19,22 +19,22 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful import doctor
 from heedful.checks import UserError
-from heedful.cli import main
-from heedful.commands.bench import cases
-from heedful.commands.bench import options as config
-from heedful.commands.compare import one_model as train
-from heedful.commands.compare import options as comparison
-from heedful.commands.compare import setups
-from heedful.commands.options import EVICTIONS
-from heedful.commands.policies import spelled
 from heedful.eviction import POLICIES, TriAttention
 from heedful.nn import NAMES
-from heedful.tasks import TASKS
+from heedful_lab import doctor
+from heedful_lab.cli import main
+from heedful_lab.commands.bench import cases
+from heedful_lab.commands.bench import options as config
+from heedful_lab.commands.compare import one_model as train
+from heedful_lab.commands.compare import options as comparison
+from heedful_lab.commands.compare import setups
+from heedful_lab.commands.options import EVICTIONS
+from heedful_lab.commands.policies import spelled
+from heedful_lab.tasks import TASKS
 from helpers.command_line import refusal, status_of
 
-HEEDFUL = [sys.executable, "-m", "heedful"]
+HEEDFUL = [sys.executable, "-m", "heedful_lab"]
 
 
 def test_the_commands_are_these():
@@ -253,7 +253,7 @@ def test_what_the_machine_refuses_is_one_line(monkeypatch, capsys, error, messag
         warnings.warn("a word of warning", stacklevel=1)
         raise error
 
-    monkeypatch.setattr("heedful.cli._run", fail)
+    monkeypatch.setattr("heedful_lab.cli._run", fail)
     with pytest.raises(SystemExit) as stop:
         main(["doctor"])
     assert stop.value.code == (130 if isinstance(error, KeyboardInterrupt) else 1)
@@ -276,7 +276,7 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch, error):
     def fail(command):
         raise error
 
-    monkeypatch.setattr("heedful.cli._run", fail)
+    monkeypatch.setattr("heedful_lab.cli._run", fail)
     with pytest.raises(type(error)) as raised:
         main(["doctor"])
     assert raised.value is error
@@ -286,7 +286,7 @@ def test_a_mistake_of_the_user_is_one_line(monkeypatch, capsys):
     def fail(command):
         raise UserError("steps must be a whole number of at least 1, got 0")
 
-    monkeypatch.setattr("heedful.cli._run", fail)
+    monkeypatch.setattr("heedful_lab.cli._run", fail)
     assert refusal(capsys, "doctor") == "heedful: steps must be a whole number of at least 1, got 0"
 
 
@@ -341,7 +341,7 @@ def test_sigterm_saves_as_ctrl_c_does(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return train.train(*arguments, should_stop=should_stop, **options)
 
-    monkeypatch.setattr("heedful.commands.compare.run.train", endless)
+    monkeypatch.setattr("heedful_lab.commands.compare.run.train", endless)
     before = signal.getsignal(signal.SIGTERM)
     command = ["compare", "--tasks", "parity", "--steps", "9", "--batch", "2", "--device", "cpu"]
     assert status_of(*command, "--out", str(tmp_path)) == 143

@@ -9,29 +9,42 @@ from pathlib import Path
 import pytest
 
 import heedful
+import heedful_lab
 from helpers import ROOT as CHECKOUT
 
 ROOT = Path(heedful.__file__).parent
+LAB = Path(heedful_lab.__file__).parent
 STUDIES = CHECKOUT / "benchmarks"
 
 # What each room may import: a foreign package, a room of this one, or one file of a room.
 COMPUTING = {"torch", "jaxtyping"}
+FILES_OF_ALL = {f"heedful.{file}" for file in ("checks", "compatibility", "files")}
+LIBRARY = {f"heedful.{x}" for x in ("ops", "nn", "eviction", "hf", "training", "data", "testing")}
 MAY_IMPORT = {
     "checks.py": set(),
+    "compatibility.py": set(),
+    "files.py": {"heedful.checks"},
     "ops": COMPUTING | {"heedful.ops", "heedful.checks"},
     "nn": COMPUTING | {"heedful.ops", "heedful.nn", "heedful.checks"},
     "eviction": COMPUTING | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "checks")},
     "hf": COMPUTING
     | {"transformers", "safetensors", "peft"}  # peft: when called
-    | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "hf", "checks", "records")},
+    | {f"heedful.{room}" for room in ("ops", "nn", "eviction", "hf")}
+    | FILES_OF_ALL,
     "training": COMPUTING
     | {"transformers", "safetensors", "accelerate", "numpy", "tqdm"}
-    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "training", "records", "eviction")}
-    | {"heedful.checks", "heedful.data"},
+    | {f"heedful.{room}" for room in ("ops", "nn", "hf", "training", "eviction", "data")}
+    | FILES_OF_ALL,
+    "papers.py": {"transformers", "heedful.hf", "heedful.nn", "heedful.checks"},
+    "testing.py": {"torch", "heedful.testing", "heedful.checks"},
+    "data.py": {"torch", "numpy", "tokenizers", "datasets", "heedful.checks"},
+}
+# The same of the laboratory, which stands on the library.
+LAB_MAY_IMPORT = {
     "tasks": COMPUTING
     | {"numpy", "tokenizers", "sacrebleu", "rouge_score"}
-    | {f"heedful.{room}" for room in ("tasks", "data", "checks")},
-    "records": {"torch", "heedful.records", "heedful.checks"},
+    | {"heedful_lab.tasks", "heedful.data", "heedful.checks"},
+    "records": {"torch", "heedful_lab.records", "heedful.checks", "heedful.files"},
     "commands": COMPUTING
     | {
         "numpy",
@@ -47,13 +60,11 @@ MAY_IMPORT = {
         "x_transformers",
         "liger_kernel",
     }
-    | {f"heedful.{room}" for room in ("commands", "training", "hf", "eviction", "nn", "ops")}
-    | {f"heedful.{room}" for room in ("tasks", "records", "checks", "data", "testing")},
-    "papers.py": {"transformers", "heedful.hf", "heedful.nn", "heedful.checks"},
-    "testing.py": {"torch", "heedful.testing", "heedful.checks"},
-    "data.py": {"torch", "numpy", "tokenizers", "datasets", "heedful.checks"},
+    | {f"heedful_lab.{room}" for room in ("commands", "tasks", "records")}
+    | LIBRARY
+    | FILES_OF_ALL,
 }
-MAY_USE_TRANSFORMERS = {"hf", "training", "commands", "cli.py", "doctor.py", "papers.py"}
+MAY_USE_TRANSFORMERS = {"hf", "training", "papers.py"}
 # The commands may import everything, but only where they are called, save these.
 COMMANDS = {"__main__.py", "cli.py", "doctor.py"}
 ROOMS = (
@@ -68,13 +79,13 @@ ROOMS = (
     "inspect",
     "train",
 )
-LIGHT = {"tyro", "heedful.__version__", "heedful.cli", "heedful.records.environment"}
-LIGHT |= {"heedful.checks"}
-LIGHT |= {f"heedful.commands.{command}.options" for command in ROOMS}
+LIGHT = {"tyro", "heedful.__version__", "heedful_lab.cli", "heedful_lab.records.environment"}
+LIGHT |= {"heedful.checks", "heedful.compatibility"}
+LIGHT |= {f"heedful_lab.commands.{command}.options" for command in ROOMS}
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0]
+    return path.relative_to(LAB if path.is_relative_to(LAB) else ROOT).parts[0]
 
 
 def imported(path: Path) -> set[str]:
@@ -89,11 +100,11 @@ def imported_by(nodes: Iterable[ast.AST]) -> set[str]:
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"relative import of {node.module}"
-            if node.module == "heedful":
-                modules |= {f"heedful.{alias.name}" for alias in node.names}
+            if node.module in OWN:
+                modules |= {f"{node.module}.{alias.name}" for alias in node.names}
             else:
                 modules.add(node.module)
-    return {name if name.startswith("heedful.") else name.split(".")[0] for name in modules}
+    return {x if x.partition(".")[0] in OWN else x.partition(".")[0] for x in modules}
 
 
 def beyond(names: set[str], allowed: set[str]) -> set[str]:
@@ -102,27 +113,64 @@ def beyond(names: set[str], allowed: set[str]) -> set[str]:
     return {name for name in names - allowed if not name.startswith(rooms)}
 
 
-FILES = sorted(ROOT.rglob("*.py"))
+OWN = ("heedful", "heedful_lab")
+FILES, LAB_FILES = (sorted(root.rglob("*.py")) for root in (ROOT, LAB))
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
+@pytest.mark.parametrize("room", [*MAY_IMPORT, *LAB_MAY_IMPORT])
 def test_rooms_import_only_what_they_stand_on(room):
-    files = [path for path in FILES if room_of(path) == room]
+    rules = MAY_IMPORT | LAB_MAY_IMPORT
+    files = [path for path in (*FILES, *LAB_FILES) if room_of(path) == room]
     assert files
     for path in files:
         kernels = path.parent.name == "fused" or path.name in ("triton_tiles.py", "impl.py")
         triton = {"triton"} if room == "ops" and kernels else set()  # impl.py: in a function
-        outside = beyond(imported(path), set(sys.stdlib_module_names) | MAY_IMPORT[room] | triton)
-        assert not outside, f"{path.relative_to(ROOT)} imports {outside}"
+        outside = beyond(imported(path), set(sys.stdlib_module_names) | rules[room] | triton)
+        assert not outside, f"{path} imports {outside}"
 
 
 def test_no_room_is_left_without_a_rule():
-    assert {room_of(path) for path in FILES} == MAY_IMPORT.keys() | COMMANDS | {"__init__.py"}
+    assert {room_of(path) for path in FILES} == MAY_IMPORT.keys() | {"__init__.py"}
+    rooms = LAB_MAY_IMPORT.keys() | COMMANDS | {"__init__.py"}
+    assert {room_of(path) for path in LAB_FILES} == rooms
+
+
+def test_the_library_never_names_the_laboratory():
+    """Law 35."""
+    assert [path for path in FILES if "heedful_lab" in path.read_text()] == []
+
+
+def test_the_laboratory_knows_no_private_name_of_the_library():
+    """Law 35."""
+    private = {name for path in FILES for name in private_names(path, defined=True)}
+    assert {"_heedful", "_evict"} <= private
+    actual = {path: private_names(path, defined=False) & private for path in LAB_FILES}
+    assert {str(path): names for path, names in actual.items() if names} == {}
+
+
+NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, in spite of their names
+
+
+def private_names(path: Path, defined: bool) -> set[str]:
+    """Private names that a file defines, or those that it uses of others."""
+    names, own = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            (own if of_self else names).add(node.attr)
+            if not of_self and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in OWN:
+            names |= {alias.name for alias in node.names}
+    chosen = (own if defined else names - own) - NAMED_TUPLE
+    return {name for name in chosen if name.startswith("_") and not name.startswith("__")}
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_commands_import_their_rooms_when_they_are_called(name):
-    top = [node for node in ast.parse((ROOT / name).read_text()).body if not is_for_types(node)]
+    top = [node for node in ast.parse((LAB / name).read_text()).body if not is_for_types(node)]
     assert not beyond(imported_by(top), set(sys.stdlib_module_names) | LIGHT)
 
 
@@ -172,12 +220,14 @@ def room_of_command(module: str) -> str:
 
 
 def test_commands_import_one_another_as_the_map_says():
-    modules, imports = module_graph(ROOT)
-    commands = [name for name in modules if name.startswith("heedful.commands.")]
+    modules, imports = module_graph(LAB)
+    commands = [name for name in modules if name.startswith("heedful_lab.commands.")]
     assert {room_of_command(name) for name in commands} == COMMAND_MAP.keys()
     for name in commands:
         room = room_of_command(name)
-        others = {room_of_command(x) for x in imports[name] if x.startswith("heedful.commands.")}
+        others = {
+            room_of_command(x) for x in imports[name] if x.startswith("heedful_lab.commands.")
+        }
         allowed = COMMAND_MAP[room] | ({room} if room in BELOW_COMMANDS else BELOW_COMMANDS)
         assert others <= allowed | {room}, f"{name} imports {others - allowed}"
 
@@ -189,7 +239,7 @@ CIRCLES = [
 ]
 
 
-@pytest.mark.parametrize("folder", [ROOT, STUDIES], ids=lambda x: x.name)
+@pytest.mark.parametrize("folder", [ROOT, LAB, STUDIES], ids=lambda x: x.name)
 def test_no_file_imports_itself_in_a_circle(folder):
     """Whatever a file imports, when it is loaded and when its functions are called."""
     modules, imports = module_graph(folder)

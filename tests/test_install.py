@@ -7,7 +7,7 @@ import venv
 
 import pytest
 
-from heedful.records.environment import TESTED
+from heedful.compatibility import TESTED
 from helpers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -71,7 +71,7 @@ def test_the_base_needs_nothing_of_the_command_line(tmp_path):
 
 
 def test_the_command_line_says_what_it_needs(tmp_path):
-    code = BLOCKED.format(blocked=("tyro",)) + "from heedful.__main__ import main; main()"
+    code = BLOCKED.format(blocked=("tyro",)) + "from heedful_lab.__main__ import main; main()"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode == 1 and "Traceback" not in process.stderr
     assert "needs tyro: pip install 'heedful[cli]'" in process.stderr
@@ -99,11 +99,11 @@ def test_a_wheel_works_in_an_empty_environment(tmp_path):
         assert run(python, "-c", SMOKE).strip() == "sound"
     assert "matplotlib" not in run(python, "-m", "pip", "list")
     refused = subprocess.run(
-        [python, "-m", "heedful"], cwd=tmp_path, capture_output=True, text=True
+        [python, "-m", "heedful_lab"], cwd=tmp_path, capture_output=True, text=True
     )
     assert refused.returncode == 1 and "pip install 'heedful[cli]'" in refused.stderr
     run(*pip, f"{wheel}[cli]")
-    assert "all works" in run(python, "-m", "heedful", "doctor")
+    assert "all works" in run(python, "-m", "heedful_lab", "doctor")
 
 
 def test_the_oldest_transformers_is_what_the_project_asks_for_and_newer_ones_are_open():

@@ -21,18 +21,18 @@ from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
-from heedful.commands.compare.one_model import Diverged, train
-from heedful.commands.compare.scratch import (
+from heedful.files import only_writer
+from heedful_lab.commands.compare.one_model import Diverged, train
+from heedful_lab.commands.compare.scratch import (
     Attention,
     Hyperparameters,
     Size,
     described,
     from_scratch,
 )
-from heedful.commands.compare.setups import Setup, setups
-from heedful.records import Record, append_record, read_records
-from heedful.records.environment import environment
-from heedful.records.files import only_writer
+from heedful_lab.commands.compare.setups import Setup, setups
+from heedful_lab.records import Record, append_record, read_records
+from heedful_lab.records.environment import environment
 
 MECHANISMS = (
     "standard", "mta", "gated", "mta-published", "talking-heads", "selective", "differential",

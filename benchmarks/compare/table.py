@@ -4,9 +4,9 @@ from pathlib import Path
 
 from benchmarks.compare.run import FACTORS, MECHANISMS, TRIED_WITH, run_of
 from benchmarks.parts import markdown, origin, spread
-from heedful.commands.compare.findings import RULE, configurations, findings, summarise, table
-from heedful.commands.compare.setups import setups
-from heedful.records import SHARES, read_records
+from heedful_lab.commands.compare.findings import RULE, configurations, findings, summarise, table
+from heedful_lab.commands.compare.setups import setups
+from heedful_lab.records import SHARES, read_records
 
 RESULTS = Path(__file__).parent / "results"
 COMPARE, LONGER = RESULTS / "compare-cpu.jsonl", RESULTS / "text-1600-cpu.jsonl"

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 import heedful
 from heedful.eviction import MostHidden, StreamingLLM
+from heedful.files import write_lines
 from heedful.hf.versions import cache_argument
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
+from heedful_lab.records.environment import environment
 
 MECHANISMS = ("standard", "talking-heads", "differential", "selective", "mta", "grouped")
 BUDGETS = (0.25, 0.1)

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from heedful.files import append_line
 from heedful.ops.common.tiles import Scope, Sight
 from heedful.ops.mta import tiled as mta
 from heedful.ops.mta.convolution import Parameters, TileSteps
 from heedful.ops.selective import tiled as selective
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful_lab.records.environment import environment
 
 BYTES_PER_SECOND, FLOPS, LAUNCH = 3.0e12, 798e12, 5e-6  # of an H100, bf16
 FLASH = {"A": 0.72e-3, "C": 3.4e-3}  # seconds of FlashAttention 2, forward and backward; estimated

@@ -16,10 +16,10 @@ from transformers.cache_utils import Cache
 
 import heedful
 from benchmarks.decoding.run import bytes_of
-from heedful.commands.bench.clock import spread
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.versions import cache_argument
 from heedful.testing import process_peak_mib
+from heedful_lab.commands.bench.clock import spread
 
 WAYS = ("unconverted", "StreamingLLM", "MostHidden")
 

@@ -30,9 +30,9 @@ from pathlib import Path
 
 from benchmarks.gpu.sizes import FULL, SMALL, Sizes
 from benchmarks.parts import ROOT
-from heedful.commands.bench import gpu_report
-from heedful.commands.bench.options import Bench
-from heedful.commands.bench.session import BROKEN, SessionCase, read, watch, work
+from heedful_lab.commands.bench import gpu_report
+from heedful_lab.commands.bench.options import Bench
+from heedful_lab.commands.bench.session import BROKEN, SessionCase, read, watch, work
 
 STAGE_SECONDS = 540.0
 MECHANISMS = ("mta-pre", "mta", "talking-heads", "selective", "differential")
@@ -93,7 +93,7 @@ def worker(
     these: Sequence[int], sizes: Sizes, out: Path, until: float, commit: str | None = None
 ) -> int:
     """Measure the cases of stages in this process."""
-    from heedful.records.environment import environment
+    from heedful_lab.records.environment import environment
 
     for stage in these:
         command = f"python -m benchmarks.gpu.session --stage {stage}{' --small' * (sizes is SMALL)}"
@@ -109,7 +109,7 @@ def worker(
 
 def ceilings(sizes: Sizes) -> Iterator[SessionCase]:
     """What this machine and its libraries are, and whether the kernels are right here."""
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     yield from gpu_report.cases(sizes.report)
     config = {"device": device(), "tests": sizes.tests}
@@ -177,8 +177,8 @@ def unhidden_case(sizes: Sizes, passed: str, tokens: int) -> SessionCase:
     """Selective attention by its kernels where nothing is hidden, so that no tile is left out."""
 
     def measure(left: float) -> dict:
-        from heedful.commands.bench.cases import call
-        from heedful.commands.bench.measure import Case, runner
+        from heedful_lab.commands.bench.cases import call
+        from heedful_lab.commands.bench.measure import Case, runner
 
         def function(mechanism: str, impl: str, leaves: dict) -> object:
             selectors = {f"selector_{x}": leaves[x][:, :1] * 0 for x in ("q", "k")}
@@ -226,7 +226,7 @@ def decoding(sizes: Sizes) -> Iterator[SessionCase]:
 
 
 def config_of(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: int) -> dict:
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     what = {"mechanism": mechanism, "impl": impl, "pass": passed, "tokens": tokens}
     return what | {"device": device(), "bench": plain(asdict(sizes.bench))}
@@ -241,7 +241,7 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
     """One of our operators, compared with fp64 first."""
 
     def measure(left: float) -> dict:
-        from heedful.commands.bench.measure import Case, runner
+        from heedful_lab.commands.bench.measure import Case, runner
 
         case = Case(mechanism, impl, passed)
         checked(sizes, case)
@@ -253,7 +253,7 @@ def operator_case(sizes: Sizes, mechanism: str, impl: str, passed: str, tokens: 
 
 def timed(run: Callable[[], object], sizes: Sizes) -> dict:
     """The spread of its calls, and as `replay_ms` what the device alone takes for one."""
-    from heedful.commands.bench.clock import replayed, steady
+    from heedful_lab.commands.bench.clock import replayed, steady
 
     numbers = steady(run, budget_ms=sizes.milliseconds)
     return numbers | {"replay_ms": replayed(run, numbers["rounds"])}
@@ -262,7 +262,7 @@ def timed(run: Callable[[], object], sizes: Sizes) -> dict:
 @cache
 def checked(sizes: Sizes, case: tuple[str, str, str]) -> None:
     """Raise unless the case is right at a small size; checked once per process."""
-    from heedful.commands.bench.measure import check
+    from heedful_lab.commands.bench.measure import check
 
     check(sizes.bench, [case], tokens=sizes.checked)
 
@@ -273,7 +273,7 @@ def sdpa_cases(sizes: Sizes, passed: str, tokens: int) -> Iterator[SessionCase]:
     def measure(backend: str, left: float) -> dict:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        from heedful.commands.bench.measure import Case, runner
+        from heedful_lab.commands.bench.measure import Case, runner
 
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return timed(runner(sizes.bench, Case("sdpa", "torch", passed), tokens), sizes)
@@ -312,7 +312,7 @@ def where_it_goes(bench: Bench, mechanism: str, impl: str, tokens: int, left: fl
 def training_steps(sizes: Sizes) -> Iterator[SessionCase]:
     """The unconverted model with each of SDPA's kernels, then converted ones."""
     from benchmarks.gpu.training_step import Step
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     step = Step(**dict(sizes.step))
     for mechanism in STEPPED:
@@ -327,7 +327,7 @@ def one_training(step, mechanism: str, impl: str, left: float) -> dict:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from benchmarks.gpu.training_step import measure
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     pinned = mechanism == "unconverted"
     with sdpa_kernel(getattr(SDPBackend, impl)) if pinned else nullcontext():
@@ -340,7 +340,7 @@ def one_training(step, mechanism: str, impl: str, left: float) -> dict:
 def serving(sizes: Sizes) -> Iterator[SessionCase]:
     """Larger and larger batches, as long as memory lasts."""
     from benchmarks.gpu import serving
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     size = serving.Serving(**dict(sizes.serving))
     for batch in size.batches:
@@ -353,7 +353,7 @@ def serving(sizes: Sizes) -> Iterator[SessionCase]:
 def one_serving(size, way: str, batch: int, left: float) -> dict:
     """A prompt and decoded tokens of one batch."""
     from benchmarks.gpu.serving import measure
-    from heedful.commands.bench.cases import device
+    from heedful_lab.commands.bench.cases import device
 
     return measure(size, way, batch, device())
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from heedful.commands.bench import gpu_report
-from heedful.commands.bench.options import Bench
+from heedful_lab.commands.bench import gpu_report
+from heedful_lab.commands.bench.options import Bench
 
 
 @dataclass(frozen=True)

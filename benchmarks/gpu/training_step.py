@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.commands.bench.clock import spread
+from heedful.files import write_lines
 from heedful.nn import NAMES
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
 from heedful.testing import process_peak_mib
+from heedful_lab.commands.bench.clock import spread
+from heedful_lab.records.environment import environment
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from heedful.files import append_line
 from heedful.ops.common.tiles import row_blocks
 from heedful.ops.selective.fused.flash import weight_limit, weightless
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful_lab.records.environment import environment
 
 HEADS, DIM, ROWS, COLUMNS = 16, 128, 64, 32
 

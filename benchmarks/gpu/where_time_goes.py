@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from heedful.commands.bench.cases import MECHANISMS, device
-from heedful.commands.bench.measure import Bench, Case, runner
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
+from heedful.files import write_lines
+from heedful_lab.commands.bench.cases import MECHANISMS, device
+from heedful_lab.commands.bench.measure import Bench, Case, runner
+from heedful_lab.records.environment import environment
 
 SHOWN = 12
 

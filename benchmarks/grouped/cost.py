@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.parts import ROOT
+from heedful.files import write_lines
 from heedful.ops.grouped import fixed_groups, grouped_attention, summarise
 from heedful.ops.grouped.neighbourhood import score_pairs
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
 from heedful.testing import peak_memory_mib
+from heedful_lab.records.environment import environment
 
 HEADS, DIM, SIZE, WINDOW = 8, 64, 16, 128
 

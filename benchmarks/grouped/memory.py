@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from benchmarks.grouped.run import PAIRS, ROWS, hyperparameters_of, mechanisms, paired_mechanisms
 from benchmarks.parts import ROOT, read_partial
-from heedful.commands.compare.scratch import Size, from_scratch
-from heedful.records.environment import environment
-from heedful.records.files import append_line
-from heedful.tasks import TASKS
+from heedful.files import append_line
 from heedful.testing import peak_memory_mib
+from heedful_lab.commands.compare.scratch import Size, from_scratch
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import TASKS
 
 
 def main() -> None:

@@ -25,15 +25,15 @@ from tqdm import tqdm
 import heedful
 from benchmarks.parts import read_partial
 from heedful import Grouped
-from heedful.commands.compare.one_model import train
-from heedful.commands.compare.scratch import Hyperparameters, Size
+from heedful.files import append_line
 from heedful.nn import Mechanism, Selective, Standard, to_json
 from heedful.ops import Visibility
 from heedful.ops.grouped.neighbourhood import score_pairs
-from heedful.records.environment import environment
-from heedful.records.files import append_line
-from heedful.tasks import TASKS, Task, token_losses
-from heedful.tasks.samples import IGNORE
+from heedful_lab.commands.compare.one_model import train
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import TASKS, Task, token_losses
+from heedful_lab.tasks.samples import IGNORE
 
 SIZE, WINDOW = 8, 16
 ROWS = ("text", "copy", "selective-copy", "recall")

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.parts import markdown, provenance, read
-from heedful.commands.bench.cases import PEERS
-from heedful.commands.bench.options import sizes
+from heedful_lab.commands.bench.cases import PEERS
+from heedful_lab.commands.bench.options import sizes
 
 RESULTS = Path(__file__).parent / "results"
 OPERATORS = RESULTS / "operators-cpu.jsonl"

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.parts import check_same, read_partial
 from benchmarks.real.chats import prompts
 from benchmarks.real.run import HIDING, POLICIES, eviction_of
-from heedful.commands.evaluate.answers import LanguageModel
-from heedful.commands.models import open_model, open_tokenizer
-from heedful.commands.policies import cache_dtype_of
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful.files import append_line
+from heedful_lab.commands.evaluate.answers import LanguageModel
+from heedful_lab.commands.models import open_model, open_tokenizer
+from heedful_lab.commands.policies import cache_dtype_of
+from heedful_lab.records.environment import environment
 
 CHUNK = 32  # tokens that are read at a time
 CHOICES = sorted({*POLICIES, *HIDING} - {"triattention"})  # which needs a calibration

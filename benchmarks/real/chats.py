@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from heedful import stock_model, stock_tokenizer
-from heedful.records.files import write_lines
+from heedful.files import write_lines
 
 BEFORE = (
     "Summarise the following text in two sentences.",

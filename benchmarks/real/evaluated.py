@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 
 from benchmarks.parts import read_partial
-from heedful.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
-from heedful.commands.evaluate.page import NAME as REPORT
-from heedful.commands.evaluate.run import ABOUT, SAMPLES
-from heedful.records.files import write_lines
-from heedful.records.samples import Sample
+from heedful.files import write_lines
+from heedful_lab.commands.evaluate.numbers import EvaluationLine, Interval, summed_up
+from heedful_lab.commands.evaluate.page import NAME as REPORT
+from heedful_lab.commands.evaluate.run import ABOUT, SAMPLES
+from heedful_lab.records.samples import Sample
 
 
 def main() -> None:

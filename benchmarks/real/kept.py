@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from benchmarks.real.run import rows
-from heedful.commands.models import open_model, open_tokenizer
 from heedful.eviction import MostHidden
+from heedful.files import append_line
 from heedful.hf.look import cached_over_time
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful_lab.commands.models import open_model, open_tokenizer
+from heedful_lab.records.environment import environment
 
 WORDS = (
     "a about after all an and any are as at be been but by can could did do for from had has have "

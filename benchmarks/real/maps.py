@@ -27,10 +27,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.real.run import rows
-from heedful.commands.models import open_model, open_tokenizer
+from heedful.files import write_lines
 from heedful.hf.look import LayerLook, look_into
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
+from heedful_lab.commands.models import open_model, open_tokenizer
+from heedful_lab.records.environment import environment
 
 STAGES = {
     "logits": "before",

@@ -29,10 +29,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.parts import read_partial
-from heedful.commands.evaluate.answers import LanguageModel
-from heedful.commands.models import open_model, open_tokenizer
-from heedful.commands.policies import cache_dtype_of, policy_named
 from heedful.eviction import Calibration, Eviction
+from heedful.files import append_line
 from heedful.hf.adapter_folders import is_adapter
 from heedful.hf.budgets import NAME as BUDGETS
 from heedful.hf.budgets import read_budgets
@@ -40,10 +38,12 @@ from heedful.hf.cache.new import new_cache
 from heedful.hf.calibration import read_calibration
 from heedful.hf.identity import json_digest, model_identity
 from heedful.hf.versions import cache_argument
-from heedful.records.environment import environment
-from heedful.records.files import append_line
-from heedful.tasks.background import Background, background_sentences
-from heedful.tasks.needles import UNWANTED, Needles, all_found
+from heedful_lab.commands.evaluate.answers import LanguageModel
+from heedful_lab.commands.models import open_model, open_tokenizer
+from heedful_lab.commands.policies import cache_dtype_of, policy_named
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks.background import Background, background_sentences
+from heedful_lab.tasks.needles import UNWANTED, Needles, all_found
 
 POLICIES = ("whole", "streaming-llm", "tova", "snap-kv", "h2o", "random", "window", "triattention")
 HIDING = ("whole", "by-layer", "most-hidden", "tova", "streaming-llm")
@@ -75,11 +75,12 @@ def main() -> None:
 
 def measure(name: str, options: argparse.Namespace) -> None:
     """All settings of a model that the file does not have."""
-    model = open_model(name, budgets=False, convert=False)
-    tokenizer = open_tokenizer(None, name, model)
     policies = options.policies or (HIDING if is_adapter(name) else POLICIES)
+    calibrated = any(policy.startswith("triattention") for policy in policies)
+    model = open_model(name, budgets=False, convert=calibrated)  # which reads positions
+    tokenizer = open_tokenizer(None, name, model)
     calibration = None
-    if any(policy.startswith("triattention") for policy in policies):
+    if calibrated:
         if options.calibration is None:
             raise SystemExit(
                 f"triattention needs --calibration FILE (heedful calibrate {name}), or leave it "

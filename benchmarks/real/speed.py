@@ -25,13 +25,13 @@ from transformers.cache_utils import Cache
 
 from benchmarks.real.run import eviction_of
 from heedful import stock_model
-from heedful.commands.models import open_model
-from heedful.commands.policies import cache_dtype_of
+from heedful.files import write_lines
 from heedful.hf.cache.new import KVCache, new_cache
 from heedful.hf.calibration import read_calibration
 from heedful.hf.versions import cache_argument
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
+from heedful_lab.commands.models import open_model
+from heedful_lab.commands.policies import cache_dtype_of
+from heedful_lab.records.environment import environment
 
 
 class Way(NamedTuple):
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def ways(options: argparse.Namespace, length: int) -> list[Way]:
-    """The base as it comes, converted, and with what loses least at so many tokens."""
+    """The base as it comes, under caches of heedful, and with what loses least at so many tokens."""
     stock = stock_model(options.base).eval()
     base, adapter = (
         open_model(x, budgets=False, convert=False) for x in (options.base, options.adapter)

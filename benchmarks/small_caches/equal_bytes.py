@@ -25,9 +25,6 @@ from transformers import PreTrainedModel
 
 import heedful
 from benchmarks.parts import add_task_options, check_same, read_partial, task_of
-from heedful.commands.compare.options import LEAST_TOKENS
-from heedful.commands.compare.scoring import score_rows
-from heedful.commands.compare.small_caches import bf16_bytes
 from heedful.eviction import (
     TOVA,
     Eviction,
@@ -37,12 +34,15 @@ from heedful.eviction import (
     StreamingLLM,
     TriAttention,
 )
+from heedful.files import append_line
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.hf.calibration import calibrate
-from heedful.records.environment import environment
-from heedful.records.files import append_line
-from heedful.tasks import Task
+from heedful_lab.commands.compare.options import LEAST_TOKENS
+from heedful_lab.commands.compare.scoring import score_rows
+from heedful_lab.commands.compare.small_caches import bf16_bytes
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import Task
 
 SINKS, PROTECTED = LowestGate.sinks, LowestGate.recent  # first and newest tokens that all keep
 CALIBRATED_ON = 2**20 + 1  # a training step that no run comes to: sequences for TriAttention

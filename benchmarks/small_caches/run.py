@@ -22,17 +22,17 @@ from transformers import PreTrainedModel
 
 import heedful
 from benchmarks.parts import add_task_options, task_of
-from heedful.commands.budget.shrink import greedy
-from heedful.commands.compare.options import LEAST_TOKENS
-from heedful.commands.compare.scoring import score, score_rows
-from heedful.commands.compare.scratch import Hyperparameters
-from heedful.commands.compare.small_caches import bf16_bytes, plans, policy_name, scored_as
 from heedful.eviction import Eviction, MostHidden
 from heedful.hf.cache.new import attention_modules
 from heedful.hf.cache.rows_under_budget import evicting
-from heedful.records.budgeted import UnderBudget, append_budgeted
-from heedful.records.environment import environment
-from heedful.tasks import Task
+from heedful_lab.commands.budget.shrink import greedy
+from heedful_lab.commands.compare.options import LEAST_TOKENS
+from heedful_lab.commands.compare.scoring import score, score_rows
+from heedful_lab.commands.compare.scratch import Hyperparameters
+from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, policy_name, scored_as
+from heedful_lab.records.budgeted import UnderBudget, append_budgeted
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import Task
 
 SEARCHED_ON = 2**20  # a training step that no run comes to: sequences for the search
 

@@ -11,12 +11,12 @@ import argparse
 from pathlib import Path
 
 import heedful
-from heedful.commands.compare.scratch import Hyperparameters
-from heedful.commands.compare.small_caches import bf16_bytes, under_budget
 from heedful.hf.budgets import NAME, read_budgets
-from heedful.records.budgeted import UnderBudget, append_budgeted
-from heedful.records.environment import environment
-from heedful.tasks import Text
+from heedful_lab.commands.compare.scratch import Hyperparameters
+from heedful_lab.commands.compare.small_caches import bf16_bytes, under_budget
+from heedful_lab.records.budgeted import UnderBudget, append_budgeted
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import Text
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from benchmarks.parts import markdown, origin, provenance, read
 from benchmarks.small_caches.teach import WITH_MEMORY_LOSS
-from heedful.commands.compare.small_cache_tables import tables as budget_tables
-from heedful.records.budgeted import WHOLE, UnderBudget
+from heedful_lab.commands.compare.small_cache_tables import tables as budget_tables
+from heedful_lab.records.budgeted import WHOLE, UnderBudget
 
 RESULTS = Path(__file__).parent / "results"
 TEXT = RESULTS / "caches-text-cpu.jsonl"

@@ -22,12 +22,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from benchmarks.parts import read_partial
-from heedful.commands.compare.one_model import train
-from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
+from heedful.files import append_line
 from heedful.nn import Mechanism, MultiToken, mechanism, to_json
-from heedful.records.environment import environment
-from heedful.records.files import append_line
-from heedful.tasks import Blocks
+from heedful_lab.commands.compare.one_model import train
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
+from heedful_lab.records.environment import environment
+from heedful_lab.tasks import Blocks
 
 LETTERS, ANSWERS = (5, 8), ("all", "first", "last")
 MECHANISMS = ("standard", "mta")

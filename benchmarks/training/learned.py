@@ -11,9 +11,9 @@ import json
 from pathlib import Path
 
 import heedful
-from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
-from heedful.records.environment import environment
-from heedful.records.files import write_whole
+from heedful.files import write_whole
+from heedful_lab.commands.inspect.patterns import kernel_pattern, mixing_pattern
+from heedful_lab.records.environment import environment
 
 NAMES = {"conv": kernel_pattern, "post_conv": kernel_pattern}
 NAMES |= {"mix": mixing_pattern, "post_mix": mixing_pattern}

@@ -31,12 +31,12 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from benchmarks.parts import ROOT
 from benchmarks.training.run import MECHANISMS as COMPARED
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import train_text
-from heedful.commands.train.start import starting_point
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful.files import append_line
 from heedful.training.sequences import TrainingSequences, encode
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import train_text
+from heedful_lab.commands.train.start import starting_point
+from heedful_lab.records.environment import environment
 
 MECHANISMS = COMPARED | {
     name: (name,)

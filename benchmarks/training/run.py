@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.parts import read_partial
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import train_text
-from heedful.records.environment import environment
-from heedful.records.files import append_line
+from heedful.files import append_line
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import train_text
+from heedful_lab.records.environment import environment
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512,

@@ -7,8 +7,8 @@ import numpy as np
 
 from benchmarks.parts import markdown, origin, provenance, read, spread
 from benchmarks.training.run import SLOWER
-from heedful.commands.evaluate.numbers import RULE, evaluated_table, summed_up
-from heedful.records.samples import read_samples
+from heedful_lab.commands.evaluate.numbers import RULE, evaluated_table, summed_up
+from heedful_lab.records.samples import read_samples
 
 RESULTS = Path(__file__).parent / "results"
 TRAINING, OVERHEAD = RESULTS / "training-cpu.jsonl", RESULTS / "training-overhead-cpu.jsonl"

@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.records.environment import environment
-from heedful.records.files import write_lines
+from heedful.files import write_lines
+from heedful_lab.records.environment import environment
 
 # The shapes of SmolLM2-135M and Llama 3.2 1B.
 MODELS = {

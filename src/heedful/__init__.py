@@ -138,18 +138,7 @@ __all__ = [
 ]
 
 
-_MODULES = (
-    "commands",
-    "data",
-    "eviction",
-    "hf",
-    "nn",
-    "ops",
-    "records",
-    "tasks",
-    "testing",
-    "training",
-)
+_MODULES = ("data", "eviction", "hf", "nn", "ops", "testing", "training")
 
 
 def __getattr__(name: str):

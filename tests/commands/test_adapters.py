@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import heedful
-from heedful.commands.convert.options import FolderConversion
-from heedful.commands.convert.run import convert_folder
-from heedful.commands.evaluate.options import Evaluation
-from heedful.commands.evaluate.run import evaluate
-from heedful.commands.generate.options import Generation
-from heedful.commands.generate.run import generate
-from heedful.commands.models import configuration_of, open_model
+from heedful_lab.commands.convert.options import FolderConversion
+from heedful_lab.commands.convert.run import convert_folder
+from heedful_lab.commands.evaluate.options import Evaluation
+from heedful_lab.commands.evaluate.run import evaluate
+from heedful_lab.commands.generate.options import Generation
+from heedful_lab.commands.generate.run import generate
+from heedful_lab.commands.models import configuration_of, open_model
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
 

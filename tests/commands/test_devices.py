@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 import heedful
-from heedful import doctor
-from heedful.commands import models
-from heedful.commands.models import device_of, open_model
+from heedful_lab import doctor
+from heedful_lab.commands import models
+from heedful_lab.commands.models import device_of, open_model
 from helpers.command_line import refusal, status_of
 from helpers.small_models import small, tokenizer_of_words
 
@@ -58,7 +58,7 @@ def opened(monkeypatch) -> list[PreTrainedModel]:
         return opened[-1]
 
     for name in ("generate.run", "evaluate.run", "budget.search", "calibrate.run", "inspect.run"):
-        monkeypatch.setattr(f"heedful.commands.{name}.open_model", recorded)
+        monkeypatch.setattr(f"heedful_lab.commands.{name}.open_model", recorded)
     return opened
 
 

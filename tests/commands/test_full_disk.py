@@ -43,12 +43,12 @@ def full_of_words(*args, **kwargs):
 COMMANDS = {
     "answers": (
         ("eval", "model", "--tasks", "perplexity", *DATA, "--samples", "2", "--out", "runs"),
-        ("heedful.records.files.os.fsync", full),
+        ("heedful.files.os.fsync", full),
         "runs/samples.jsonl",
     ),
     "trials": (
         ("budget", "model", *DATA, "--rows", "1"),
-        ("heedful.records.files.os.fsync", full),
+        ("heedful.files.os.fsync", full),
         "model/budgets.search.jsonl",
     ),
     "page": (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import heedful
-from heedful.commands.models import open_model, open_tokenizer
 from heedful.hf.stock import stock_tokenizer
+from heedful_lab.commands.models import open_model, open_tokenizer
 from helpers.command_line import refusal, status_of
 from helpers.gguf_files import write_gguf
 from helpers.small_models import files_of, small, tokenizer_of_words

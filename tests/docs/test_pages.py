@@ -25,16 +25,16 @@ from transformers import AutoModelForCausalLM
 import heedful
 from benchmarks import tables
 from benchmarks.parts import origin
-from heedful.commands.bench import measure as bench
-from heedful.commands.compare import run as compare
-from heedful.commands.compare.scratch import Size
-from heedful.commands.train import start as trained_models
-from heedful.commands.train.options import SIZES, Shape
+from heedful.compatibility import TESTED
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate, write_calibration
 from heedful.nn import ablations
-from heedful.records.environment import TESTED
+from heedful_lab.commands.bench import measure as bench
+from heedful_lab.commands.compare import run as compare
+from heedful_lab.commands.compare.scratch import Size
+from heedful_lab.commands.train import start as trained_models
+from heedful_lab.commands.train.options import SIZES, Shape
 from helpers import ROOT
 from helpers.command_line import change_setups, status_of
 from helpers.gguf_files import write_gguf

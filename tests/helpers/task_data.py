@@ -6,8 +6,8 @@ from pathlib import Path
 
 from datasets import Dataset
 
-from heedful.commands.evaluate import harness
-from heedful.commands.evaluate.on_disk import TASKS, task_files
+from heedful_lab.commands.evaluate import harness
+from heedful_lab.commands.evaluate.on_disk import TASKS, task_files
 
 COUNT = 6
 WORDS = ("red", "blue", "old", "new", "big")

@@ -11,7 +11,7 @@ import sys
 
 import transformers
 
-from heedful.records.environment import TESTED
+from heedful.compatibility import TESTED
 
 # Python calls and operations, × those of the base model, with the newest transformers; the base
 # models of older ones make up to 3 % fewer calls themselves.

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from benchmarks.gpu import session as gpu_session
-from heedful.commands.bench import session
-from heedful.commands.bench.session import SessionCase, read, watch, work
+from heedful_lab.commands.bench import session
+from heedful_lab.commands.bench.session import SessionCase, read, watch, work
 from helpers import ROOT
 
 ALL_STAGES = """
@@ -139,7 +139,7 @@ def test_the_time_of_a_stage_ends_it_between_cases(tmp_path):
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from heedful.commands.bench.session import SessionCase, work
+from heedful_lab.commands.bench.session import SessionCase, work
 runs = {
     "good": lambda left: {"ms": 1.0},
     "dies": lambda left: os.kill(os.getpid(), signal.SIGSEGV),

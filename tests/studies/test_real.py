@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import heedful
-from heedful.commands.evaluate.answers import LanguageModel
-from heedful.commands.models import open_model
 from heedful.eviction import MostHidden
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate, write_calibration
 from heedful.hf.stock import stock_model
-from heedful.records.samples import Sample
+from heedful_lab.commands.evaluate.answers import LanguageModel
+from heedful_lab.commands.models import open_model
+from heedful_lab.records.samples import Sample
 from helpers.families import stir
 from helpers.small_models import save_base_of_bytes
 
@@ -50,7 +50,7 @@ def test_a_calibrated_policy_needs_its_calibration(study):
         study("base", *options)
     model = open_model("base")
     write_calibration(Path("c"), calibrate(model, [torch.randint(256, (2, 64))]), {})
-    lines = study("base", "--policies", "triattention", "--calibration", "c", *options)
+    lines = study("base", "--policies", "whole", "triattention", "--calibration", "c", *options)
     whole, small = lines
     assert small["policy"] == "triattention" and small["peak_nbytes"] < whole["peak_nbytes"] / 2
     assert small["nats"] != whole["nats"]
@@ -153,7 +153,7 @@ def test_the_kind_of_a_token(word):
 
 def test_each_setting_is_scored_once_against_the_whole_cache(study):
     options = ("--tokens", "64", "--needles", "1")
-    lines = study("base", "--policies", "streaming-llm", *options)
+    lines = study("base", "--policies", "whole", "streaming-llm", *options)
     assert [(x["policy"], x["tokens"]) for x in lines] == [("whole", 256), ("streaming-llm", 64)]
     whole, small = lines
     assert small["peak_nbytes"] < whole["peak_nbytes"] / 2 - 1
@@ -166,7 +166,7 @@ def test_each_setting_is_scored_once_against_the_whole_cache(study):
     assert whole["nats"][0] == pytest.approx(expected, rel=1e-5)
     assert whole["perplexity"] == pytest.approx(math.exp(sum(whole["nats"]) / 2))
     assert small["nats"] != whole["nats"]
-    again = study("adapter", *options, "--policies", "streaming-llm", "most-hidden")
+    again = study("adapter", *options, "--policies", "whole", "streaming-llm", "most-hidden")
     assert again[:2] == lines
     assert [(x["model"], x["policy"]) for x in again[2:]] == [
         ("adapter", "whole"),
@@ -176,7 +176,7 @@ def test_each_setting_is_scored_once_against_the_whole_cache(study):
 
 
 def test_several_numbers_in_a_text_are_another_setting(study):
-    options = ("--tokens", "64", "--needles", "2", "--policies", "streaming-llm")
+    options = ("--tokens", "64", "--needles", "2", "--policies", "whole", "streaming-llm")
     study("base", *options)
     lines = study("base", *options, "--numbers", "2")
     assert [x["numbers"] for x in lines] == [1, 1, 2, 2]

@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import heedful
-from heedful.commands.models import mechanisms_named
 from heedful.nn import MultiToken, ablations
-from heedful.records.budgeted import read_budgeted
-from heedful.tasks import TASKS, Recall
-from heedful.tasks.samples import Recipe
+from heedful_lab.commands.models import mechanisms_named
+from heedful_lab.records.budgeted import read_budgeted
+from heedful_lab.tasks import TASKS, Recall
+from heedful_lab.tasks.samples import Recipe
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_a_grid_of_groupings_goes_on_where_it_was(run):
 def test_every_mechanism_trains_with_the_best_of_three_rates(run, monkeypatch, capsys):
     """Each has as many parameters as standard attention, to one unit of its MLPs."""
     from benchmarks.compare.run import last_loss
-    from heedful.records import read_records
-    from heedful.records.files import only_writer
+    from heedful.files import only_writer
+    from heedful_lab.records import read_records
 
     monkeypatch.setattr(Recall, "recipe", Recipe(16, 2, 2, 12, 2, 2e-3, (), held_out=4))
     names = ["standard", "parallax"]
@@ -180,7 +180,7 @@ def test_the_forms_of_the_ablation_are_those_of_the_paper(monkeypatch):
 
 
 def test_what_a_model_learned_is_reported_by_layer_and_kind(run):
-    from heedful.commands.compare.scratch import Size, from_scratch
+    from heedful_lab.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()
     model = from_scratch(task, heedful.MultiToken(conv_every=2), Size(16, 2, 2), 0)
@@ -202,7 +202,7 @@ def test_what_a_model_learned_is_reported_by_layer_and_kind(run):
 @pytest.fixture
 def trained(run) -> Path:
     """A selective model of the short sequences, as `heedful compare` leaves one."""
-    from heedful.commands.compare.scratch import Size, from_scratch
+    from heedful_lab.commands.compare.scratch import Size, from_scratch
 
     task = TASKS["recall"].default()
     model = from_scratch(task, heedful.Selective(), Size(16, 2, 2), 0)

@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from heedful.tasks import Assignment
+from heedful_lab.tasks import Assignment
 
 
 def latest(text):

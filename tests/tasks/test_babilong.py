@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from heedful.tasks.babilong import UNWANTED, BabiLong, only_label
-from heedful.tasks.background import Background
-from heedful.tasks.stories import OBJECTS, PEOPLE, PLACES, read_stories, story
+from heedful_lab.tasks.babilong import UNWANTED, BabiLong, only_label
+from heedful_lab.tasks.background import Background
+from heedful_lab.tasks.stories import OBJECTS, PEOPLE, PLACES, read_stories, story
 from helpers import ROOT
 
 PUBLIC = ROOT.parent / "shared" / "data"

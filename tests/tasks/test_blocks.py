@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from heedful.tasks import TASKS, Blocks, sequence_error, token_error, token_losses
+from heedful_lab.tasks import TASKS, Blocks, sequence_error, token_error, token_losses
 
 PAIRED = {name for name, kind in TASKS.items() if kind.paired}
 SIZES = [
@@ -73,7 +73,7 @@ def test_deterministic_in_seed():
 
 
 def test_chunks_hold_to_the_definition(monkeypatch):
-    monkeypatch.setattr("heedful.tasks.blocks._CHUNK_BLOCKS", 56)
+    monkeypatch.setattr("heedful_lab.tasks.blocks._CHUNK_BLOCKS", 56)
     test_answer_follows_from_the_text(Blocks())
     rows = Blocks().sample(400, seed=3).input_ids.tolist()
     assert len({tuple(row) for row in rows}) == 400

@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from heedful.tasks import Copy, Parity, SelectiveCopy
+from heedful_lab.tasks import Copy, Parity, SelectiveCopy
 
 
 @pytest.mark.parametrize("task", [Copy(), Copy(symbols=1), Copy(symbols=50, alphabet=2)], ids=str)

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from heedful.tasks.background import Background
-from heedful.tasks.facts import FACTS, MOST_FACTS, WORDS, fact_texts
-from heedful.tasks.needles import CITIES
+from heedful_lab.tasks.background import Background
+from heedful_lab.tasks.facts import FACTS, MOST_FACTS, WORDS, fact_texts
+from heedful_lab.tasks.needles import CITIES
 
 SENTENCES = [f"Sentence {i} of a quiet text says nothing." for i in range(60)]
 

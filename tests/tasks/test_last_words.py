@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from heedful.tasks.last_words import detokenised, last_words, passages_of, read_passages
-from heedful.tasks.windows import domain_windows, domains, windows
+from heedful_lab.tasks.last_words import detokenised, last_words, passages_of, read_passages
+from heedful_lab.tasks.windows import domain_windows, domains, windows
 
 
 def test_the_last_word_is_what_stands_behind_the_last_space():

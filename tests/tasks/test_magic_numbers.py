@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 import torch
 
-from heedful.tasks import MagicNumbers
+from heedful_lab.tasks import MagicNumbers
 
 _NEEDLE = re.compile(r"magic number of (\w+) is (\d+) (\. )?")
 

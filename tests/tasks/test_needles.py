@@ -5,8 +5,8 @@ from itertools import accumulate
 
 import pytest
 
-from heedful.tasks.background import Background, background_sentences, sentences
-from heedful.tasks.needles import CITIES, Needles, all_found
+from heedful_lab.tasks.background import Background, background_sentences, sentences
+from heedful_lab.tasks.needles import CITIES, Needles, all_found
 
 TEXT = [f"Sentence {chr(97 + i % 26)}{'x' * (i % 7)} says nothing at all." for i in range(300)]
 

@@ -9,7 +9,7 @@ import types
 import pytest
 
 from heedful.data import TextPair, text_pairs
-from heedful.tasks import Summarise, Translate
+from heedful_lab.tasks import Summarise, Translate
 
 LINES = [(f"source {i % 40} né", f"the target is {i} {'x' * (i % 7)}..") for i in range(100)]
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heedful.tasks import Recall
+from heedful_lab.tasks import Recall
 
 TOKEN = re.compile(r"\[[.!]\]|[a-z]=|[A-Z0-9]|[;.!]|[bdklm][aeiou] ")
 

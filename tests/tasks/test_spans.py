@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from heedful.tasks import Spans
+from heedful_lab.tasks import Spans
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
 
-from heedful.tasks import Summarise
-from heedful.tasks.summarise import fact_scores, rouge_l
+from heedful_lab.tasks import Summarise
+from heedful_lab.tasks.summarise import fact_scores, rouge_l
 
 MARKS = ("notably", "reportedly", "formerly", "allegedly")
 TASKS = [Summarise(), Summarise(length=700, facts=30, salient=9), Summarise(facts=4, salient=1)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heedful.data import corpus
-from heedful.tasks import Text, token_losses
+from heedful_lab.tasks import Text, token_losses
 from helpers import ROOT
 
 PUBLIC = ROOT.parent / "shared" / "data"

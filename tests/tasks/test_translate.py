@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import sacrebleu
 
-from heedful.tasks import Translate
-from heedful.tasks.translate import _language, bleu, spelled, text_error
+from heedful_lab.tasks import Translate
+from heedful_lab.tasks.translate import _language, bleu, spelled, text_error
 
 
 def read_number(words: list[str]) -> int:

@@ -7,9 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from heedful.commands.train.start import _with_ends
 from heedful.data import ByteTokenizer
-from heedful.tasks.vocabulary import byte_pairs, bytes_alone
 from heedful.training.sequences import (
     IGNORE,
     EvaluationSequences,
@@ -19,6 +17,8 @@ from heedful.training.sequences import (
     leading_bos,
     shuffled,
 )
+from heedful_lab.commands.train.start import _with_ends
+from heedful_lab.tasks.vocabulary import byte_pairs, bytes_alone
 from helpers.small_models import tokenizer_of_words
 
 

@@ -10,9 +10,6 @@ import torch
 from transformers import TrainingArguments
 
 import heedful
-from heedful.commands.policies import policy_named
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import train_text
 from heedful.eviction import LowestGate
 from heedful.hf.intercept import intercept, interceptors
 from heedful.nn import RetentionGate, Selective
@@ -20,6 +17,9 @@ from heedful.ops.selective.reference import selection
 from heedful.ops.selective.soft_eviction import cached_shares
 from heedful.training.eviction_order import LEVEL, EvictionOrderLoss
 from heedful.training.trainer import LayerTrainer
+from heedful_lab.commands.policies import policy_named
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import train_text
 from helpers.families import tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from transformers import TrainingArguments
 
 import heedful
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import train_text
 from heedful.eviction import LowestGate, MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
 from heedful.hf.cache.rows_under_budget import evicting
@@ -21,6 +19,8 @@ from heedful.nn import RetentionGate, Selective
 from heedful.training.run import RunTrainer, Stopped
 from heedful.training.trainer import LayerTrainer
 from heedful.training.under_eviction import EvictionInTraining
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import train_text
 from helpers.families import logits, tiny, tokens, varied
 from helpers.small_models import save_base_of_bytes
 

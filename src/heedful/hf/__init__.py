@@ -2,7 +2,7 @@
 
 import transformers
 
-from heedful.records.environment import TESTED, release
+from heedful.compatibility import TESTED, release
 
 _OLDEST = TESTED["transformers"][0]
 if release(transformers.__version__) < release(_OLDEST):

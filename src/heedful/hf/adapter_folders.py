@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from heedful.checks import UserError
+from heedful.files import writing_to
 from heedful.hf import budgets as beside
 from heedful.hf.adapters import check_peft, converted_inside, holds_adapter
 from heedful.hf.after_eviction import AfterEviction, replace_layers_of_peft
@@ -32,7 +33,6 @@ from heedful.hf.restore import read_parameters, restore
 from heedful.hf.save import carry_budgets, mechanisms_to_json
 from heedful.hf.stock import stock_model
 from heedful.ops.impl import Impl
-from heedful.records.files import writing_to
 
 if TYPE_CHECKING:
     from peft import PeftModel

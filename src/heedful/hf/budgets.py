@@ -9,10 +9,10 @@ from torch import nn
 
 from heedful.checks import UserError
 from heedful.eviction import POLICIES, Eviction
+from heedful.files import write_whole
 from heedful.hf.cache.new import new_cache
 from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.identity import matrices_digest
-from heedful.records.files import write_whole
 
 NAME = "budgets.json"
 FORMATS = (1, 2)  # the second knows which low-rank matrices the budgets are for

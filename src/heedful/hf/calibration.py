@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from heedful.checks import UserError
 from heedful.eviction.triattention import Bands, Calibration, QueryStatistics
+from heedful.files import write_whole
 from heedful.hf.family.modules import attention_modules
 from heedful.hf.family.rotation import FamilyRotation, rotation_of
 from heedful.hf.fingerprints import fingerprint, is_of
 from heedful.hf.intercept import LayerCall, intercept
 from heedful.nn import Layer, LayerOutput
-from heedful.records.files import write_whole
 
 FORMAT = 1
 _PARTS = ("centre", "lengths", "partners", "frequencies")

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from heedful.compatibility import TESTED
 from heedful.hf.intercept import LayerCall, intercept
 from heedful.hf.versions import attention_replaced
 from heedful.nn import Layer, LayerInputs, LayerOutput, Standard
 from heedful.ops import Visibility
-from heedful.records.environment import TESTED
 
 _TOKENS = 6
 _PADDING = 2  # tokens on the left of the second row, where there is a mask

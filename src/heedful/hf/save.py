@@ -19,11 +19,11 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from heedful.checks import UserError
+from heedful.files import writing_to
 from heedful.hf import budgets as beside
 from heedful.hf.fingerprints import is_of
 from heedful.hf.format import AUTO, FORMAT, MODEL_TYPE, REFUSED_ELSEWHERE, SHIM, SHIM_TEXT, auto_map
 from heedful.nn import Mechanism, Role, to_json
-from heedful.records.files import writing_to
 
 _MODELS = dict(
     zip(

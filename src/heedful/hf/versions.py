@@ -26,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import TransformersKwargs
 
 from heedful.checks import UserError
-from heedful.records.environment import TESTED, release
+from heedful.compatibility import TESTED, release
 
 # How a cache is called: `cache` by models and generate since 5.24, `past_key_values` before, and
 # `layer_past` by the attention modules of GPT-NeoX in every version.

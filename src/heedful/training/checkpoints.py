@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from heedful.checks import UserError
-from heedful.records.files import write_whole
+from heedful.files import write_whole
 
 _IDENTITY = "run.json"
 _SEAL = "whole.json"

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import TrainerCallback
 
 from heedful.checks import UserError, check_choice
-from heedful.records.files import write_whole
+from heedful.files import write_whole
 from heedful.training.checkpoints import Checkpoints
 from heedful.training.trainer import LayerTrainer
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from heedful.checks import UserError
 from heedful.data import Piece, pieces
-from heedful.records.files import write_whole, writing_to
+from heedful.files import write_whole, writing_to
 
 IGNORE = -100
 _FIRST = 1 << 31  # on the first token of a document; no vocabulary is as large

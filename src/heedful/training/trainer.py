@@ -11,11 +11,11 @@ from transformers.utils import ModelOutput
 
 from heedful.checks import UserError
 from heedful.eviction import Eviction
+from heedful.files import writing_to
 from heedful.hf import conversion_of
 from heedful.hf.adapters import converted_inside
 from heedful.hf.versions import TrainerSteps
 from heedful.nn import Layer
-from heedful.records.files import writing_to
 from heedful.training.eviction_order import EvictionOrderLoss
 from heedful.training.losses import GroupingLoss, MemoryLoss
 from heedful.training.sequences import IGNORE

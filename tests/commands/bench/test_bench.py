@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import training_step, where_time_goes
-from heedful.cli import main
-from heedful.commands.bench.cases import OURS, PASSES, call, draw
-from heedful.commands.bench.measure import Bench, bench, cases_here, check
 from heedful.ops import selective_attention
+from heedful_lab.cli import main
+from heedful_lab.commands.bench.cases import OURS, PASSES, call, draw
+from heedful_lab.commands.bench.measure import Bench, bench, cases_here, check
 from helpers.command_line import refusal, status_of
 
 
@@ -48,7 +48,9 @@ def test_bench_writes_records_and_a_table(tmp_path, capsys):
 def test_bench_replaces_no_file(tmp_path, monkeypatch, capsys, there, out, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
-    monkeypatch.setattr("heedful.commands.bench.measure.bench", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "heedful_lab.commands.bench.measure.bench", lambda _: pytest.fail("measured")
+    )
     assert message in refusal(capsys, "bench", "--out", out)
     assert [path.name for path in tmp_path.iterdir()] == [there]
     assert (tmp_path / there).read_text() == "mine"
@@ -65,7 +67,7 @@ def test_records_are_printed_though_they_cannot_be_written(tmp_path, monkeypatch
         out.write_text("mine")
         return [record]
 
-    monkeypatch.setattr("heedful.commands.bench.measure.bench", meanwhile)
+    monkeypatch.setattr("heedful_lab.commands.bench.measure.bench", meanwhile)
     assert status_of("bench", "--mechanisms", "mta", "--impls", "tiled", "--out", str(out)) == 1
     output = capsys.readouterr()
     assert "there already" in output.err and "tiled" in output.out
@@ -86,7 +88,9 @@ def test_table_and_picture_tell_the_layout_of_real_models(tmp_path, capsys):
 
 
 def test_memory_that_cannot_be_measured_is_none(monkeypatch):
-    monkeypatch.setattr("heedful.commands.bench.measure.peak_memory_mib", lambda code: float("nan"))
+    monkeypatch.setattr(
+        "heedful_lab.commands.bench.measure.peak_memory_mib", lambda code: float("nan")
+    )
     config = Bench(mechanisms=("selective",), impls=("tiled",), lengths=(32,), passes=("forward",))
     assert [record["peak_mib"] for record in bench(config)] == [None, None]
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from heedful.commands.bench import gpu_report
-from heedful.commands.bench.gpu_report import SMALL, write_report
+from heedful_lab.commands.bench import gpu_report
+from heedful_lab.commands.bench.gpu_report import SMALL, write_report
 from helpers.command_line import refusal
 
 

@@ -7,10 +7,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import heedful
-from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.rows import Rows, perplexity, read_rows
-from heedful.commands.train.mixture import fact_documents
 from heedful.training.sequences import IGNORE
+from heedful_lab.commands.budget.options import BudgetSearch
+from heedful_lab.commands.budget.rows import Rows, perplexity, read_rows
+from heedful_lab.commands.train.mixture import fact_documents
 from helpers.small_models import small, tokenizer_of_words
 
 TEXT = "".join(

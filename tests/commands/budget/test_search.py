@@ -12,11 +12,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import heedful
-from heedful.commands.budget import rows as text
-from heedful.commands.budget import search as budget
-from heedful.commands.budget.options import BudgetSearch
-from heedful.commands.budget.rows import Rows, read_rows
-from heedful.commands.budget.search import LOG, SearchLog, SearchResult, search
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf import conversion_of
@@ -24,6 +19,11 @@ from heedful.hf.adapters import with_low_rank
 from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.cache.rows_under_budget import evicting
 from heedful.nn import MultiToken, Selective
+from heedful_lab.commands.budget import rows as text
+from heedful_lab.commands.budget import search as budget
+from heedful_lab.commands.budget.options import BudgetSearch
+from heedful_lab.commands.budget.rows import Rows, read_rows
+from heedful_lab.commands.budget.search import LOG, SearchLog, SearchResult, search
 from helpers.budget_searches import plain_greedy
 from helpers.command_line import refusal, status_of
 from helpers.families import stir

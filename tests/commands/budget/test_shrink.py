@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from heedful.commands.budget.shrink import (
+from heedful_lab.commands.budget.shrink import (
     greedy,
     level,
     raised,

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from heedful import MemoryLoss
-from heedful.commands.compare.one_model import Diverged, train
-from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
 from heedful.nn import Selective, Standard
-from heedful.tasks import Copy, Parity, Text
 from heedful.testing import process_peak_mib
 from heedful.training.run import Stopped
 from heedful.training.trainer import parameter_groups
+from heedful_lab.commands.compare.one_model import Diverged, train
+from heedful_lab.commands.compare.scoring import score
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
+from heedful_lab.tasks import Copy, Parity, Text
 from helpers import ROOT
 
 TASK = Parity(bits=6)

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from heedful.commands.compare import figures
-from heedful.commands.compare.figures import KernelExhibit, MapExhibit, visible
-from heedful.commands.compare.findings import (
+from heedful_lab.commands.compare import figures
+from heedful_lab.commands.compare.figures import KernelExhibit, MapExhibit, visible
+from heedful_lab.commands.compare.findings import (
     TextExhibit,
     configurations,
     findings,
@@ -23,8 +23,8 @@ from heedful.commands.compare.findings import (
     table,
     text_tables,
 )
-from heedful.commands.compare.page import write_report
-from heedful.records import Record, append_record, read_records
+from heedful_lab.commands.compare.page import write_report
+from heedful_lab.records import Record, append_record, read_records
 from helpers.invented_runs import exhibits, run, runs
 
 # Records.
@@ -407,8 +407,8 @@ def test_loss_curves_are_thinned_by_means():
 def test_import_is_light_and_pyplot_stays_out(tmp_path):
     code = (
         "import sys, pathlib\n"
-        "from heedful.commands.compare.page import write_report\n"
-        "from heedful.records import Record\n"
+        "from heedful_lab.commands.compare.page import write_report\n"
+        "from heedful_lab.records import Record\n"
         "assert 'matplotlib' not in sys.modules and 'torch' not in sys.modules\n"
         "record = Record('t', 'mta', 0, 'error', 2, 1, 1, {'error': 0.5}, [(1, 0.5), (2, 0.5)])\n"
         f"write_report(pathlib.Path({str(tmp_path)!r}), [record])\n"

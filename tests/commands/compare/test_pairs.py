@@ -12,20 +12,20 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
 import heedful
-import heedful.commands.compare.run as room
-from heedful.cli import write_page
-from heedful.commands.compare import setups as settings
-from heedful.commands.compare.findings import findings, further, summarise
-from heedful.commands.compare.options import Comparison
-from heedful.commands.compare.scoring import score, write
-from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
-from heedful.commands.models import open_model
+import heedful_lab.commands.compare.run as room
 from heedful.nn import Selective, Standard
-from heedful.records import Record, read_records
-from heedful.tasks import Spans, Summarise, Translate
-from heedful.tasks.translate import bleu, text_error
 from heedful.training.losses import MemoryLoss
 from heedful.training.run import Stopped
+from heedful_lab.cli import write_page
+from heedful_lab.commands.compare import setups as settings
+from heedful_lab.commands.compare.findings import findings, further, summarise
+from heedful_lab.commands.compare.options import Comparison
+from heedful_lab.commands.compare.scoring import score, write
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
+from heedful_lab.commands.models import open_model
+from heedful_lab.records import Record, read_records
+from heedful_lab.tasks import Spans, Summarise, Translate
+from heedful_lab.tasks.translate import bleu, text_error
 from helpers.command_line import change_setups, refusal, status_of
 
 compare = partial(room.compare, show=write_page)  # as the command does

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 import heedful
-import heedful.commands.compare.run as room
-from heedful.cli import write_page
-from heedful.commands.compare.findings import overview
-from heedful.commands.compare.options import Comparison
-from heedful.commands.compare.run import compare, kept
-from heedful.commands.compare.scratch import Size
-from heedful.commands.compare.setups import chosen_setups, setups
+import heedful_lab.commands.compare.run as room
 from heedful.nn import MultiToken, from_json, to_json
-from heedful.records import files, read_records
-from heedful.tasks import TASKS
 from heedful.training.run import Stopped
+from heedful_lab.cli import write_page
+from heedful_lab.commands.compare.findings import overview
+from heedful_lab.commands.compare.options import Comparison
+from heedful_lab.commands.compare.run import compare, kept
+from heedful_lab.commands.compare.scratch import Size
+from heedful_lab.commands.compare.setups import chosen_setups, setups
+from heedful_lab.records import files, read_records
+from heedful_lab.tasks import TASKS
 from helpers.command_line import change_setups, refusal, status_of
 
 paged = partial(compare, show=write_page)  # as the command does, for tests of the page
@@ -186,7 +186,7 @@ def test_more_seeds_are_added_and_fewer_lose_nothing(one_seed):
 def test_one_process_writes_at_a_time(one_seed):
     out, _ = one_seed
     code = (
-        "import sys, pathlib, heedful.records.files as files\n"
+        "import sys, pathlib, heedful.files as files\n"
         f"with files.only_writer(pathlib.Path({str(out)!r})):\n"
         "    print('held', flush=True)\n"
         "    sys.stdin.read()\n"
@@ -257,7 +257,7 @@ def test_a_wrong_field_is_refused_before_any_training(one_seed, monkeypatch, fie
     spoilt = json.dumps(json.loads(second) | {field: value})
     (out / "results.jsonl").write_text(f"{first}\n{spoilt}\n")
     monkeypatch.setattr(
-        "heedful.commands.compare.run.train", lambda *_, **__: pytest.fail("trained")
+        "heedful_lab.commands.compare.run.train", lambda *_, **__: pytest.fail("trained")
     )
     with pytest.raises(ValueError, match=rf"results\.jsonl, line 2: .*\({field} must be"):
         compare(replace(PARITY, seeds=2), out)

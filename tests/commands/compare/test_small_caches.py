@@ -12,25 +12,25 @@ import torch
 from transformers import AutoTokenizer
 
 import heedful
-import heedful.commands.compare.run as room
-from heedful.cli import write_page
-from heedful.commands.compare import options as comparison
-from heedful.commands.compare.options import LEAST_TOKENS, Comparison
-from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
-from heedful.commands.compare.setups import chosen_setups
-from heedful.commands.compare.small_cache_tables import (
+import heedful_lab.commands.compare.run as room
+from heedful.eviction import MostHidden, StreamingLLM
+from heedful.hf.look import cached_over_time
+from heedful.nn import HeadShape, Selective, Standard
+from heedful_lab.cli import write_page
+from heedful_lab.commands.compare import options as comparison
+from heedful_lab.commands.compare.options import LEAST_TOKENS, Comparison
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch, local_global
+from heedful_lab.commands.compare.setups import chosen_setups
+from heedful_lab.commands.compare.small_cache_tables import (
     CacheExhibit,
     cache_picture,
     pictures,
     tables,
 )
-from heedful.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
-from heedful.eviction import MostHidden, StreamingLLM
-from heedful.hf.look import cached_over_time
-from heedful.nn import HeadShape, Selective, Standard
-from heedful.records import read_records
-from heedful.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
-from heedful.tasks import Recall, Text
+from heedful_lab.commands.compare.small_caches import bf16_bytes, plans, scored_as, under_budget
+from heedful_lab.records import read_records
+from heedful_lab.records.budgeted import WHOLE, UnderBudget, append_budgeted, read_budgeted
+from heedful_lab.tasks import Recall, Text
 
 compare = partial(room.compare, show=write_page)  # as the command does
 TEXT = Comparison(

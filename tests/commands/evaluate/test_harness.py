@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import heedful
-from heedful.commands.evaluate import run as runner
-from heedful.commands.evaluate.harness import HarnessResult
-from heedful.commands.evaluate.numbers import summed_up
-from heedful.commands.evaluate.options import WRITTEN, Evaluation
-from heedful.commands.evaluate.run import EvaluationPlan, evaluate, export
-from heedful.commands.models import open_model
-from heedful.records.samples import Sample
+from heedful_lab.commands.evaluate import run as runner
+from heedful_lab.commands.evaluate.harness import HarnessResult
+from heedful_lab.commands.evaluate.numbers import summed_up
+from heedful_lab.commands.evaluate.options import WRITTEN, Evaluation
+from heedful_lab.commands.evaluate.run import EvaluationPlan, evaluate, export
+from heedful_lab.commands.models import open_model
+from heedful_lab.records.samples import Sample
 from helpers.evaluations import evaluation_of
 from helpers.small_models import small, tokenizer_of_words
 

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from heedful.commands.evaluate.numbers import (
+from heedful_lab.commands.evaluate.numbers import (
     ACCURACY,
     BITS,
     LEAST,
@@ -19,8 +19,8 @@ from heedful.commands.evaluate.numbers import (
     summed_up,
     wilson,
 )
-from heedful.commands.evaluate.page import by_position, shares, write_evaluation
-from heedful.records.samples import Sample, append_samples, read_samples
+from heedful_lab.commands.evaluate.page import by_position, shares, write_evaluation
+from heedful_lab.records.samples import Sample, append_samples, read_samples
 
 
 def sample(key, model="a", task="needles", digest="x", cell=None, cache="", curve=None, **values):

@@ -7,12 +7,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import heedful
-from heedful.commands.evaluate import on_disk
-from heedful.commands.evaluate import run as runner
-from heedful.commands.evaluate.numbers import evaluated_table, summed_up
-from heedful.commands.evaluate.on_disk import ON_DISK, TASKS, task_files
-from heedful.commands.evaluate.options import Evaluation
-from heedful.commands.evaluate.run import evaluate
+from heedful_lab.commands.evaluate import on_disk
+from heedful_lab.commands.evaluate import run as runner
+from heedful_lab.commands.evaluate.numbers import evaluated_table, summed_up
+from heedful_lab.commands.evaluate.on_disk import ON_DISK, TASKS, task_files
+from heedful_lab.commands.evaluate.options import Evaluation
+from heedful_lab.commands.evaluate.run import evaluate
 from helpers.small_models import small, tokenizer_of_words
 from helpers.task_data import COUNT, forget
 

@@ -9,20 +9,20 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 import heedful
-from heedful.cli import main
-from heedful.commands.compare.scoring import score
-from heedful.commands.compare.scratch import Hyperparameters, Size, from_scratch
-from heedful.commands.evaluate import run as runner
-from heedful.commands.evaluate.answers import LanguageModel, Likelihood
-from heedful.commands.evaluate.items import by_position, encoded
-from heedful.commands.evaluate.numbers import summed_up
-from heedful.commands.evaluate.options import ROWS, Evaluation
-from heedful.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
-from heedful.commands.models import open_model
 from heedful.data import ByteTokenizer
 from heedful.hf.calibration import calibrate, write_calibration
-from heedful.records.samples import read_samples
-from heedful.tasks import TASKS
+from heedful_lab.cli import main
+from heedful_lab.commands.compare.scoring import score
+from heedful_lab.commands.compare.scratch import Hyperparameters, Size, from_scratch
+from heedful_lab.commands.evaluate import run as runner
+from heedful_lab.commands.evaluate.answers import LanguageModel, Likelihood
+from heedful_lab.commands.evaluate.items import by_position, encoded
+from heedful_lab.commands.evaluate.numbers import summed_up
+from heedful_lab.commands.evaluate.options import ROWS, Evaluation
+from heedful_lab.commands.evaluate.run import AnswerStore, ask, evaluate, prepare
+from heedful_lab.commands.models import open_model
+from heedful_lab.records.samples import read_samples
+from heedful_lab.tasks import TASKS
 from helpers.command_line import status_of
 from helpers.evaluations import BOOK, evaluation_of
 from helpers.small_models import small, tokenizer_of_words

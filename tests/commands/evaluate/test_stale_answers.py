@@ -8,12 +8,12 @@ import torch
 from peft import LoraConfig
 
 import heedful
-from heedful.commands.evaluate.run import evaluate
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf import conversion_of, load
 from heedful.hf.after_eviction import AfterEviction
 from heedful.hf.budgets import write_budgets
-from heedful.records.samples import read_samples
+from heedful_lab.commands.evaluate.run import evaluate
+from heedful_lab.records.samples import read_samples
 from helpers.evaluations import evaluation_of
 from helpers.families import stir
 from helpers.small_models import small

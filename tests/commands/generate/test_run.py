@@ -12,18 +12,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import heedful
-from heedful.cli import main
-from heedful.commands.calibrate.options import CalibrationRun
-from heedful.commands.calibrate.run import calibrate_model
-from heedful.commands.generate.run import CHUNK
-from heedful.commands.options import EVICTIONS
-from heedful.commands.policies import spelled
 from heedful.data import ByteTokenizer
 from heedful.eviction import POLICIES, TOVA, MostHidden, SnapKV, StreamingLLM, TriAttention
 from heedful.hf.budgets import write_budgets
 from heedful.hf.calibration import calibrate
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.nn import MultiToken
+from heedful_lab.cli import main
+from heedful_lab.commands.calibrate.options import CalibrationRun
+from heedful_lab.commands.calibrate.run import calibrate_model
+from heedful_lab.commands.generate.run import CHUNK
+from heedful_lab.commands.options import EVICTIONS
+from heedful_lab.commands.policies import spelled
 from helpers.command_line import refusal, status_of
 from helpers.small_models import PROMPT, files_of, generation_of, small, tokenizer_of_words
 
@@ -251,7 +251,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 def test_characters_of_several_bytes_are_printed_whole():
     """And what comes is what was decoded, also where it ends within a character."""
-    from heedful.commands.generate.run import _Streamer
+    from heedful_lab.commands.generate.run import _Streamer
 
     for cut in (0, 1):
         pieces: list[str] = []

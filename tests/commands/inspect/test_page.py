@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import heedful
-from heedful.commands.compare.page import write_report
-from heedful.commands.inspect.arrays import NOBODY, PageData, page_data
-from heedful.commands.inspect.page import write_inspection
 from heedful.eviction import MostHidden
 from heedful.hf.look import cached_over_time, look_into
 from heedful.nn import MultiToken
+from heedful_lab.commands.compare.page import write_report
+from heedful_lab.commands.inspect.arrays import NOBODY, PageData, page_data
+from heedful_lab.commands.inspect.page import write_inspection
 from helpers.browser import CHROMIUM, Browser
 from helpers.invented_runs import exhibits, runs
 from helpers.small_models import converted, ids_of, small

@@ -19,20 +19,6 @@ from transformers import (
 )
 
 import heedful
-from heedful.commands.inspect import arrays as inside_module
-from heedful.commands.inspect.arrays import (
-    DOES,
-    LEFT,
-    MOST_KEYS,
-    NEAR,
-    NOBODY,
-    page_data,
-    what_heads_do,
-)
-from heedful.commands.inspect.options import Inspection
-from heedful.commands.inspect.page import MOST_PAGE, write_inspection
-from heedful.commands.inspect.patterns import kernel_pattern, mixing_pattern
-from heedful.commands.inspect.run import inside, spelled_tokens
 from heedful.data import ByteTokenizer
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.budgets import write_budgets
@@ -41,6 +27,20 @@ from heedful.hf.look import cached_over_time, look, look_into
 from heedful.nn import MultiToken
 from heedful.ops import Visibility
 from heedful.ops.mta.reference import correlate, mix_heads
+from heedful_lab.commands.inspect import arrays as inside_module
+from heedful_lab.commands.inspect.arrays import (
+    DOES,
+    LEFT,
+    MOST_KEYS,
+    NEAR,
+    NOBODY,
+    page_data,
+    what_heads_do,
+)
+from heedful_lab.commands.inspect.options import Inspection
+from heedful_lab.commands.inspect.page import MOST_PAGE, write_inspection
+from heedful_lab.commands.inspect.patterns import kernel_pattern, mixing_pattern
+from heedful_lab.commands.inspect.run import inside, spelled_tokens
 from helpers.command_line import refusal, status_of
 from helpers.small_models import converted, ids_of, small, tokenizer_of_words
 

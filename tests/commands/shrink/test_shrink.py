@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import heedful
-from heedful.commands.budget.rows import perplexity, read_rows
-from heedful.commands.models import open_model, open_tokenizer
-from heedful.commands.shrink.options import Shrink
-from heedful.commands.shrink.run import ABOUT, shrink, size_for
 from heedful.eviction import MostHidden, StreamingLLM
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.stock import stock_model
 from heedful.hf.versions import cache_argument
 from heedful.training.run import Stopped
+from heedful_lab.commands.budget.rows import perplexity, read_rows
+from heedful_lab.commands.models import open_model, open_tokenizer
+from heedful_lab.commands.shrink.options import Shrink
+from heedful_lab.commands.shrink.run import ABOUT, shrink, size_for
 from helpers.command_line import refusal
 from helpers.families import logits
 from helpers.small_models import small, tokenizer_of_words

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 import heedful
-from heedful.commands.train.options import Training
-from heedful.commands.train.run import train_text
-from heedful.commands.train.start import starting_point
 from heedful.hf.stock import stock_model
 from heedful.training.run import Stopped
 from heedful.training.sequences import IGNORE, MixedSequences, TokenFile
+from heedful_lab.commands.train.options import Training
+from heedful_lab.commands.train.run import train_text
+from heedful_lab.commands.train.start import starting_point
 from helpers.small_models import save_base_of_bytes
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(400))

@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import heedful
-from heedful.commands.train.options import RECIPES, SIZES, Training
-from heedful.commands.train.run import train_text
 from heedful.training.run import Stopped
 from heedful.training.sequences import TrainingSequences, encode
 from heedful.training.trainer import LayerTrainer, parameter_groups
+from heedful_lab.commands.train.options import RECIPES, SIZES, Training
+from heedful_lab.commands.train.run import train_text
 
 TEXT = "".join(f"line {i}: {'the quick brown fox '[: i % 21]}jumps\n" for i in range(1500))
 CONFIG = {
@@ -301,7 +301,7 @@ def test_bad_options_are_refused(options, change, message):
 
 def test_the_sizes_are_the_papers():
     """880M: 876,553,728 parameters, table 9 of arXiv 2504.00927; d = 8 and 12: about 30M, 100M."""
-    from heedful.commands.train.start import _config
+    from heedful_lab.commands.train.start import _config
 
     sizes = {}
     for name in SIZES:
@@ -360,7 +360,7 @@ def test_the_pieces_work_in_a_trainer_and_in_a_loop_of_one_s_own(options, tmp_pa
             torch.testing.assert_close(value, trained[name], rtol=1e-5, atol=1e-6)
 
 
-COMMAND = [sys.executable, "-m", "heedful", "train"]
+COMMAND = [sys.executable, "-m", "heedful_lab", "train"]
 OPTIONS = shlex.split(
     "tiny.json --data text.txt --mechanism selective --memory-loss 0.1 --steps 12 --batch 4 "
     "--length 32 --evaluations 3 --device cpu"
@@ -398,7 +398,7 @@ def checkpoints() -> set[Path]:
 def torchrun(*options: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "heedful", "train", *options,
+        "-m", "heedful_lab", "train", *options,
     ]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
@@ -428,7 +428,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_back(options):
     words = [*OPTIONS, "--steps", "40", "--save-minutes", "0.000001", "--out", "two"]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "heedful", "train", *words, "--fsdp",
+        "-m", "heedful_lab", "train", *words, "--fsdp",
     ]  # fmt: skip
     process = psutil.Popen(command, stderr=subprocess.DEVNULL)
     state = Path("two/unfinished/state")

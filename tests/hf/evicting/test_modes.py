@@ -10,6 +10,7 @@ import transformers
 from transformers import DynamicCache
 
 import heedful
+from heedful.compatibility import release
 from heedful.eviction import (
     H2O,
     TOVA,
@@ -24,7 +25,6 @@ from heedful.hf.cache.counters import nbytes_of
 from heedful.hf.evicting.hook import MaskColumns, hook_of, remove
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.versions import cache_argument, set_implementation
-from heedful.records.environment import release
 from helpers.cached import greedy, in_steps
 from helpers.encoder_families import tiny as tiny_pair
 from helpers.families import logits, ragged_mask, tiny, tokens

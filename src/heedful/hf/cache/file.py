@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from heedful.checks import UserError
 from heedful.eviction import POLICIES, Eviction
+from heedful.files import write_whole
 from heedful.hf.cache.layer import LayerCache
 from heedful.hf.cache.rows import PastRows
 from heedful.hf.cache.slots import Slots
 from heedful.hf.evicting.layer import EvictingLayer
 from heedful.hf.identity import cache_identity, json_digest, tensors_digest
-from heedful.records.files import write_whole
 
 FORMAT = 1
 _NAME, _DIGEST = "heedful.cache", "heedful.digest"  # of the metadata

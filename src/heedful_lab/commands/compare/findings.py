@@ -1,0 +1,392 @@
+"""Runs summed up over seeds: in numbers, as a table and in words."""
+
+import html
+import json
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from heedful.checks import UserError
+from heedful_lab.records import HIGHER_IS_BETTER, METRICS, SHARES, Record
+from heedful_lab.records.tables import format_table
+
+BASELINE = "standard"
+"""The mechanism that every other one is compared with."""
+
+SOLVED = 0.05
+"""An error task counts as solved where every seed ends at or below this error."""
+
+RULE = (
+    "One mechanism counts as better than another only where both have at least two seeds and the "
+    "worst seed of the one is better than the best seed of the other; a run that diverged counts "
+    f"as worst. An error task counts as solved where every seed ends at {100 * SOLVED:.0f} % error "
+    "or less."
+)
+
+
+class Row(NamedTuple):
+    """A mechanism on a task, summed up over its seeds.
+
+    `std` is the sample standard deviation, nan with one seed. `ratio` and `speed_ratio` are mean
+    and tokens per second over those of `"standard"`, nan where it was not run. `steps`, `batch` and
+    `devices` hold every value that occurs.
+    """
+
+    task: str
+    mechanism: str
+    metric: str
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    mean: float
+    std: float
+    min: float
+    max: float
+    ratio: float
+    parameters: int
+    tokens_per_second: float
+    speed_ratio: float
+    peak_memory_mib: float
+    steps: tuple[int, ...]
+    batch: tuple[int, ...]
+    devices: tuple[str, ...]
+
+
+def summarise(records: Iterable[Record]) -> list[Row]:
+    """One row per task and mechanism, in the order in which they first occur.
+
+    A value that is not finite (a run that diverged) makes mean, deviation, least and greatest nan.
+    Tokens per second are the median over seeds, peak memory the greatest.
+
+    Raises:
+        ValueError: if a seed occurs twice for a mechanism on a task, or a task has two metrics.
+    """
+    groups: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        groups.setdefault(record.task, {}).setdefault(record.mechanism, []).append(record)
+    rows = []
+    for task, mechanisms in groups.items():
+        metrics = sorted({record.metric for runs in mechanisms.values() for record in runs})
+        if len(metrics) > 1:
+            raise UserError(
+                f"records of one task must have one metric, got {' and '.join(metrics)} for "
+                f"{task!r}; report them in separate folders"
+            )
+        task_rows = [_row(task, mechanism, runs) for mechanism, runs in mechanisms.items()]
+        base = next((row for row in task_rows if row.mechanism == BASELINE), None)
+        rows += task_rows if base is None else [_against(row, base) for row in task_rows]
+    return rows
+
+
+def _row(task: str, mechanism: str, runs: Sequence[Record]) -> Row:
+    runs = sorted(runs, key=lambda record: record.seed)
+    seeds = tuple(record.seed for record in runs)
+    if len(set(seeds)) < len(seeds):
+        raise UserError(
+            f"records must hold each seed of a mechanism on a task once, got seeds {list(seeds)} "
+            f"for {mechanism!r} on {task!r}; keep one of each or report them in separate folders"
+        )
+    values = tuple(record.value for record in runs)
+    sound = all(math.isfinite(value) for value in values)
+    return Row(
+        task=task,
+        mechanism=mechanism,
+        metric=runs[0].metric,
+        seeds=seeds,
+        values=values,
+        mean=statistics.fmean(values) if sound else math.nan,
+        std=statistics.stdev(values) if sound and len(values) > 1 else math.nan,
+        min=min(values) if sound else math.nan,
+        max=max(values) if sound else math.nan,
+        ratio=math.nan,
+        parameters=max(record.parameters for record in runs),
+        tokens_per_second=statistics.median(record.tokens_per_second for record in runs),
+        speed_ratio=math.nan,
+        peak_memory_mib=max(record.peak_memory_mib for record in runs),
+        steps=tuple(sorted({record.steps for record in runs})),
+        batch=tuple(sorted({record.batch for record in runs})),
+        devices=tuple(sorted({_device(record) for record in runs})),
+    )
+
+
+def _device(record: Record) -> str:
+    """Where a run was trained; of older records this is known if their machine had no GPU."""
+    machine = str(record.environment.get("machine", ""))
+    no_gpu = machine.endswith((", Linux", ", Darwin", ", Windows"))
+    return record.device or ("cpu" if no_gpu else "unknown")
+
+
+def _against(row: Row, base: Row) -> Row:
+    speed = row.tokens_per_second / base.tokens_per_second if base.tokens_per_second else math.nan
+    return row._replace(ratio=row.mean / base.mean if base.mean else math.nan, speed_ratio=speed)
+
+
+def number(metric: str, value: float) -> str:
+    """A value of a metric as text: errors in percent, the rest with two or three decimals."""
+    if not math.isfinite(value):
+        return "diverged"
+    if metric in SHARES:
+        return f"{100 * value:.1f} %"
+    decimals = {"perplexity": 2, "bleu": 1}.get(metric, 3)
+    return f"{value:.{decimals}f}"
+
+
+def better(rows: Sequence[Row]) -> str:
+    """In words, whether more or less is better of what these rows are judged by."""
+    higher = [row.task for row in rows if row.metric in HIGHER_IS_BETTER]
+    tasks = " and ".join(dict.fromkeys(higher))
+    if len(higher) == len(rows):
+        return "higher is better"
+    return "lower is better" + (f", on {tasks} higher" if tasks else "")
+
+
+def plain(value: float) -> str:
+    """A count as text, a dash where it was not measured."""
+    return f"{value:,.0f}" if math.isfinite(value) else "–"
+
+
+def spread(row: Row) -> str:
+    """Mean, deviation and number of seeds, as in `12.3 ± 4.0 % (3 seeds)`; one seed has no ±."""
+    count = f"({len(row.seeds)} seed{'s' * (len(row.seeds) > 1)})"
+    if not math.isfinite(row.mean):
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        return f"{diverged} of {len(row.values)} diverged {count}"
+    mean = number(row.metric, row.mean)
+    if len(row.seeds) == 1:
+        return f"{mean} {count}"
+    mean, _, unit = mean.partition(" ")
+    std = number(row.metric, row.std).partition(" ")[0]
+    return f"{mean} ± {std}{' ' * bool(unit)}{unit} {count}"
+
+
+_LEFT = 3  # the first columns of a table are words, the others numbers
+
+
+def memory_label(rows: Sequence[Row]) -> str:
+    """What peak memory means in these rows: without CUDA it is that of the whole process."""
+    devices = {device for row in rows for device in row.devices}
+    if devices == {"cuda"}:
+        return "GPU peak MiB"
+    return "peak MiB (process or GPU)" if devices & {"cuda", "unknown"} else "process peak MiB"
+
+
+def _columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    head = ("task", "mechanism", "final", "× standard", "parameters", "tokens/s")
+    return (*head, memory_label(rows))
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The texts of a row of a table."""
+    return (
+        row.task,
+        row.mechanism,
+        f"{METRICS[row.metric]} {spread(row)}",
+        "–" if row.mechanism == BASELINE or math.isnan(row.ratio) else f"{row.ratio:.2f}",
+        f"{row.parameters:,}",
+        plain(row.tokens_per_second),
+        plain(row.peak_memory_mib),
+    )
+
+
+def table(rows: Sequence[Row], format: Literal["text", "markdown", "html"] = "text") -> str:
+    """The rows as a table: `"text"` for a terminal, `"markdown"` or `"html"`."""
+    return format_table(_columns(rows), [cells(row) for row in rows], format, words=_LEFT)
+
+
+def further(
+    records: Iterable[Record], format: Literal["text", "markdown", "html"] = "text"
+) -> list[str]:
+    """A table for each task of what its runs recorded beside what they are judged by.
+
+    Means over seeds, with the sample standard deviation where there are several.
+    """
+    tables = []
+    records = list(records)
+    for task in dict.fromkeys(record.task for record in records):
+        runs = [record for record in records if record.task == task]
+        names = [name for name in METRICS if any(name in record.final for record in runs)]
+        names = [name for name in names if name != runs[0].metric]
+        body = []
+        for mechanism in dict.fromkeys(record.mechanism for record in runs):
+            own = [record for record in runs if record.mechanism == mechanism]
+            body.append((task, mechanism, *(_spread_of(name, own) for name in names)))
+        if names:
+            head = ("task", "mechanism", *(_headed(name) for name in names))
+            tables.append(format_table(head, body, format, words=2))
+    return tables
+
+
+def _headed(metric: str) -> str:
+    """A measure as the head of a column: those of which more is better say so."""
+    return METRICS[metric] + " (more is better)" * (metric in HIGHER_IS_BETTER)
+
+
+def _spread_of(metric: str, runs: Sequence[Record]) -> str:
+    values = [record.final.get(metric, math.nan) for record in runs]
+    if not all(map(math.isfinite, values)):
+        return "–"
+    mean, _, unit = number(metric, statistics.fmean(values)).partition(" ")
+    if len(values) > 1:
+        mean = f"{mean} ± {number(metric, statistics.stdev(values)).partition(' ')[0]}"
+    return f"{mean} {unit}".strip()
+
+
+def overview(records: Iterable[Record]) -> str:
+    """The table and the findings, for a terminal."""
+    records = list(records)
+    rows = summarise(records)
+    tables = [table(rows), *further(records)]
+    return "\n\n".join([*tables, "\n".join([*findings(rows), *configurations(records)])])
+
+
+def findings(rows: Sequence[Row]) -> list[str]:
+    """For each task one sentence on what its runs show, and on what they do not.
+
+    The rule: two mechanisms differ only if both have at least two seeds and the worst seed
+    of one is better than the best seed of the other; a run that diverged counts as worst. Otherwise
+    the sentence says that no difference shows; with one seed, how the runs ended, and that this may
+    be luck. An error task is solved where every seed ends at or below 5 % error.
+    """
+    tasks = dict.fromkeys(row.task for row in rows)
+    return [_finding([row for row in rows if row.task == task]) for task in tasks]
+
+
+def _finding(rows: Sequence[Row]) -> str:
+    base = next((row for row in rows if row.mechanism == BASELINE), None)
+    others = [row for row in rows if row is not base]
+    parts = []
+    if base is None:
+        parts.append(f"{BASELINE} was not run, so {_all(rows)} cannot be compared with it")
+    elif not others:
+        parts.append(f"only {_label(base)} was run, so there is nothing to compare it with")
+    else:
+        enough = [row for row in others if min(len(row.seeds), len(base.seeds)) > 1]
+        better = [row for row in enough if _beats(row, base)]
+        worse = [row for row in enough if _beats(base, row)]
+        level = [row for row in enough if row not in better and row not in worse]
+        alone = [row for row in others if row not in enough]
+        solved = [row for row in better if _solved(row) and not _solved(base)]
+        better = [row for row in better if row not in solved]
+        if solved:
+            parts.append(f"{_all(solved)} solved it where {BASELINE} stayed at {_value(base)}")
+        if better:
+            parts.append(f"every seed of {_all(better)} did better than any of {_label(base)}")
+        if worse:
+            parts.append(f"every seed of {_all(worse)} did worse than any of {_label(base)}")
+        if level:
+            parts.append(
+                f"for {_all(level)} no difference from {_label(base)} beyond the spread of seeds "
+                "shows at this size"
+            )
+        if alone:
+            ends = ", ".join(_ended(row) for row in [*alone, base])
+            parts.append(f"{ends}; one seed may be luck: run more (--seeds 3)")
+    if "error" in rows[0].metric and not any(map(_solved, rows)):
+        parts.append("no mechanism solved it" if len(rows) > 1 else "it was not solved")
+    if (
+        len({step for row in rows for step in row.steps}) > 1
+        or len({batch for row in rows for batch in row.batch}) > 1
+    ):
+        parts.append("the runs differ in steps or batch size and are not like for like")
+    return f"{rows[0].task}: {'; '.join(parts)}."
+
+
+def _beats(row: Row, other: Row) -> bool:
+    sign = -1 if row.metric in HIGHER_IS_BETTER else 1
+
+    def loss(value: float) -> float:
+        return sign * value if math.isfinite(value) else math.inf
+
+    return max(map(loss, row.values)) < min(map(loss, other.values))
+
+
+def _solved(row: Row) -> bool:
+    return "error" in row.metric and all(value <= SOLVED for value in row.values)
+
+
+def _ended(row: Row) -> str:
+    """How a mechanism's runs ended, in words that need no table."""
+    if not math.isfinite(row.mean):
+        return f"{row.mechanism} diverged"
+    if "error" not in row.metric:
+        return f"{row.mechanism} ended at {METRICS[row.metric]} {number(row.metric, row.mean)}"
+    names = {"error": "sequences", "answer_error": "answers", "fact_error": "facts"}
+    unit = names.get(row.metric, "tokens")
+    share = {0.0: f"no {unit}", 1.0: f"all {unit}"}.get(
+        row.mean, f"{number(row.metric, row.mean)} of {unit}"
+    )
+    return f"{row.mechanism} left {share} wrong"
+
+
+def configurations(records: Iterable[Record]) -> list[str]:
+    """A sentence for each mechanism that stands for different configurations on different tasks."""
+    by_name: dict[str, dict[str, dict]] = {}
+    for record in records:
+        config = record.config.get("mechanism")
+        if isinstance(config, dict):
+            by_name.setdefault(record.mechanism, {})[record.task] = config
+    sentences = []
+    for name, by_task in by_name.items():
+        fields = set.intersection(*(set(config) for config in by_task.values()))
+        for field in sorted(fields):
+            values: dict[str, list[str]] = {}
+            for task, config in by_task.items():
+                values.setdefault(json.dumps(config[field]), []).append(task)
+            if len(values) > 1:
+                each = (f"{value} on {' and '.join(tasks)}" for value, tasks in values.items())
+                sentences.append(f"{name} is not the same everywhere: {field}={', '.join(each)}.")
+    return sentences
+
+
+def _value(row: Row) -> str:
+    if not math.isfinite(row.mean):
+        diverged = sum(not math.isfinite(value) for value in row.values)
+        return f"{diverged} of {len(row.values)} seeds diverged"
+    if "error" in row.metric:
+        return f"{number(row.metric, row.mean)} {METRICS[row.metric]}"
+    return f"{METRICS[row.metric]} {number(row.metric, row.mean)}"
+
+
+def _label(row: Row) -> str:
+    return f"{row.mechanism} ({_value(row)})"
+
+
+def _all(rows: Sequence[Row]) -> str:
+    *first, last = map(_label, rows)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+_LONGEST = 600  # characters of a text that are shown
+
+
+class TextExhibit(NamedTuple):
+    """What one trained model makes of some evaluation sources.
+
+    Arguments:
+        rows: of each the source, the target, and the model's text.
+    """
+
+    task: str
+    mechanism: str
+    rows: Sequence[tuple[str, str, str]]
+
+
+def text_tables(exhibits: Sequence[TextExhibit]) -> str:
+    """One task's sources, each with its target and what every model wrote."""
+    parts = []
+    for number, (source, reference, _) in enumerate(exhibits[0].rows):
+        lines = [("source", source), ("target", reference)]
+        for exhibit in exhibits:
+            text = exhibit.rows[number][2]
+            lines.append((f"{exhibit.mechanism} {'✓' if text == reference else '✗'}", text))
+        body = "".join(
+            f"<tr><th>{html.escape(name)}</th><td>{html.escape(_cut(text))}</td></tr>"
+            for name, text in lines
+        )
+        parts.append(f"<table>{body}</table>")
+    note = "Sources of the evaluation set; ✓: exactly the target. Written by greedy decoding."
+    return f"<p class='note'>{note}</p><div class='wide written'>{''.join(parts)}</div>"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"

@@ -1,0 +1,430 @@
+"""The main job: several mechanisms side by side on one or more tasks."""
+
+import dataclasses
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from heedful.checks import UserError
+from heedful.eviction import MostHidden
+from heedful.files import only_writer, write_whole, writing_to
+from heedful.hf import load
+from heedful.hf.look import LayerLook, cached_over_time, look
+from heedful.training.checkpoints import differences, saved_step
+from heedful.training.run import Stopped, check_device
+from heedful_lab.commands.compare.one_model import Diverged, train
+from heedful_lab.commands.compare.options import Comparison
+from heedful_lab.commands.compare.scoring import write
+from heedful_lab.commands.compare.scratch import described, from_scratch
+from heedful_lab.commands.compare.setups import Setup, chosen_setups
+from heedful_lab.commands.compare.small_caches import plans, policy_name, scored_as, under_budget
+from heedful_lab.records import Record, append_record, read_numbered
+from heedful_lab.records.budgeted import UnderBudget, append_budgeted, read_budgeted
+from heedful_lab.records.environment import environment
+
+_PICTURED = 320  # tokens of a sequence whose way through a cache is drawn
+_WRITTEN = 4  # evaluation sources of which it is shown what a model writes
+
+Shown = TypeVar("Shown")
+
+
+class _Job(NamedTuple):
+    name: str
+    setup: Setup
+    mechanism: str
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.name, self.mechanism, self.seed
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} · {self.mechanism} · seed {self.seed}"
+
+    @property
+    def folder(self) -> str:
+        return f"{self.name}-{self.mechanism}-{self.seed}".replace(" + ", "-").replace(" ", "-")
+
+    def model(self, out: Path) -> Path:
+        """Where its trained model is kept."""
+        return out / "models" / self.folder
+
+    def state(self, out: Path) -> Path:
+        """Where its checkpoints are while it trains."""
+        return out / "unfinished" / self.folder
+
+
+class ModelLook(NamedTuple):
+    """One sample as a trained model of a comparison sees it."""
+
+    task: str
+    mechanism: str
+    tokens: list[str]
+    looks: dict[int, LayerLook]
+
+
+class CacheHistory(NamedTuple):
+    """Which tokens of one sequence a model's caches held after each of them, by layer, `[T, T]`."""
+
+    task: str
+    mechanism: str
+    policy: str
+    budget: int
+    layers: dict[int, Tensor]
+
+
+class ModelTexts(NamedTuple):
+    """What a trained model makes of some evaluation sources: source, target, its text."""
+
+    task: str
+    mechanism: str
+    rows: list[tuple[str, str, str]]
+
+
+class ComparisonResult(NamedTuple):
+    """What stands in a comparison's folder: what is to be shown of it.
+
+    looks: the trained models' samples, each loaded when it is needed.
+    budgeted: scores under small caches, if any were requested.
+    caches: what small caches held in the course of a sequence, each made when it is needed.
+    texts: what trained encoder-decoders write, each made when it is needed.
+    """
+
+    folder: Path
+    config: dict
+    records: list[Record]
+    looks: Iterator[ModelLook]
+    budgeted: list[UnderBudget]
+    caches: Iterator[CacheHistory]
+    texts: Iterator[ModelTexts]
+
+
+def compare(
+    comparison: Comparison,
+    out: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    show: Callable[[ComparisonResult], object] = lambda finished: None,
+) -> list[Record]:
+    """Train everything that is not yet in `out`, and return what is finished, for the page.
+
+    Writes `config.json`, `results.jsonl` (one line per finished run) and `models/` (the trained
+    models, for `heedful.load`). Called again with the same comparison it goes on where it stopped;
+    with more seeds it adds them; with fewer it trains none beyond these, and keeps and returns
+    those that are there. A run that diverged is recorded as such.
+
+    Arguments:
+        comparison: what to compare.
+        out: the folder.
+        should_stop: called after every step.
+        show: called once at the end, also where an error or `should_stop` is the end, unless no run
+            is finished; `heedful compare` writes `report.html` with it.
+
+    Returns:
+        The finished runs, those of earlier calls among them.
+
+    Raises:
+        Stopped: `should_stop` returned true; finished runs are in the folder, and were shown.
+        ValueError: `out` holds another comparison or is in use by another process, or an argument
+            does not fit.
+    """
+    check_device(comparison.device)
+    setups = chosen_setups(comparison)
+    for setup in setups.values():
+        setup.task.sample(1, 0)  # missing data, and sizes that cannot be, show before any training
+        for name in setup.mechanisms:
+            from_scratch(setup.task, setup.mechanism(name), setup.size, 0)
+    with only_writer(out):
+        config = _claim(out, comparison, setups)
+        jobs = _jobs(config["seeds"], setups)
+        try:
+            _train_missing(jobs, comparison, out, should_stop)
+            _score_missing(jobs, comparison, out, should_stop)
+        except Exception:  # but not a second Ctrl-C, which waits for nothing
+            _show(jobs, config, out, show)
+            raise
+        with suppress(OSError):  # a seed that is not requested now may wait there
+            (out / "unfinished").rmdir()
+        return _show(jobs, config, out, show)
+
+
+def kept(out: Path) -> str:
+    """In words, what a comparison that was stopped has kept in its folder."""
+    runs = len(_read_runs(out / "results.jsonl"))
+    states = sorted((out / "unfinished").glob("*"))
+    saved = [(path.name, step) for path in states if (step := saved_step(path)) is not None]
+    parts = [f"{runs} finished run{'s' * (runs != 1)}"]
+    parts += [f"{name} as it was after step {step}" for name, step in saved]
+    return f"{' and '.join(parts)} kept in {out}"
+
+
+def _jobs(seeds: int, setups: dict[str, Setup]) -> list[_Job]:
+    return [
+        _Job(name, setup, mechanism_name, seed)
+        for seed in range(seeds)
+        for name, setup in setups.items()
+        for mechanism_name in setup.mechanisms
+    ]
+
+
+def _train_missing(
+    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+) -> None:
+    results = out / "results.jsonl"
+    recorded = {(record.task, record.mechanism, record.seed) for record in _read_runs(results)}
+    own_jobs = [job for job in jobs if job.seed < comparison.seeds]
+    for number, job in enumerate(own_jobs, start=1):
+        if job.key not in recorded:
+            place = f"[{number}/{len(own_jobs)}]"
+            append_record(results, _run(job, out, place, comparison.device, should_stop))
+
+
+def _score_missing(
+    jobs: list[_Job], comparison: Comparison, out: Path, should_stop: Callable[[], bool]
+) -> None:
+    """Score the trained models under the requested budgets; one line each."""
+    path = out / "budgets.jsonl"
+    recorded = {score.key for score in read_budgeted(path)}
+    own_jobs = [job for job in jobs if job.seed < comparison.seeds and comparison.budgets]
+    for number, job in enumerate(own_jobs, start=1):
+        folder, task = job.model(out), job.setup.task
+        if not task.under_budgets() or not folder.is_dir():
+            continue
+        model = load(folder, convert=True).eval()
+        policies = []
+        for eviction in plans(model, task, comparison.budgets):
+            name, tokens = policy_name(eviction, task.length), min(eviction.tokens, task.length)
+            if (*job.key, name, tokens) not in recorded:
+                policies.append(eviction)
+        for eviction in tqdm(policies, desc=f"[{number}/{len(own_jobs)}] {job.title} · budgets"):
+            if should_stop():
+                raise Stopped
+            score = under_budget(model, task, eviction, job.setup.hyperparameters)
+            append_budgeted(path, scored_as(model, job.key, task, eviction, score))
+
+
+def _read_runs(results: Path) -> list[Record]:
+    """The records of a comparison: each run once."""
+    numbered = read_numbered(results) if results.is_file() else []
+    lines: dict[tuple[str, str, int], int] = {}
+    for number, record in numbered:
+        key = record.task, record.mechanism, record.seed
+        if key in lines:
+            raise UserError(
+                f"{results}, lines {lines[key]} and {number}: both hold {record.mechanism} on "
+                f"{record.task} with seed {record.seed}, which is one run; delete one of the lines"
+            )
+        lines[key] = number
+    return [record for _, record in numbered]
+
+
+def _show(
+    jobs: list[_Job], config: dict, out: Path, show: Callable[[ComparisonResult], object]
+) -> list[Record]:
+    records = _read_runs(out / "results.jsonl")
+    if records:
+        budgeted = read_budgeted(out / "budgets.jsonl")
+        looks, caches = _looks(jobs, records, out), _caches(jobs, budgeted, out)
+        texts = _texts(jobs, records, out)
+        show(ComparisonResult(out, config, records, looks, budgeted, caches, texts))
+    return records
+
+
+def _run(job: _Job, out: Path, place: str, device: str, should_stop) -> Record:
+    setup, hyperparameters = job.setup, job.setup.hyperparameters
+    config = setup.mechanism(job.mechanism)
+    with tqdm(
+        total=hyperparameters.steps, desc=f"{place} {job.title}", unit="step", file=sys.stderr
+    ) as bar:
+
+        def progress(step: int, value: float | None) -> None:
+            bar.update(step - bar.n)
+            if value is not None:
+                bar.set_postfix_str(f"evaluation {setup.task.metric.replace('_', ' ')} {value:.3g}")
+
+        try:
+            run = train(
+                setup.task,
+                config,
+                setup.size,
+                hyperparameters,
+                job.seed,
+                job.state(out),
+                memory_loss=setup.memory_factor(job.mechanism),
+                device=device,
+                progress=progress,
+                should_stop=should_stop,
+            )
+            with writing_to(job.model(out)):
+                run.model.save_pretrained(job.model(out))
+                if (tokens := setup.task.saved_tokenizer()) is not None:
+                    special = setup.task.special_tokens()
+                    names = {name: tokens.id_to_token(index) for name, index in special.items()}
+                    fast = PreTrainedTokenizerFast(tokenizer_object=tokens, **names)
+                    fast.save_pretrained(job.model(out))
+        except Diverged as error:  # a result too: it counts as the worst
+            run = error.run
+            warnings.warn(f"{job.title}: {error}", stacklevel=2)
+    return Record(
+        task=job.name,
+        mechanism=job.mechanism,
+        seed=job.seed,
+        metric=run.metric,
+        steps=hyperparameters.steps,
+        batch=hyperparameters.batch,
+        parameters=run.parameters,
+        final=run.final,
+        curve=run.curve,
+        loss_curve=run.loss_curve,
+        tokens_per_second=run.tokens_per_second,
+        seconds=run.seconds,
+        peak_memory_mib=run.peak_memory_mib,
+        config=_run_config(setup, job.mechanism),
+        environment=environment(),
+        device=run.model.device.type,
+    )
+
+
+def _looks(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[ModelLook]:
+    def model_look(job: _Job, folder: Path) -> ModelLook:
+        task = job.setup.task
+        ids = task.shown()
+        return ModelLook(
+            job.name, job.mechanism, task.tokens(ids), look(load(folder, convert=True), ids[None])
+        )
+
+    decoders = [job for job in jobs if not job.setup.task.paired]
+    return _of_models(decoders, records, out, model_look)
+
+
+def _texts(jobs: list[_Job], records: list[Record], out: Path) -> Iterator[ModelTexts]:
+    def model_texts(job: _Job, folder: Path) -> ModelTexts:
+        task = job.setup.task
+        rows = task.held_out(_WRITTEN)
+        sources, references = (task.references(ids) for ids in (rows.input_ids, rows.labels))
+        texts = write(load(folder, convert=True).eval(), task, rows)
+        return ModelTexts(
+            job.name, job.mechanism, list(zip(sources, references, texts, strict=True))
+        )
+
+    writing = [job for job in jobs if job.setup.task.paired]
+    return _of_models(writing, records, out, model_texts)
+
+
+def _of_models(
+    jobs: list[_Job], records: list[Record], out: Path, exhibit: Callable[[_Job, Path], Shown]
+) -> Iterator[Shown]:
+    """The exhibits of the first seed's models, one after the other."""
+    keys = {(r.task, r.mechanism, r.seed) for r in records}
+    for job in jobs:
+        folder = job.model(out)
+        if job.seed == 0 and job.key in keys and folder.is_dir():
+            try:
+                result = exhibit(job, folder)
+            except Exception as error:  # no damaged model may cost the report of the others
+                warnings.warn(
+                    f"{folder} cannot be shown, its numbers stay: {error}. If the model is "
+                    "damaged, delete that folder: the report comes without its pictures",
+                    stacklevel=2,
+                )
+            else:
+                yield result
+
+
+def _caches(jobs: list[_Job], budgeted: list[UnderBudget], out: Path) -> Iterator[CacheHistory]:
+    """Of the first seed's models that hide tokens, under the smallest budget of their own rule."""
+    for job in jobs:
+        those = [x for x in budgeted if x.key[:3] == job.key and x.policy == MostHidden.__name__]
+        if job.seed or not those:
+            continue
+        eviction = MostHidden(tokens=min(x.tokens for x in those))
+        ids = next(iter(job.setup.task.under_budgets().values())).held_out(1).input_ids[:1]
+        layers = cached_over_time(load(job.model(out), convert=True), ids[:, :_PICTURED], eviction)
+        yield CacheHistory(job.name, job.mechanism, MostHidden.__name__, eviction.tokens, layers)
+
+
+def _job_config(setup: Setup) -> dict:
+    return {
+        "task": dataclasses.asdict(setup.task),
+        "size": dataclasses.asdict(setup.size),
+        "budget": dataclasses.asdict(setup.hyperparameters),
+    }
+
+
+def _run_config(setup: Setup, name: str) -> dict:
+    config = _job_config(setup) | {"mechanism": described(setup.mechanism(name))}
+    factor = setup.memory_factor(name)
+    return config | ({"memory_loss": factor} if factor else {})
+
+
+def _config(comparison: Comparison, setups: dict[str, Setup]) -> dict:
+    tasks = {}
+    for name, setup in setups.items():
+        tasks[name] = _job_config(setup) | {"mechanisms": {}}
+        for mechanism in setup.mechanisms:
+            factor = setup.memory_factor(mechanism)
+            own = {"memory_loss": factor} if factor else {}
+            tasks[name]["mechanisms"][mechanism] = described(setup.mechanism(mechanism)) | own
+    config = {"seeds": comparison.seeds, "device": comparison.device, "tasks": tasks}
+    return json.loads(json.dumps(config))
+
+
+def _claim(out: Path, comparison: Comparison, setups: dict[str, Setup]) -> dict:
+    """Make the folder this comparison's own or recognise it; another one's is refused.
+
+    Returns the configuration with as many seeds as the folder ever had.
+    """
+    path, config = out / "config.json", _config(comparison, setups)
+    records = _read_runs(out / "results.jsonl")
+    if not path.is_file():
+        for record in records:
+            setup = setups.get(record.task)
+            is_known = setup is not None and record.mechanism in setup.mechanisms
+            own = _run_config(setup, record.mechanism) if is_known else None
+            if record.config != json.loads(json.dumps(own)):
+                raise UserError(
+                    f"{out} holds results of another comparison and no config.json; choose another "
+                    "folder with --out"
+                )
+        before = config
+    else:
+        before = _read_comparison(path)
+        if differing := differences({**before, "seeds": 0}, {**config, "seeds": 0}):
+            more = len(differing) - 6
+            listed = "; ".join(differing[:6]) + f"; and {more} more" * (more > 0)
+            raise UserError(
+                f"{out} holds another comparison: {listed}. Ask for the same, choose another "
+                "folder with --out, or delete this one"
+            )
+    there = {record.seed for record in records}
+    config["seeds"] = max(before["seeds"], config["seeds"], *(seed + 1 for seed in there))
+    if comparison.seeds < config["seeds"]:
+        warnings.warn(
+            f"{out} was made for {config['seeds']} seeds: those that are there are kept and "
+            f"reported, and none beyond {comparison.seeds} is trained now",
+            stacklevel=3,
+        )
+    if not path.is_file() or config != before:
+        write_whole(path, json.dumps(config, indent=2) + "\n")
+    return config
+
+
+def _read_comparison(path: Path) -> dict:
+    try:
+        config = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is damaged ({error}); choose another folder with --out or, if a comparison "
+            "made this one, delete that file: the same command then goes on with its finished runs"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("seeds"), int):
+        raise UserError(f"{path} is not that of a comparison; choose another folder with --out")
+    return config

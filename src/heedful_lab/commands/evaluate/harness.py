@@ -1,0 +1,292 @@
+"""lm-evaluation-harness: its tasks on our models, and our tasks for its command line."""
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from heedful.checks import UserError
+from heedful.data import ByteTokenizer
+from heedful.files import write_lines, write_whole
+from heedful_lab.commands.evaluate.items import Texts, reply_room
+from heedful_lab.commands.evaluate.numbers import SHARES
+from heedful_lab.commands.evaluate.on_disk import ON_DISK, task_files
+from heedful_lab.commands.evaluate.options import LM_EVAL, Evaluation
+from heedful_lab.commands.models import longest
+from heedful_lab.records.samples import Sample
+from heedful_lab.tasks.last_words import Passage
+
+GRADING = "heedful_grading"
+_GRADING = '''"""How heedful grades replies; lm_eval imports this file beside its tasks."""
+
+from heedful_lab.tasks.babilong import only_label
+from heedful_lab.tasks.needles import all_found
+
+
+def needles(doc, results):
+    return {"acc": float(all_found(results[0], tuple(doc["answers"])))}
+
+
+def babilong(doc, results):
+    right = only_label(results[0], doc["answers"][0], doc["question"], doc["labels"])
+    return {"acc": float(right)}
+'''
+
+
+def harness_names(options: Evaluation) -> list[str]:
+    """The names behind `lm-eval:`, in order.
+
+    Raises:
+        ImportError: lm_eval is not installed.
+        ValueError: it has no task of a name.
+    """
+    words = [x.removeprefix(LM_EVAL) for x in options.tasks if x.startswith(LM_EVAL)]
+    names = [name for word in words for name in word.split(",") if name]
+    if not names:
+        return []
+    tasks = _manager(options.lm_eval_tasks, tuple(names)).all_tasks
+    for name in names:
+        if name not in tasks:
+            near = get_close_matches(name, tasks, n=3)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise UserError(
+                f"tasks: lm-evaluation-harness has no task {name!r}{hint} (`lm_eval ls tasks` "
+                "lists them; --lm-eval-tasks names a folder with more)"
+            )
+    return names
+
+
+@lru_cache(maxsize=1)
+def _manager(folders: tuple[str, ...], names: tuple[str, ...]):
+    """Of the given folders alone if they hold all tasks: to list the harness's own takes long."""
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ImportError(
+            f"tasks that begin with {LM_EVAL!r} need lm-evaluation-harness: pip install lm-eval"
+        ) from None
+    folders = tuple(task_files() if x == ON_DISK else x for x in folders)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"lm_eval_tasks names {folder!r}, which is no folder")
+    if folders:
+        own = TaskManager(include_path=list(folders), include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own
+    return TaskManager(include_path=list(folders) or None)
+
+
+def whole_inputs(model: PreTrainedModel, tokenizer, batch: int, cache: str = ""):
+    """The harness's own `HFLM` of a model, but one that refuses what does not fit.
+
+    It would cut the left of it, and score what is left.
+
+    Arguments:
+        model, tokenizer: of transformers.
+        batch: requests per call, at most.
+        cache: the name of a small cache, under which nothing is generated.
+
+    Raises:
+        ValueError: the tokenizer is none of transformers.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    if isinstance(tokenizer, ByteTokenizer):
+        raise UserError(
+            "lm-evaluation-harness needs a tokenizer of transformers, and 'bytes' is none; save "
+            "one with the model"
+        )
+
+    class WholeInputs(HFLM):
+        def _loglikelihood_tokens(self, requests, *args, **options):
+            for (context, _), before, after in requests:
+                # The last token is only predicted.
+                _check_fits(len(before) + len(after) - 1, 0, self.max_length, context)
+            return super()._loglikelihood_tokens(requests, *args, **options)
+
+        def generate_until(self, requests, *args, **options):
+            if cache:
+                raise UserError(
+                    "tasks of lm-evaluation-harness that generate text run with the whole cache "
+                    f"alone, not with {cache!r}; leave --budget and --cache-dtype out, or take "
+                    "needles"
+                )
+            for request in requests:
+                context, arguments = request.args
+                room = arguments.get("max_gen_toks", self.max_gen_toks)
+                _check_fits(len(self.tok_encode(context)), room, self.max_length, context)
+            return super().generate_until(requests, *args, **options)
+
+    return WholeInputs(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch, max_length=longest(model)
+    )
+
+
+def _check_fits(tokens: int, room: int, most: int, context: str | None) -> None:
+    if tokens + room > most:
+        more = f" and {room} to write" if room else ""
+        begin = " ".join((context or "").split())[:60]
+        raise UserError(
+            f"a request of lm-evaluation-harness has {tokens} tokens{more}, and the model has "
+            f"positions for {most} ({begin!r}...); it would be cut on the left, so leave the task "
+            "out, or take fewer examples or a model with more"
+        )
+
+
+class HarnessTask(NamedTuple):
+    """A task or a group of the harness for one model and cache, as samples call them."""
+
+    name: str
+    model: str
+    cache: str = ""
+
+
+class HarnessResult(NamedTuple):
+    """The harness's results for a task or a group.
+
+    results: by task and measure, `_stderr` beside each.
+    samples: what it graded, sample by sample.
+    """
+
+    results: dict[str, dict[str, float]]
+    samples: list[Sample]
+
+
+def run_task(
+    options: Evaluation, harness_task: HarnessTask, model: PreTrainedModel, tokenizer
+) -> HarnessResult:
+    """Ask a task or a group of the harness.
+
+    Raises:
+        ValueError: a request is longer than the model's positions, or the data cannot be loaded;
+            or text is generated with a small cache.
+    """
+    import lm_eval
+
+    lm = whole_inputs(model, tokenizer, options.batch, harness_task.cache)
+    with _quiet():
+        output = lm_eval.simple_evaluate(
+            lm,
+            tasks=[harness_task.name],
+            task_manager=_manager(options.lm_eval_tasks, tuple(harness_names(options))),
+            limit=options.samples,
+            random_seed=options.seed,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
+        )
+    results = {}
+    for task, measures in output["results"].items():
+        numbers = {
+            key.removesuffix(",none"): float(value)
+            for key, value in measures.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        numbers["samples"] = output["n-samples"].get(task, {}).get("effective", 0)
+        results[task] = numbers
+    samples = [
+        _sample(harness_task, task, about)
+        for task, several in output["samples"].items()
+        for about in several
+    ]
+    return HarnessResult(results, [sample for sample in samples if sample.values])
+
+
+def _sample(harness_task: HarnessTask, task: str, about: dict) -> Sample:
+    """A graded sample: shares as they are, the likelihood behind a perplexity as nats."""
+    values = {
+        name: float(about[name])
+        for name in SHARES
+        if isinstance(about.get(name), int | float) and math.isfinite(about[name])
+    }
+    if isinstance(likelihood := about.get("perplexity"), float):
+        values["nats"] = -likelihood
+    digest = about["doc_hash"] + about["prompt_hash"]
+    model, cache = harness_task.model, harness_task.cache
+    return Sample(model, cache, f"{LM_EVAL}{task}", str(about["doc_id"]), digest, {}, values)
+
+
+@contextmanager
+def _quiet():
+    """Without the harness's notes about itself; its warnings stay."""
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def export_tasks(options: Evaluation, texts: Texts, tokenizer, folder: Path) -> list[str]:
+    """Write our tasks for the command line of lm-evaluation-harness; returns their names.
+
+    Every task is a file of samples and one that describes it; how replies are graded is ours.
+
+    Arguments:
+        options: the evaluation.
+        texts: questions and passages by task.
+        tokenizer: by which the room for replies is counted.
+        folder: made if absent; `--include_path` of `lm_eval`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{GRADING}.py", _GRADING)
+    names = []
+    for task, samples in texts.items():
+        name = f"heedful_{task.replace('-', '_')}"
+        file = (folder / f"{name}.jsonl").resolve()
+        passages = isinstance(samples[0], Passage)
+        write_lines(file, (_passage(x) if passages else _question(x) for x in samples))
+        about: dict = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}},
+            "test_split": "test",
+            "metadata": {"version": 1.0},
+        }
+        accuracy = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
+        if passages:
+            perplexity = {"metric": "perplexity", "aggregation": "perplexity"}
+            about |= {
+                "output_type": "loglikelihood",
+                "doc_to_text": "{{context}}",
+                "doc_to_target": "{{word}}",
+                "target_delimiter": "",
+                "metric_list": [perplexity | {"higher_is_better": False}, accuracy],
+            }
+        else:
+            room = max(reply_room(tokenizer, x) for x in samples)
+            about |= {
+                "output_type": "generate_until",
+                "doc_to_text": "{{prompt}}",
+                "doc_to_target": "{{answers[0]}}",
+                "process_results": f"!function {GRADING}.{task}",
+                "generation_kwargs": {"until": [], "max_gen_toks": room, "do_sample": False},
+                "metric_list": [accuracy],
+            }
+        # JSON is YAML, but for the tag of a function.
+        text = json.dumps(about, indent=2)
+        text = text.replace(f'"!function {GRADING}.{task}"', f"!function {GRADING}.{task}")
+        write_whole(folder / f"{name}.yaml", text + "\n")
+        names.append(name)
+    return names
+
+
+def _question(sample) -> dict[str, str | Sequence[str]]:
+    return {
+        "prompt": sample.prompt,
+        "answers": list(sample.answers),
+        "question": sample.question,
+        "labels": list(sample.labels),
+    }
+
+
+def _passage(sample: Passage) -> dict[str, str]:
+    return {"context": sample.context, "word": sample.word}

@@ -1,0 +1,478 @@
+"""Models answer the same questions side by side; every answer is kept as soon as it is there."""
+
+import inspect
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from heedful.checks import UserError
+from heedful.eviction import POLICIES, Eviction, TriAttention
+from heedful.files import only_writer, write_whole
+from heedful.hf import conversion_of
+from heedful.hf.budgets import NAME
+from heedful.hf.cache.new import new_cache
+from heedful.hf.identity import files_digest, json_digest, model_identity
+from heedful.hf.stock import stock_class
+from heedful.training.checkpoints import differences
+from heedful_lab.commands.evaluate.answers import Answers, LanguageModel
+from heedful_lab.commands.evaluate.harness import (
+    HarnessResult,
+    HarnessTask,
+    export_tasks,
+    harness_names,
+    run_task,
+)
+from heedful_lab.commands.evaluate.items import Item, Texts, check_fits, finite, items, texts
+from heedful_lab.commands.evaluate.options import OWN, ROWS, Evaluation
+from heedful_lab.commands.models import (
+    configuration_of,
+    device_in_words,
+    open_model,
+    tokenizer_named,
+)
+from heedful_lab.commands.policies import arguments_of, cache_dtype_of, policy_named, spelled
+from heedful_lab.records.environment import environment
+from heedful_lab.records.samples import Sample, append_samples, read_samples
+
+SAMPLES, ABOUT = "samples.jsonl", "evaluation.json"
+_FORMAT = 2
+_OLDER = (
+    "was written by an older version, which did not note the weights, adapter, budgets and dtype "
+    "that its answers belong to; choose another --out, or add --restart to begin anew"
+)
+WHOLE = ""
+
+
+class EvaluationPlan(NamedTuple):
+    """A model that is not open yet, and all its items."""
+
+    name: str
+    tokenizer: object
+    items: list[Item]
+
+
+class EvaluationResult(NamedTuple):
+    """The requested answers, in the order of models, caches and tasks.
+
+    samples: one for each model, cache and sample.
+    harness: the results of lm-evaluation-harness, by model, task and measure.
+    about: configuration and environment, as in evaluation.json.
+    """
+
+    samples: list[Sample]
+    harness: dict[str, dict[str, dict[str, float]]]
+    about: dict
+
+
+def evaluate(
+    options: Evaluation, announce: Callable[[str], None] = lambda text: None
+) -> EvaluationResult:
+    """Ask models as `heedful eval` does, and go on where it was stopped.
+
+    Everything that can be checked is checked before the first model is opened.
+
+    Arguments:
+        options: models, tasks and caches.
+        announce: is told in one sentence how many answers there will be, and in another, after a
+            few of each kind, how long they take.
+
+    Raises:
+        ValueError: an option cannot be read, or does not fit a model; or the folder holds
+            another evaluation, or is damaged.
+    """
+    place, plans = device_in_words(options.device), prepare(options)
+    out = Path(options.out)
+    with only_writer(out):
+        store = AnswerStore(out, options)
+        samples: list[Sample] = []
+        total = sum(len(plan.items) for plan in plans) * _cache_count(options)
+        announce(f"{_amount(plans, options, total)}\ndevice: {place}")
+        with tqdm(total=total, unit=" samples", disable=None) as bar:
+            for plan in plans:
+                own = OWN in options.budget
+                model = open_model(
+                    plan.name,
+                    options.device,
+                    dtype=options.dtype,
+                    adapter=options.adapter,
+                    budgets=own,
+                )
+                caches = _caches(options, plan, model)
+                store.register(plan, model, caches, options)
+                if plan is plans[0] and (seconds := _seconds(caches, plan, store, options.batch)):
+                    announce(_duration(seconds, len(plans), bool(harness_names(options))))
+                for cache, answers in caches.items():
+                    bar.set_description_str(f"{Path(plan.name).name} {cache}".strip())
+                    samples += ask(answers, plan, cache, store, options.batch, bar)
+                samples += ask_harness(options, plan, caches, store)
+                del model, caches, answers  # before the next one takes its memory
+        names = harness_names(options)
+        harness = {
+            plan.name: {
+                k: v for name in names for k, v in store.harness(plan.name, name).results.items()
+            }
+            for plan in plans
+            if names
+        }
+    return EvaluationResult(samples, harness, store.about)
+
+
+def _amount(plans: list[EvaluationPlan], options: Evaluation, total: int) -> str:
+    tasks = Counter(item.task for item in plans[0].items)
+    parts = [f"{total:,} samples"] if total else []
+    if total:
+        parts[0] += ": " + ", ".join(f"{count:,} of {task}" for task, count in tasks.items())
+    if names := harness_names(options):
+        parts.append(f"at most {options.samples:,} of lm-evaluation-harness's {', '.join(names)}")
+    models, caches = len(plans), _cache_count(options)
+    return (
+        f"{' and '.join(parts)}, for {models} model{'s' * (models > 1)} with "
+        f"{caches} cache{'s' * (caches > 1)}; --samples N changes how many"
+    )
+
+
+def _seconds(
+    caches: dict[str, Answers], plan: EvaluationPlan, store: "AnswerStore", batch: int
+) -> float:
+    """What the other answers of a model take after the shortest batch of each task and cache, in
+    proportion to their tokens."""
+    seconds = 0.0
+    for cache, answers in caches.items():
+        for task in dict.fromkeys(item.task for item in plan.items):
+            waiting = [item for item in plan.items if item.task == task]
+            waiting = [x for x in waiting if store.sample_of(plan.name, cache, _name(x)) is None]
+            first = sorted(waiting, key=_tokens)[:batch]
+            start = time.perf_counter()
+            ask(answers, plan._replace(items=first), cache, store, batch)
+            duration = time.perf_counter() - start
+            if first:
+                seconds += duration * (sum(map(_tokens, waiting)) / sum(map(_tokens, first)) - 1)
+    return seconds
+
+
+def _duration(seconds: float, models: int, harness: bool) -> str:
+    seconds *= models
+    length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    what = "Those that are not lm-evaluation-harness's" if harness else "They"
+    like = " if all models are as fast as the first" if models > 1 else ""
+    return f"{what} take about {length} from now on{like}"
+
+
+def _tokens(item: Item) -> int:
+    return len(item.ids) + item.room
+
+
+def prepare(options: Evaluation) -> list[EvaluationPlan]:
+    """Tokenizers and questions of all models, checked against what the models can read.
+
+    Raises:
+        ValueError: a model is none, is no causal language model, or cannot read an item.
+    """
+    plans: list[EvaluationPlan] = []
+    texts_by_task: Texts | None = None
+    harness_names(options)  # raises
+    for name in options.models:
+        config, _ = configuration_of(name)
+        if not _is_causal(config):
+            raise UserError(
+                f"model {name!r} is a {type(config).__name__.removesuffix('Config')}, which is no "
+                "causal language model; only those can be evaluated"
+            )
+        if OWN in options.budget and not (Path(options.adapter or name) / NAME).is_file():
+            raise UserError(
+                f"budget 'own': no {NAME} stands beside {name!r}; search one with `heedful budget "
+                f"{name} --data FILE`, or give a number"
+            )
+        part = config.get_text_config(decoder=True)
+        reads = any(task not in ROWS for task in options.tasks)
+        tokenizer = tokenizer_named(options.tokenizer, name, part.vocab_size) if reads else None
+        if texts_by_task is None:
+            texts_by_task = texts(options, lambda text, by=tokenizer: len(by.encode(text)))
+        model_items = items(options, texts_by_task, tokenizer, part.vocab_size, name)
+        check_fits(model_items, getattr(part, "max_position_embeddings", None), name)
+        plans.append(EvaluationPlan(name, tokenizer, model_items))
+    return plans
+
+
+def _is_causal(config: PreTrainedConfig) -> bool:
+    """Encoders such as BERT can be built as decoders, and say so then."""
+    encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    decoder = not encoder or getattr(config, "is_decoder", False)
+    return decoder and stock_class(config) is AutoModelForCausalLM
+
+
+def _cache_count(options: Evaluation) -> int:
+    return 1 + (options.cache_dtype != "auto") + len(options.budget)
+
+
+def _caches(
+    options: Evaluation, plan: EvaluationPlan, model: PreTrainedModel
+) -> dict[str, LanguageModel]:
+    """The model with its whole cache, then with that quantized, then with those of --budget.
+
+    Raises:
+        ValueError: the model cannot have one of them.
+    """
+    dtype = cache_dtype_of(options.cache_dtype)
+    policies: dict[str, Eviction | bool] = {} if dtype is None else {options.cache_dtype: False}
+    for word in options.budget:
+        if word == OWN:
+            name, policy = OWN, conversion_of(model).eviction
+        else:
+            arguments = arguments_of(options, model)
+            policy = policy_named(options.eviction, model, int(word), **arguments)
+            name = f"{spelled(type(policy).__name__)} {word}"
+        policies[name if dtype is None else f"{name}, {options.cache_dtype}"] = policy
+    for policy in (False, *policies.values()):
+        try:
+            new_cache(model, policy, dtype=dtype)
+        except ValueError as error:
+            raise UserError(f"model {plan.name!r}: {error}") from None
+    caches = {WHOLE: LanguageModel(model, plan.tokenizer)}
+    for name, policy in policies.items():
+        caches[name] = LanguageModel(model, plan.tokenizer, policy, dtype=dtype)
+    return caches
+
+
+def ask(
+    answers: Answers,
+    plan: EvaluationPlan,
+    cache: str,
+    store: "AnswerStore",
+    batch: int,
+    bar: tqdm | None = None,
+) -> list[Sample]:
+    """The answers to all items, in their order; those that are kept are not computed again.
+
+    Arguments:
+        answers: the model.
+        plan: the model's name and its items.
+        cache: what its cache may hold, as samples call it.
+        store: where answers are kept.
+        batch: how many items are in a batch, at most.
+        bar: moved by each answer.
+    """
+    by_item = {item: store.sample_of(plan.name, cache, item) for item in map(_name, plan.items)}
+    identity = store.identity(plan.name, cache)
+    for item in plan.items:
+        if (sample := by_item[_name(item)]) is None:
+            continue
+        if sample.identity != identity:
+            raise UserError(
+                f"{store.path} holds answers of {plan.name!r} {cache or 'with its whole cache'} "
+                "with other weights, another adapter, other budgets or another dtype; choose "
+                "another --out, or add --restart"
+            )
+        if sample.digest != item.digest:
+            raise UserError(
+                f"{store.path} holds an answer of {plan.name!r} to another {item.task} "
+                f"{item.key!r}: text, seed or tokenizer of the first model has changed; choose "
+                "another --out, or add --restart"
+            )
+    waiting = [item for item in plan.items if by_item[_name(item)] is None]
+    if bar is not None:
+        bar.update(len(plan.items) - len(waiting))
+    # Alike in length, the longest first: if memory does not suffice, it shows at once.
+    waiting.sort(key=lambda item: (item.task, item.room, -len(item.ids)))
+    for several in _batches(waiting, batch):
+        rows = [item.ids for item in several]
+        replies = answers.write(rows, several[0].room) if several[0].room else answers.read(rows)
+        samples = []
+        for item, answer in zip(several, replies, strict=True):
+            values, reply, expected, curve = item.grade(answer)
+            sample = Sample(
+                plan.name, cache, item.task, item.key, item.digest, item.cell, finite(values),
+                reply, expected, curve, identity,
+            )  # fmt: skip
+            samples.append(sample)
+            by_item[_name(item)] = sample
+        store.add(samples)
+        if bar is not None:
+            bar.update(len(samples))
+    return [by_item[_name(item)] for item in plan.items]
+
+
+def _name(item: Item) -> tuple[str, str]:
+    return item.task, item.key
+
+
+def _batches(waiting: Sequence[Item], batch: int) -> Iterator[list[Item]]:
+    """Runs of neighbours with one task and one length of reply, at most this many each."""
+    several: list[Item] = []
+    for item in waiting:
+        if several and (
+            len(several) == batch or (several[0].task, several[0].room) != (item.task, item.room)
+        ):
+            yield several
+            several = []
+        several.append(item)
+    if several:
+        yield several
+
+
+class AnswerStore:
+    """The folder of an evaluation: what was answered, and by which models.
+
+    Arguments:
+        folder: with samples.jsonl and evaluation.json, or new.
+        options: the evaluation.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, options: Evaluation) -> None:
+        self.path, self.about_path = folder / SAMPLES, folder / ABOUT
+        self.about = {"format": _FORMAT, "models": {}, "lm_eval": {}}
+        if options.restart:
+            self.path.unlink(missing_ok=True)
+            self.about_path.unlink(missing_ok=True)
+        if self.about_path.exists():
+            try:
+                self.about |= json.loads(self.about_path.read_bytes())
+                if self.about["format"] not in (1, _FORMAT):
+                    raise UserError(f"its format is {self.about['format']}, not {_FORMAT}")
+                if not all(isinstance(self.about[x], dict) for x in ("models", "lm_eval")):
+                    raise UserError("it lists no models")
+            except (ValueError, TypeError) as error:
+                raise UserError(
+                    f"{self.about_path} is damaged ({error}); delete it, and {SAMPLES} beside it "
+                    "is read again, or add --restart to begin anew"
+                ) from None
+            if self.about["format"] == 1:
+                raise UserError(f"{self.about_path} {_OLDER}")
+        samples = read_samples(self.path)
+        if not all(sample.identity for sample in samples):
+            raise UserError(f"{self.path} {_OLDER}")
+        self._samples = {(x.model, x.cache, x.task, x.key): x for x in samples}
+        self.about["config"] = json.loads(json.dumps(vars(options)))
+        self.about["environment"] = environment()
+
+    def register(
+        self,
+        plan: EvaluationPlan,
+        model: PreTrainedModel,
+        caches: dict[str, LanguageModel],
+        options: Evaluation,
+    ) -> None:
+        """Note which model goes by a name, and what its caches by theirs.
+
+        Raises:
+            ValueError: it was another model before, or a cache had another policy.
+        """
+        about = model_identity(model)
+        about |= {"tokenizer": options.tokenizer, "dtype": str(model.dtype)}
+        before = self.about["models"].get(plan.name, {})
+        changed = [name for name in about if name in before and before[name] != about[name]]
+        if changed:
+            verb = "differs" if len(changed) == 1 else "differ"
+            raise UserError(
+                f"{self.about_path} knows another model by the name {plan.name!r} "
+                f"({', '.join(changed)} {verb}); choose another --out, or add --restart"
+            )
+        own = {name: _cache_identity(answers, options) for name, answers in caches.items()}
+        noted = before.get("caches", {})
+        for name in noted.keys() & own.keys():
+            if noted[name] != own[name]:
+                raise UserError(
+                    f"{self.about_path} has answers of {plan.name!r} with another cache by the "
+                    f"name {name!r}: {'; '.join(differences(noted[name], own[name]))}; choose "
+                    "another --out, or add --restart"
+                )
+        self.about["models"][plan.name] = about | {"caches": noted | own}
+        self._write_about()
+
+    def identity(self, model: str, cache: str) -> str:
+        """A digest of a registered model, its adapter and its cache."""
+        about = dict(self.about["models"][model])
+        return json_digest([about.pop("caches")[cache], about])
+
+    def sample_of(self, model: str, cache: str, item: tuple[str, str]) -> Sample | None:
+        """The answer that is kept, if there is one."""
+        return self._samples.get((model, cache, *item))
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Keep answers; they are on disk when this returns."""
+        append_samples(self.path, samples)
+        self._samples |= {(x.model, x.cache, x.task, x.key): x for x in samples}
+
+    def harness(self, model: str, name: str, cache: str = WHOLE) -> HarnessResult | None:
+        """The results of lm-evaluation-harness for a name, if it has been run."""
+        entry = self.about["lm_eval"].get(model, {}).get(_with_cache(name, cache))
+        if entry is None or entry["identity"] != self._harness_identity(model, cache):
+            return None
+        return HarnessResult(entry["results"], [Sample.from_json(x) for x in entry["samples"]])
+
+    def keep_harness(self, model: str, name: str, result: HarnessResult, cache: str) -> None:
+        """Keep the results of lm-evaluation-harness for a name."""
+        entry = {"identity": self._harness_identity(model, cache), "results": result.results}
+        entry["samples"] = [sample.to_json() for sample in result.samples]
+        self.about["lm_eval"].setdefault(model, {})[_with_cache(name, cache)] = entry
+        self._write_about()
+
+    def _harness_identity(self, model: str, cache: str) -> dict:
+        """What decides its results."""
+        names = ("samples", "seed", "lm_eval_tasks")
+        return {"of": self.identity(model, cache)} | {x: self.about["config"][x] for x in names}
+
+    def _write_about(self) -> None:
+        write_whole(self.about_path, json.dumps(self.about, indent=1) + "\n")
+
+
+def _cache_identity(answers: LanguageModel, options: Evaluation) -> dict:
+    """The policy, its arguments and the dtype of a cache, as JSON."""
+    policy = answers.eviction or None
+    about = {"policy": policy and repr(policy), "dtype": answers.dtype and str(answers.dtype)}
+    if getattr(policy, "calibration", None) is not None:
+        about["calibration"] = files_digest([Path(options.calibration)])
+    if policy is not None and type(policy) not in (*POLICIES, TriAttention):
+        about["source"] = files_digest([Path(inspect.getfile(type(policy)))])
+    return about
+
+
+def _with_cache(name: str, cache: str) -> str:
+    return f"{name}, {cache}" if cache else name
+
+
+def ask_harness(
+    options: Evaluation,
+    plan: EvaluationPlan,
+    caches: dict[str, LanguageModel],
+    store: AnswerStore,
+) -> list[Sample]:
+    """Tasks of lm-evaluation-harness, those that are kept included.
+
+    Under a budget whole sequences are read as they would come out token by token.
+    """
+    samples = []
+    for cache, answers in caches.items():
+        conversion_of(answers.model).eviction = None  # the harness makes caches of its own
+        for name in harness_names(options):
+            if store.harness(plan.name, name, cache) is None:
+                with answers.reading():
+                    task = HarnessTask(name, plan.name, cache)
+                    result = run_task(options, task, answers.model, plan.tokenizer)
+                store.keep_harness(plan.name, name, result, cache)
+            samples += store.harness(plan.name, name, cache).samples
+    return samples
+
+
+def export(options: Evaluation) -> list[str]:
+    """Write the tasks for lm-evaluation-harness, lengths counted by the first model's tokenizer.
+
+    Returns:
+        their names.
+
+    Raises:
+        ValueError: as `prepare` does.
+    """
+    first = prepare(options)[0]
+    texts_by_task = texts(options, lambda text: len(first.tokenizer.encode(text)))
+    return export_tasks(options, texts_by_task, first.tokenizer, Path(options.export_lm_eval))

@@ -1,0 +1,142 @@
+"""Run a model on one text, and hand on what is to be looked at."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from heedful.checks import UserError
+from heedful.eviction import Eviction
+from heedful.hf import conversion_of
+from heedful.hf.cache.new import attention_modules
+from heedful.hf.look import LayerLook, cached_over_time, look_into
+from heedful.nn import Mechanism
+from heedful_lab.commands.inspect.options import MOST_TOKENS, Inspection
+from heedful_lab.commands.models import longest, open_model, open_tokenizer, read_text
+from heedful_lab.commands.policies import policy_of, reads_budgets
+
+
+class InspectionResult(NamedTuple):
+    """What a model did with one text.
+
+    model: its name.
+    mechanisms: what it was converted to, with the layers of each.
+    tokens: the text of each token.
+    looks: index and look of each layer, made one after the other while they are taken.
+    cached: by layer, which tokens its cache holds after every token; empty without a budget.
+    policy: the eviction policy in words; empty without a budget.
+    causal: whether a token sees earlier ones only: a decoder.
+    """
+
+    model: str
+    mechanisms: Mapping[str, tuple[int, ...]]
+    tokens: list[str]
+    looks: Iterator[tuple[int, LayerLook]]
+    cached: Mapping[int, Bool[Tensor, "T T"]]
+    policy: str
+    causal: bool
+
+
+def inside(options: Inspection) -> InspectionResult:
+    """Run the model as `heedful inspect` does.
+
+    Arguments:
+        options: the model, the text and the budget.
+
+    Raises:
+        ValueError: an option cannot be read, or does not fit the model.
+    """
+    text = options.text if options.file is None else read_text(Path(options.file))
+    if not text:
+        raise UserError("text must have at least one character, got an empty one")
+    model = open_model(
+        options.model,
+        options.device,
+        dtype=options.dtype,
+        adapter=options.adapter,
+        budgets=reads_budgets(options),
+    )
+    if model.config.is_encoder_decoder:
+        raise UserError(
+            f"model {options.model!r} is an encoder-decoder ({model.config.model_type}), whose "
+            "cross-attention looks at two sequences; name a decoder or an encoder"
+        )
+    tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    ids, tokens = _tokens(text, tokenizer, options, longest(model))
+    causal = bool(attention_modules(model))
+    policy = _policy(options, model, causal)
+    torch.manual_seed(options.seed)
+    cached = {} if policy is None else cached_over_time(model, ids, policy)
+    layers = options.layers or tuple(cached)
+    return InspectionResult(
+        model=Path(options.model).resolve().name if Path(options.model).is_dir() else options.model,
+        mechanisms={_in_words(x): where for x, where in conversion_of(model).mechanisms.items()},
+        tokens=tokens,
+        looks=look_into(model, ids, options.layers),
+        cached={index: map_ for index, map_ in cached.items() if index in layers},
+        policy="" if policy is None else str(policy),
+        causal=causal,
+    )
+
+
+def _in_words(mechanism: Mechanism) -> str:
+    """Its name, and what of it is not as by default."""
+    changed = (
+        f"{field.name}={value!r}"
+        for field in fields(mechanism)
+        if (value := getattr(mechanism, field.name)) != field.default
+    )
+    return f"{type(mechanism).__name__}({', '.join(changed)})"
+
+
+def _tokens(
+    text: str, tokenizer, options: Inspection, positions: int | None
+) -> tuple[Int[Tensor, "1 T"], list[str]]:
+    """The requested tokens, and what of the text each stands for."""
+    ids = tokenizer.encode(text)
+    spelled = spelled_tokens(text, ids, tokenizer)[: options.tokens]
+    ids = ids[: options.tokens]
+    if not ids:
+        raise UserError("text has no tokens; give at least one word")
+    most = MOST_TOKENS if positions is None else min(positions, MOST_TOKENS)
+    if len(ids) > most:
+        whose = "a page shows" if most == MOST_TOKENS else "the model has positions for"
+        raise UserError(
+            f"text has {len(ids):,} tokens, and {whose} {most:,} at most; shorten it, or take the "
+            f"first with --tokens {most}"
+        )
+    return torch.tensor([ids]), spelled
+
+
+def spelled_tokens(text: str, ids: list[int], tokenizer) -> list[str]:
+    """What each token stands for; white space that tokenizers leave out goes to the next one."""
+    if not getattr(tokenizer, "is_fast", False):
+        return [tokenizer.decode([token]) for token in ids]
+    encoding = tokenizer(text, return_offsets_mapping=True)
+    names = tokenizer.convert_ids_to_tokens(ids)
+    special = set(tokenizer.all_special_ids)
+    texts, end = [], 0
+    for token, name, (start, stop) in zip(ids, names, encoding["offset_mapping"], strict=True):
+        if token in special or start == stop:
+            texts.append(name)
+            continue
+        texts.append(text[min(end, start) : stop])
+        end = stop
+    return texts
+
+
+def _policy(options: Inspection, model: PreTrainedModel, causal: bool) -> Eviction | None:
+    if not causal and options.budget is not None:
+        raise UserError(
+            f"budget is for decoders, and {options.model!r} is an encoder, which keeps nothing "
+            "between calls; leave it out"
+        )
+    policy = policy_of(options, model)
+    if policy is None:
+        policy = conversion_of(model).eviction
+    return policy or None

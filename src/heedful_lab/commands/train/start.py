@@ -1,0 +1,294 @@
+"""The model that a training run begins with, its tokenizer and its teacher, by the options."""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from heedful.checks import UserError
+from heedful.data import ByteTokenizer, pieces
+from heedful.eviction import Eviction
+from heedful.files import writing_to
+from heedful.hf import conversion_of, load
+from heedful.hf.adapter_folders import base_of, has_low_rank, is_adapter, load_adapter
+from heedful.hf.adapters import converted_inside, with_low_rank
+from heedful.hf.after_eviction import AfterEviction
+from heedful.hf.budgets import NAME, read_budgets
+from heedful.hf.convert import replace_attention
+from heedful.hf.converted_model import ConvertedModel
+from heedful.hf.stock import stock_model, stock_tokenizer
+from heedful_lab.commands.models import (
+    configuration_of,
+    is_converted,
+    longest,
+    mechanisms_named,
+    open_tokenizer,
+    opening,
+)
+from heedful_lab.commands.train.options import EVICT, SIZES, Training, TrainingRecipe
+from heedful_lab.tasks.vocabulary import BYTES, byte_pairs, bytes_alone
+
+_BOS, _EOS = "<bos>", "<eos>"
+_READ_FOR_VOCABULARY = 1 << 26  # characters that byte pairs are learned from
+_BPE, _BYTES = "bpe", "bytes"
+
+
+def has_weights(name: str) -> bool:
+    """Whether MODEL is a trained model, and not a size or a configuration."""
+    return name not in SIZES and not name.endswith(".json")
+
+
+class Start(NamedTuple):
+    """What a run begins with.
+
+    model: converted; with low-rank matrices, PEFT's wrapper of it.
+    tokenizer: its own, or one that is trained here.
+    teacher: the base without a mechanism, of the same weights, where it says what to predict.
+    base: its name, where it is frozen.
+    eviction: what the caches evict under which it is trained.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast | ByteTokenizer
+    teacher: PreTrainedModel | None = None
+    base: str | None = None
+    eviction: Eviction | None = None
+
+
+def starting_point(
+    options: Training, recipe: TrainingRecipe, tokenizer_folder: Path, half: bool = False
+) -> Start:
+    """The model that is trained, with what belongs to it.
+
+    Arguments:
+        options: what to train.
+        recipe: how.
+        tokenizer_folder: of a tokenizer that is trained here; one that is there already is used.
+        half: whether the computation is in bfloat16, as a frozen base then is; what is trained has
+            float32.
+
+    Raises:
+        ValueError: there is no such model or tokenizer, or it does not fit the mechanism, the
+            length or the other.
+    """
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(options.seed)
+    if has_weights(options.model):
+        if options.tokenizer == _BPE or options.vocabulary is not None:
+            raise UserError(
+                f"model {options.model!r} has weights for the vocabulary that it was trained with; "
+                "leave out --vocabulary and --tokenizer bpe"
+            )
+        model = _with_weights(options.model)
+        tokenizer = open_tokenizer(options.tokenizer, options.model, model)
+    else:
+        config = _config(options.model)
+        tokenizer = _new_tokenizer(
+            options, options.vocabulary or config.vocab_size, tokenizer_folder
+        )
+        model = _from_scratch(config, options, tokenizer, recipe.length)
+    if not model.can_generate() or model.config.is_encoder_decoder:
+        raise UserError(
+            f"model {options.model!r} is a {type(model).__name__}, and heedful train trains models "
+            "that predict the next token"
+        )
+    room = longest(model)
+    if room is not None and recipe.length > room:
+        raise UserError(
+            f"length must be at most {room}, the model's positions, got {recipe.length}"
+        )
+    if recipe.train == "all":
+        if is_adapter(options.model):
+            raise UserError(
+                f"model {options.model!r} is an adapter, whose base stays what it is: add --train "
+                "mechanism, or write it with its base first, heedful convert ADAPTER OUT"
+            )
+        _give_mechanism(model, options)
+        return Start(model.float().train(), tokenizer)
+    if half and not getattr(model, "is_quantized", False):
+        model = model.bfloat16()
+    return _beside_frozen(model, tokenizer, options, recipe)
+
+
+def _beside_frozen(
+    model: PreTrainedModel, tokenizer, options: Training, recipe: TrainingRecipe
+) -> Start:
+    """The mechanism, with low-rank matrices or without, beside a base that stays what it is."""
+    if options.recipe == EVICT:
+        _check_budgets(options.model)
+    if isinstance(model, ConvertedModel):
+        raise UserError(
+            f"model {options.model!r} is converted, and --train {recipe.train} goes beside a model "
+            "without a mechanism: take it out first, heedful convert MODEL OUT --revert"
+        )
+    model.requires_grad_(False)
+    teacher = None
+    if recipe.targets == "base":  # it shares the weights
+        teacher = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()
+    if is_adapter(options.model):
+        if options.mechanism or has_low_rank(options.model):
+            raise UserError(
+                f"model {options.model!r} is an adapter: leave out --mechanism, which it has"
+                if options.mechanism
+                else f"model {options.model!r} has low-rank matrices, which training does not "
+                "resume; train from its base again"
+            )
+        load_adapter(model, options.model, budgets=False, convert=True)
+    else:
+        _give_mechanism(model, options)
+    own = conversion_of(model).parameters().values()
+    if not own and recipe.train == "mechanism":
+        raise UserError(
+            "train='mechanism' needs a mechanism with parameters; name one, such as --mechanism "
+            "selective:selector=extra or --mechanism mta"
+        )
+    # In the order of these budgets nothing changes any more.
+    path = Path(options.model) / NAME
+    eviction = read_budgets(path, model) if options.recipe == EVICT else None
+    for parameter in own:
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_()
+    if recipe.train == "lora":
+        model = with_low_rank(model, options.rank)
+    if eviction is not None:
+        conversion = conversion_of(converted_inside(model))
+        conversion.after_eviction = AfterEviction(conversion.model)
+        for parameter in conversion.parameters().values():
+            parameter.requires_grad_(False)
+    return Start(model.train(), tokenizer, teacher, base_of(options.model), eviction)
+
+
+def _check_budgets(name: str) -> None:
+    """Raise unless a name is that of an adapter with budgets."""
+    if not is_adapter(name) or not (Path(name) / NAME).is_file():
+        raise UserError(
+            f"recipe='evict' trains under the budgets of an adapter, and {name!r} is none with a "
+            f"{NAME}; make an adapter with --recipe hide and its budgets with heedful budget"
+        )
+
+
+def _give_mechanism(model: PreTrainedModel, options: Training) -> None:
+    """Convert it; one that is converted already keeps what it has."""
+    mechanisms = mechanisms_named(options.mechanisms())
+    if isinstance(model, ConvertedModel):
+        own = conversion_of(model).mechanisms
+        if any(
+            own.get(x) is None or layers not in (None, own[x]) for x, layers in mechanisms.items()
+        ):
+            raise UserError(
+                f"model {options.model!r} is converted already, to {', '.join(map(str, own))}; "
+                "leave --mechanism out, or take it out first: heedful convert MODEL OUT --revert"
+            )
+    elif None in mechanisms.values():  # alone: in all layers
+        replace_attention(model, next(iter(mechanisms)), where=options.where or None)
+    else:
+        replace_attention(model, mechanisms or "standard", where=options.where or None)
+
+
+def _new_tokenizer(options: Training, room: int, folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model from scratch, of at most `room` tokens."""
+    if folder.is_dir():
+        return stock_tokenizer(folder)
+    name = _BPE if options.tokenizer is None else options.tokenizer
+    if name == _BPE and room <= BYTES + 2:
+        raise UserError(
+            f"vocabulary must be more than {BYTES + 2} (the bytes, BOS and EOS) for byte pairs, "
+            f"got {room}; use --tokenizer bytes"
+        )
+    if name == _BPE:
+        tokenizer = _with_ends(byte_pairs(_first(options.data, _READ_FOR_VOCABULARY), room - 2))
+    else:
+        tokenizer = _with_ends(bytes_alone()) if name == _BYTES else _opened_tokenizer(name)
+    if len(tokenizer) > room:
+        raise UserError(
+            f"tokenizer {name!r} has {len(tokenizer)} tokens and the model room for {room}; set "
+            f"vocab_size in the configuration, or --vocabulary {len(tokenizer)} with a size"
+        )
+    with writing_to(folder):
+        tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def _opened_tokenizer(name: str):
+    try:
+        return stock_tokenizer(name)
+    except Exception as error:  # whatever tokenizers raise for a file that is none of theirs
+        problem = " ".join(str(error).split())[:200]
+        raise UserError(f"tokenizer {name!r} cannot be read ({problem})") from None
+
+
+def _first(data: tuple[str, ...], characters: int) -> Iterator[str]:
+    read = 0
+    for piece in pieces(data):
+        yield piece.text
+        read += len(piece.text)
+        if read >= characters:
+            return
+
+
+def _with_ends(tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer with BOS, which it puts before a text, and EOS."""
+    from tokenizers import processors
+
+    tokenizer.add_special_tokens([_BOS, _EOS])
+    bos = tokenizer.token_to_id(_BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{_BOS} $A", special_tokens=[(_BOS, bos)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=_BOS, eos_token=_EOS, pad_token=_EOS
+    )
+
+
+def _config(name: str) -> PreTrainedConfig:
+    if name in SIZES:
+        size = SIZES[name]
+        return LlamaConfig(
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.inner,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            tie_word_embeddings=size.tied,
+            rope_parameters={"rope_type": "default", "rope_theta": size.theta},
+        )
+    config = configuration_of(name)[0]
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(
+            f"model {name!r} is of type {config.model_type!r}, which has no model that predicts "
+            "the next token"
+        )
+    return config
+
+
+def _from_scratch(
+    config: PreTrainedConfig, options: Training, tokenizer, length: int
+) -> PreTrainedModel:
+    if options.model in SIZES:
+        config.vocab_size = options.vocabulary or max(config.vocab_size, len(tokenizer))
+        config.max_position_embeddings = max(config.max_position_embeddings, length)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _with_weights(name: str) -> PreTrainedModel:
+    """A converted model as it is saved, or a stock one; of an adapter, the base."""
+    name = base_of(name)
+    folder = Path(name)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"model {name!r} is a folder without a config.json; name a model's folder")
+    with opening("model", name):
+        if is_converted(folder):
+            return load(folder, budgets=False, convert=True, dtype=torch.float32)
+        return stock_model(name, dtype=torch.float32)
