@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def ways(options: argparse.Namespace, length: int) -> list[Way]:
-    """The base as it comes, under caches of heedful, and with what loses least at so many tokens."""
+    """The base with its own cache and heedful's, and what loses least at so many tokens."""
     stock = stock_model(options.base).eval()
     base, adapter = (
         open_model(x, budgets=False, convert=False) for x in (options.base, options.adapter)

@@ -16,4 +16,6 @@ from heedful.hf.auto_classes import register
 from heedful.hf.convert import Conversion, conversion_of, convert, revert
 from heedful.hf.load import load
 
+register()  # which opens folders, so that what opens and converts need not know it
+
 __all__ = ["Conversion", "conversion_of", "convert", "load", "register", "revert"]

@@ -33,7 +33,7 @@ _UNREAD = HARMLESS - {_MAPS}
 
 # Of what a layer can need: what changes its module's projections, and what is the forward pass's.
 _EDITS = frozenset({"unprojected", "unrotated"})
-_OF_PASS = frozenset({"token_ids", "positions", "cache", "rotation"})
+_OF_PASS = frozenset({"token_ids", "positions", "rotation"})
 
 
 def register_attention() -> None:
@@ -231,7 +231,6 @@ def _of_pass(
     inputs = inputs._replace(
         token_ids=_needed(module, layer, "token_ids", context.token_ids),
         positions=_positions(module, layer, context, cache),
-        cache=cache if "cache" in layer.needs else None,
         shared=context.shared,
     )
     if "rotation" not in layer.needs or (rotation := getattr(module, ROTATION)) is None:

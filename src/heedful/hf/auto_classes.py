@@ -1,6 +1,6 @@
 """What transformers' Auto classes need to open saved folders of converted models.
 
-`heedful.register()` tells them in this process, and so do `heedful.load` and `heedful.convert`.
+Importing `heedful.hf` tells them in this process, as `heedful.register()` and all else does.
 """
 
 from typing import Any
@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from heedful.hf.format import AUTO, MODEL_TYPE, REFUSED_ELSEWHERE
+from heedful.hf.load import load
 from heedful.hf.versions import implementation_of
 
 
@@ -46,8 +47,6 @@ class HeedfulModel(PreTrainedModel):
         # The Auto classes take it out of their options and put it into the configuration.
         if config is not None and implementation_of(config) is not None:
             options["attn_implementation"] = implementation_of(config)
-        from heedful.hf.load import load  # it converts, and a conversion tells the Auto classes
-
         return load(folder, **options)
 
 

@@ -23,7 +23,6 @@ from heedful.hf.attention import (
     edits_projections,
     register_attention,
 )
-from heedful.hf.auto_classes import register
 from heedful.hf.converted_model import ConvertedModel, caches, converted_class, family_of
 from heedful.hf.evicting.hook import remove
 from heedful.hf.family.call import ForgetCall, ReadCall
@@ -344,7 +343,6 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     configs = {id(x.module.config): x.module.config for x in attention}.values()
     implementations = [(config, implementation_of(config)) for config in configs]
     use_cache = use_cache_settings(model)
-    register()
     register_attention()
     for config in configs:
         set_implementation(config, IMPLEMENTATION)
@@ -368,7 +366,6 @@ def _install(model: PreTrainedModel, seats: list[Seat]) -> Stock:
 
 def _install_beside(model: PreTrainedModel, seats: list[Seat]) -> Stock:
     """Put layers into the model that leave its attention alone."""
-    register()
     for seat in seats:
         setattr(seat.attention.module, NAME, seat.layer.train(model.training))
         setattr(seat.attention.module, PROJECTION_HOOKS, [])

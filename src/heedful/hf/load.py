@@ -10,7 +10,6 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from heedful.checks import UserError
 from heedful.hf import budgets as beside
 from heedful.hf.adapter_folders import base_of, is_adapter, load_adapter
-from heedful.hf.auto_classes import register
 from heedful.hf.format import FORMAT, MODEL_TYPE
 from heedful.hf.restore import read_parameters, restore
 from heedful.hf.versions import ignoring
@@ -57,7 +56,6 @@ def load(
     for name in ("attn_implementation", "config", "output_loading_info", "state_dict"):
         if options.get(name):
             raise UserError(f"{name} is not an option of heedful.load; leave it out")
-    register()
     if adapter is None and not isinstance(folder, PreTrainedModel) and is_adapter(folder):
         folder, adapter = base_of(folder), folder
     if adapter is not None:

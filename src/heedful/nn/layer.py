@@ -14,7 +14,7 @@ from heedful.ops.impl import Impl
 from heedful.ops.mta.filtered import Newest
 
 Need = Literal[
-    "input", "source", "token_ids", "positions", "cache", "unprojected", "unrotated", "rotation"
+    "input", "source", "token_ids", "positions", "unprojected", "unrotated", "rotation"
 ]  # fmt: skip
 Projection = Literal["q", "k", "v"]
 Term = Literal["bias", "softcap", "sinks", "dropout"]
@@ -59,7 +59,6 @@ class LayerInputs(NamedTuple):
     source: in cross-attention what keys and values are made of, `[B, Tk, Es]`.
     token_ids: ids of the same tokens, `[B, T]`.
     positions: their positions, `[B or 1, T]`.
-    cache: what holds this layer's keys and values between calls.
     state: what an earlier call returned as `LayerOutput.state`, for the first `Ts` keys, `[B, S,
         Ts]`; `None` at the first token.
     beside: what `Layer.beside` gave for all keys, those of earlier calls first, `[B, S, Tk, Ds]`;
@@ -86,7 +85,6 @@ class LayerInputs(NamedTuple):
     source: Float[Tensor, "B Tk Es"] | None = None
     token_ids: Int[Tensor, "B T"] | None = None
     positions: Int[Tensor, "#B T"] | None = None
-    cache: object | None = None
     state: Float[Tensor, "B S Ts"] | None = None
     beside: Float[Tensor, "B S Tk Ds"] | None = None
     rotation: Rotation | None = None
@@ -407,7 +405,7 @@ def check_inputs(layer: Layer, inputs: LayerInputs) -> None:
                 "it; take another mechanism"
             )
     for name in LayerInputs._fields:
-        if name in layer.needs - {"cache", "rotation"} and getattr(inputs, name) is None:
+        if name in layer.needs - {"rotation"} and getattr(inputs, name) is None:
             raise UserError(
                 f"{type(layer).__name__} needs {name} beside q, k and v: pass inputs=LayerInputs("
                 f"{name}=...)"

@@ -17,6 +17,7 @@ import pytest
 
 import heedful
 import heedful_lab.commands.compare.run as room
+from heedful import files
 from heedful.nn import MultiToken, from_json, to_json
 from heedful.training.run import Stopped
 from heedful_lab.cli import write_page
@@ -25,7 +26,7 @@ from heedful_lab.commands.compare.options import Comparison
 from heedful_lab.commands.compare.run import compare, kept
 from heedful_lab.commands.compare.scratch import Size
 from heedful_lab.commands.compare.setups import chosen_setups, setups
-from heedful_lab.records import files, read_records
+from heedful_lab.records import read_records
 from heedful_lab.tasks import TASKS
 from helpers.command_line import change_setups, refusal, status_of
 
