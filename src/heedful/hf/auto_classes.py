@@ -1,4 +1,4 @@
-"""What transformers' Auto classes need to open saved folders of converted models.
+"""Classes with which transformers' Auto classes open saved folders of converted models.
 
 `heedful.register()` tells them in this process, and so do `heedful.load` and `heedful.convert`.
 """
@@ -13,7 +13,7 @@ from heedful.hf.versions import implementation_of
 
 
 class HeedfulConfig(PreTrainedConfig):
-    """What a saved `config.json` holds, for transformers' Auto classes.
+    """Configuration in a saved `config.json`, for transformers' Auto classes.
 
     Numbers, names and flags of the model's own configuration are there too, for tools that ask how
     long a row may be or whether there is an encoder; the model gets its own one whole.
@@ -36,7 +36,7 @@ class HeedfulConfig(PreTrainedConfig):
 
 
 class HeedfulModel(PreTrainedModel):
-    """What transformers' Auto classes call to open a converted checkpoint."""
+    """Class that transformers' Auto classes call to open a converted checkpoint."""
 
     config_class = HeedfulConfig
 
